@@ -1,6 +1,6 @@
-"""Objectives of training (train.objective): which values go with each, and what a run of it needs.
+"""Objectives of training (train.objective): valid combinations of keys, and the data and models that a run needs.
 
-sequences(train) -> int      sequences of a row: dpo has both answers in a forward pass
+sequences(train) -> int      sequences per row: dpo has both answers in a forward pass
 """
 
 from collections.abc import Iterator
@@ -19,10 +19,10 @@ READS = {
 }
 KEYS = {"dpo": ("dpo_beta", "dpo_label_smoothing"), "distill": ("teacher", "teacher_top_k", "distill_temperature")}
 
-AT_ONCE = 16  # micro batches that each rank, and each stage of a pipeline, asks a reference of in one go
+AT_ONCE = 16  # micro batches that each rank, and each stage of a pipeline, sends through the reference at once
 ANSWERS = "dpo reads a chosen and a rejected answer; preference"
 
-# What a step is looked at by beside its loss: means over rows, by the names that TRL's users know.
+# Metrics of a step in addition to its loss: means over rows, with TRL's names.
 FIGURES = {
     "sft": (),
     "dpo": ("rewards/chosen", "rewards/rejected", "rewards/accuracy", "rewards/margin"),
@@ -31,7 +31,7 @@ FIGURES = {
 
 
 def has_reference(run: Run) -> bool:
-    """Whether what another model says of the rows is needed before training."""
+    """Whether training needs another model's outputs for the rows."""
     return run.train.objective in KEYS
 
 
@@ -46,33 +46,33 @@ def of_teacher(run: Run) -> Run:
 
 
 def at_teacher(run: Run) -> Run:
-    """The run whose model and base on this host are the teacher's."""
+    """The run with the teacher's model and base on this host."""
     places = {"model": run.paths.teacher, "base": run.paths.teacher_base}
     return run.model_copy(update={"paths": run.paths.model_copy(update=places)})
 
 
 def has_starting_adapter(run: Run) -> bool:
-    """Whether what a training is compared with is the base with the adapter that it starts from."""
+    """Whether the reference of dpo is the base with the adapter that the training starts from."""
     return run.train.objective == "dpo" and run.model.adapter is not None
 
 
 def as_asked(run: Run) -> Run:
-    """The run of the model that is asked of the rows, at the layout of training, with nothing trained of it."""
+    """The run of the reference model, at the layout of training, with all weights frozen."""
     if has_starting_adapter(run):
         return run
     run = at_teacher(of_teacher(run)) if has_teacher(run) else run
-    adapter = Adapter(kind="lora", targets=("linear_proj",), rank=run.layout.tp)  # is off, and has all else frozen
+    adapter = Adapter(kind="lora", targets=("linear_proj",), rank=run.layout.tp)  # disabled; freezes the rest
     return run.model_copy(update={"adapter": adapter})
 
 
 def unlike(run: Run, facts: ModelFacts, teacher: ModelFacts, named: str) -> str:
-    """The reason why a teacher of this name cannot teach a model, by their sizes; empty where it can."""
+    """The reason why this teacher's vocabulary does not fit the model; empty if it fits."""
     if teacher.vocab != facts.vocab:
-        return f"train.teacher: {named}: a vocabulary of {teacher.vocab} tokens; the model has {facts.vocab}"
+        return f"train.teacher: {named}: a vocabulary of {teacher.vocab} tokens, but the model has {facts.vocab}"
     if teacher.vocab_pad or facts.vocab_pad:
-        return f"train.teacher: {named}: GPT-2's vocabulary is padded with tokens that are none; another model"
+        return f"train.teacher: {named}: GPT-2's vocabulary is padded with unused tokens; use another model"
     if run.train.teacher_top_k > teacher.vocab:
-        return f"train.teacher_top_k: {run.train.teacher_top_k}, and {named} has {teacher.vocab} tokens at all"
+        return f"train.teacher_top_k: {run.train.teacher_top_k}, but {named} has only {teacher.vocab} tokens"
     return ""
 
 
@@ -81,7 +81,7 @@ def sequences(train: Train) -> int:
 
 
 def as_sft(run: Run) -> Run:
-    """The run with sequences of one answer each, as many: of made-up rows, which have no other and no teacher."""
+    """The run with objective sft and the same number of sequences, for artificial rows of one answer."""
     train, more = run.train, sequences(run.train)
     keys = {key: Train.model_fields[key].default for keys in KEYS.values() for key in keys}
     keys |= {"objective": "sft", "global_batch": more * train.global_batch, "micro_batch": more * train.micro_batch}
@@ -94,20 +94,22 @@ def kind_of(shape: str) -> str:
 
 
 def unfit(run: Run, place: str, kind: str) -> str:
-    """The reason why prepared data of this kind are not what the objective learns from; empty where they are."""
-    wanted = run.train.objective
-    if kind in KIND[wanted]:
+    """The reason why the objective cannot use prepared data of this kind; empty if it can."""
+    objective = run.train.objective
+    if kind in KIND[objective]:
         return ""
-    found = next((one for one, kinds in KIND.items() if kind in kinds), None)
-    if found is None:
-        return f"train.objective: {wanted} reads {READS[wanted]}, but {place} holds data of the kind {kind}"
-    shape = "data.shape=preference, if there are columns chosen and rejected, or another data.source"
-    other = f"train.objective={found}" if found != "sft" else shape if wanted == "dpo" else "another data.source"
-    return f"train.objective: {wanted} reads {READS[wanted]}, but {place} holds {READS[found]}; {other} would do"
+    fitting = next((other for other, kinds in KIND.items() if kind in kinds), None)
+    if fitting is None:
+        return f"train.objective: {objective} reads {READS[objective]}, but {place} contains data of the kind {kind}"
+    remedy = f"train.objective={fitting}"
+    if fitting == "sft":
+        shape = "data.shape=preference, if there are columns chosen and rejected, or another data.source"
+        remedy = shape if objective == "dpo" else "another data.source"
+    return f"train.objective: {objective} reads {READS[objective]}, but {place} contains {READS[fitting]}; use {remedy}"
 
 
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield (key, problem) for values that are right alone and wrong together."""
+    """Yield (key, problem) for values that are valid alone and invalid together."""
     train = run.train
     for objective, keys in KEYS.items():
         for key in keys:
@@ -116,9 +118,9 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     if train.objective == "sft":
         return
     if train.z_loss:
-        yield "train.z_loss", f"{train.z_loss:g}, and train.objective {train.objective} has none: 0"
+        yield "train.z_loss", f"{train.z_loss:g}, but train.objective {train.objective} has no z loss: 0"
     if train.batch_ramp:
-        yield "train.ramp_from", f"{train.ramp_from} is for texts, and {train.objective} reads rows; null"
+        yield "train.ramp_from", f"{train.ramp_from} is for texts, but {train.objective} reads rows; null"
     yield from _of_dpo(run) if train.objective == "dpo" else _of_distillation(run)
 
 
@@ -139,17 +141,11 @@ def _of_dpo(run: Run) -> Iterator[tuple[str, str]]:
     yield from of_pairs(run.data)
     for number, part in enumerate(run.data.mixture):
         if part.shape not in ("auto", "preference"):
-            yield (
-                f"data.mixture[{number}].shape",
-                f"{part.shape}, but {ANSWERS}",
-            )
+            yield f"data.mixture[{number}].shape", f"{part.shape}, but {ANSWERS}"
     if run.data.shape not in ("auto", "preference"):
         yield "data.shape", f"{run.data.shape}, but {ANSWERS}"
     if run.reinforce.steps:
-        yield (
-            "reinforce.steps",
-            f"{run.reinforce.steps}, but nothing says yet how it follows dpo; 0, or objective sft",
-        )
+        yield "reinforce.steps", f"{run.reinforce.steps}, but it is not supported after dpo; 0, or objective sft"
     if run.model.dropout:
         yield "model.dropout", f"{run.model.dropout:g} would make each answer differ from its reference; 0 with dpo"
     if layout.pp > 1 and run.moe.dispatcher == "allgather":
@@ -157,10 +153,10 @@ def _of_dpo(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def of_pairs(data: Data) -> Iterator[tuple[str, str]]:
-    """Yield (key, problem) for settings of data that do not go with two answers to one prompt."""
+    """Yield (key, problem) for settings of data that exclude rows with two answers to one prompt."""
     if data.packed:
         yield "data.packed", "true, but the two answers of a row are padded, not packed; false"
     if data.loss_on == "all":
-        yield "data.loss_on", "all, but of two answers to one prompt the answers alone count; assistant"
+        yield "data.loss_on", "all, but with two answers to one prompt only the answers count; assistant"
     if data.too_long == "truncate":
         yield "data.too_long", "truncate would cut the two answers' prompts differently; drop"
