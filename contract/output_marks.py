@@ -31,7 +31,7 @@ from contract.faults import Fault
 from contract.files import is_partial, sync, write_atomically
 
 MARKER = ".finetune"
-OWNER = ".owner."  # trainer/startup/ownership.py: who writes there now
+OWNER = ".owner."  # contract/ownership.py: who writes there now
 PARTIAL = ".partial"  # beside an output that is replaced as a whole: where it is made
 JOURNAL = "unfinished"  # a folder in there, with a file for each part that is finished
 ASIDE = ".replaced"  # where the one before waits, on a file system that cannot exchange two names

@@ -14,7 +14,6 @@ limit.
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -29,13 +28,14 @@ from pathlib import Path
 from contract import closed_pipe, json_object
 from contract.faults import Fault
 from contract.files import write_atomically
+from contract.ownership import try_lock
 from contract.processes import started
 from flows import packages, scheduling
 from flows.arguments import refused
 from flows.scheduling import Trouble
 from tasks.run.places import runs_folder
 from tasks.servers import prefect_server
-from tasks.servers.prefect_server import HOST, SERVICES, answers, locked
+from tasks.servers.prefect_server import HOST, SERVICES, answers
 from tasks.servers.waiting import Wait, say
 from tasks.store.durable import plainly
 
@@ -126,7 +126,7 @@ def _start_servers(running: dict) -> None:
     _wait_until_healthy("prefect", running["prefect"], "/api/health")
     with (runs_folder() / "mlflow.db.lock").open("w") as lock:  # a run makes the tables as well; two at once break them
         wait = Wait("MLflow's database, which a run has locked", READY_WITHIN)
-        while not locked(lock.fileno(), fcntl.LOCK_EX):
+        while not try_lock(lock.fileno()):
             wait.pause()
         if "mlflow" not in running:
             running["mlflow"] = _start_mlflow()
@@ -154,7 +154,7 @@ def _turn() -> Iterator[None]:
     """Let one `make up` or `make down` work at a time. The kernel ends the turn with its process."""
     with (_folder() / "turn").open("a+") as file:
         wait = None
-        while not locked(file.fileno(), fcntl.LOCK_EX):
+        while not try_lock(file.fileno()):
             if wait is None:
                 file.seek(0)
                 wait = Wait(f"another make up or make down (process {file.read()}) is under way", OTHER_WITHIN)

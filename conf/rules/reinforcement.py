@@ -11,7 +11,6 @@ unfit(run, place, kind)      why prepared data of a kind have no prompts for it
 unlike(run, facts)           why a model is none for what is asked
 """
 
-import hashlib
 import math
 from collections.abc import Iterator
 
@@ -19,6 +18,7 @@ from conf import rewards
 from conf.model_facts import ModelFacts
 from conf.rules import serving
 from conf.schema.run import Run
+from contract import checksums
 from contract.faults import Fault
 
 ANSWERS = 2**20  # of a step, which is one file of the journal, and is held by every process that trains
@@ -174,7 +174,7 @@ def _content(key: str, place: str) -> str:
             name, text = rewards.function(place, rewards.CALLED_WITH[key])
     except Fault as fault:
         raise Fault(f"reinforce.{key}: {fault}") from None
-    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}" + (f":{name}" if name else "")
+    return f"sha256:{checksums.of(text)}" + (f":{name}" if name else "")
 
 
 def _places(run: Run) -> Iterator[tuple[str, str]]:

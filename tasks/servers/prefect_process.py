@@ -6,7 +6,6 @@ LOCK and SOCKET are open files: the lock of the database, which ends with this p
 on. USERS is the file on which each user holds a shared lock. LIST is the file of `make up`: a server in it stays.
 """
 
-import fcntl
 import json
 import os
 import socket
@@ -21,6 +20,7 @@ from prefect.server.database.configurations import AioSqliteConfiguration
 from prefect.settings import get_current_settings
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from contract.ownership import try_lock, unlock
 from contract.processes import started
 
 LOOKS = 0.5  # seconds between looks at its users
@@ -63,20 +63,12 @@ def _end_unused(server: uvicorn.Server, users: Path, listed: Path) -> None:
     The lock is kept until then: a command that comes now waits for the end, and starts a new server.
     """
     file, me = os.open(users, os.O_RDWR), {"pid": os.getpid(), "started": started(os.getpid())}
-    while _lists(listed, me) or not _locked(file) or _lists(listed, me):
-        fcntl.flock(file, fcntl.LOCK_UN)
+    while _lists(listed, me) or not try_lock(file) or _lists(listed, me):
+        unlock(file)
         time.sleep(LOOKS)
     server.should_exit = True
     time.sleep(ENDS_WITHIN)
     os._exit(0)
-
-
-def _locked(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
 
 
 def _lists(listed: Path, me: dict) -> bool:

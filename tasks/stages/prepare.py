@@ -4,7 +4,6 @@ The tokenizer comes from the model, so the model is an input. Of its files no we
 processes bears no identity, and neither does the place of a source.
 """
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from conf.rules.sequences import lacking
 from conf.schema import identity
 from conf.schema.data import Data, Part
 from conf.schema.run import Run
-from contract import regular_files
+from contract import checksums, regular_files
 from contract.faults import Fault
 from tasks.pages import data_report
 from tasks.run import launch
@@ -162,6 +161,6 @@ def _here(stage_run: StageRun, model: Artifact, work: Work) -> Run:
 def _template(name: str) -> str:
     """Digest of a Jinja file. Its path bears no identity."""
     try:
-        return f"sha256:{hashlib.sha256(regular_files.read(Path(name).expanduser())).hexdigest()}.jinja"
+        return f"sha256:{checksums.of(regular_files.read(Path(name).expanduser()))}.jinja"
     except Fault as fault:
         raise Fault(f"data.template: {fault}") from None

@@ -5,8 +5,6 @@ whole; empty folders are left out, as an object store has none.
 """
 
 import contextlib
-import fcntl
-import hashlib
 import os
 import shutil
 import threading
@@ -16,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from contract import checksums, ownership
 from contract.faults import Fault
 
 BLOCK = 1 << 20  # bytes read at a time: hashlib lets other threads run meanwhile, and 16 threads hold 16 MiB
@@ -88,7 +87,7 @@ def inside(folder: Path, names: Iterable[str]) -> dict[str, Path]:
 
 def sha256(path: Path) -> str:
     with path.open("rb", buffering=0) as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+        return checksums.of_stream(f)
 
 
 def matches(path: Path, file: File) -> bool:
@@ -115,7 +114,7 @@ def _lock(partials: Path) -> IO[bytes]:
         with contextlib.suppress(FileNotFoundError):
             partials.mkdir(exist_ok=True)
             f = open(partials / "lock", "ab")  # noqa: SIM115  the caller closes it, which unlocks
-            fcntl.flock(f, fcntl.LOCK_EX)
+            ownership.lock(f.fileno())
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(partials / "lock").st_ino == os.fstat(f.fileno()).st_ino:
                     return f

@@ -21,11 +21,11 @@ from conf.rules import objectives, schedule
 from conf.rules.sequences import lacking
 from conf.schema import bearing, identity
 from conf.schema.run import Run
-from contract import checkpoints, json_object, regular_files
+from contract import checkpoints, checksums, json_object, regular_files
 from contract.faults import Fault
 from contract.processes import end_with_parent
 from trainer.data import preparation
-from trainer.data.identity import MANIFEST, digest
+from trainer.data.identity import MANIFEST
 from trainer.data.read import choose, sources
 from trainer.data.tokens import tokenizer
 from trainer.data.write import packing
@@ -214,7 +214,7 @@ def _changed(entries: list[dict[str, Any]]) -> Iterator[tuple[Path, str]]:
     if FAULT_FILE in os.environ or os.environ.get("LOCAL_RANK", "0") != "0":
         return  # whoever started this rank has read them already, or the first rank of this host is at it
     with ThreadPoolExecutor() as pool:
-        digests = pool.map(digest, [entry["path"] for entry in entries])
+        digests = pool.map(checksums.of_file, [entry["path"] for entry in entries])
         yield from ((e["path"], "changed") for e, now in zip(entries, digests, strict=True) if now != e["sha256"])
 
 
@@ -225,7 +225,7 @@ def _check_settings(place: Path, found: Prepared, run: Run, remedy: str = "") ->
         compared -= {"seed"}  # it decides which rows share a sequence; their order is drawn when training starts
     if run.data.template.endswith(".jinja"):
         compared -= {"template"}  # its content is compared, whatever its name
-        if digest(Path(run.data.template)) != found.settings.get("template_file"):
+        if checksums.of_file(Path(run.data.template)) != found.settings.get("template_file"):
             raise Fault(
                 f"{run.data.template}: another template than the one {place} was prepared with; {remedy or AGAIN}"
             )
@@ -248,7 +248,7 @@ def _check_settings(place: Path, found: Prepared, run: Run, remedy: str = "") ->
 
 
 def _check_tokenizer(place: Path, found: Prepared, run: Run) -> None:
-    if tokenizer.digest(Path(run.paths.model)) != found.tokenizer:
+    if tokenizer.checksums.of_file(Path(run.paths.model)) != found.tokenizer:
         raise Fault(
             f"paths.model: {run.paths.model}: another tokenizer than the one that {place} was prepared with; {AGAIN}, "
             "or use the model that it was prepared for"

@@ -9,12 +9,12 @@ Training writes the digests of what it has in memory (trainer/weights/model_dige
 what it reads (trainer/weights/torch_dist.py). This is a proof against loss and confusion, not against forgery.
 """
 
-import hashlib
 import json
 from pathlib import Path
 
 import torch
 
+from contract import checksums
 from contract.files import write_atomically
 
 FILE = "tensors.json"
@@ -53,7 +53,7 @@ def text(number: int) -> str:
 
 def of_all(digests: dict[str, str]) -> str:
     """One digest of many. A tensor's place among them is its name."""
-    return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
+    return checksums.of(json.dumps(sorted(digests.items())))
 
 
 def write(folder: Path, facts: dict) -> None:

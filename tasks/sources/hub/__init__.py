@@ -13,8 +13,6 @@ Large files of a folder are linked where that is possible: replace them in the s
 
 # pyright: reportArgumentType=false
 
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -25,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event, Lock
 
-from contract import regular_files
+from contract import checksums, regular_files
 from contract.amounts import unlike
 from contract.faults import Fault
 from tasks.sources.hub import api, file_choice, s3_source
@@ -92,7 +90,7 @@ def _resolve(source: str, revision: str, only: Collection[str]) -> Resolved:
             raise Fault(f"{source}: nothing lies there; check the bucket and the prefix")
         sizes = {name: size for name, (size, _) in objects.items()}
         return Resolved(
-            "s3", source, _digest(objects), sizes, {name: f"etag:{tag}" for name, (_, tag) in objects.items()}
+            "s3", source, checksums.of_json(objects), sizes, {name: f"etag:{tag}" for name, (_, tag) in objects.items()}
         )
     try:
         commit, sizes, digests = api.describe(source, revision or "main")
@@ -289,7 +287,7 @@ def _open_store(uri: str):
 
 def _part(folder: Path, name: str, digest: str) -> Path:
     """The file that a download grows in, named by the content wanted: a part of another commit is not continued."""
-    return folder / PARTIAL / hashlib.sha256(f"{name}\0{digest}".encode()).hexdigest()[:32]
+    return folder / PARTIAL / checksums.of(f"{name}\0{digest}")[:32]
 
 
 def _side_by_side(one: Callable[[str, Event], None], names: Iterable[str]) -> None:
@@ -317,7 +315,7 @@ def _resolve_folder(source: str, only: Collection[str]) -> Resolved:
             raise Fault(f"{path}: a link to {path.readlink()}, which is not there; fetch the model again")
         try:
             with regular_files.open_regular(path) as file:
-                digests[name] = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+                digests[name] = f"sha256:{checksums.of_stream(file)}"
                 sizes[name] = file.tell()
         except OSError as error:
             raise Fault(f"{path}: {error.strerror}") from None
@@ -326,11 +324,7 @@ def _resolve_folder(source: str, only: Collection[str]) -> Resolved:
     _side_by_side(one, [name for name in names if not re.search(r"(^|/)\.", name) and (not only or name in only)])
     if not sizes and not only:
         raise Fault(f"{source}: an empty folder; a model has its config.json and weights there")
-    return Resolved("folder", source, _digest(digests), sizes, digests)
-
-
-def _digest(described: dict) -> str:
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    return Resolved("folder", source, checksums.of_json(digests), sizes, digests)
 
 
 def _require_space(resolved: Resolved, folder: Path, sizes: dict[str, int]) -> None:

@@ -10,7 +10,6 @@ is read a second time that may have changed meanwhile. Templates that write the 
 the date of the day.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from conf.schema.data import PLAIN, Data
-from contract import regular_files
+from contract import checksums, regular_files
 from contract.faults import Fault
 from trainer.data.rows import Bad, Row
 from trainer.data.tokens import anomalies, chat, plain, rendering
@@ -238,4 +237,4 @@ def _pair(template: Template, row: Row) -> Row | Bad:
 
 
 def _digest(text: Any) -> str:
-    return hashlib.sha256((text if isinstance(text, str) else json.dumps(text, sort_keys=True)).encode()).hexdigest()
+    return checksums.of(text) if isinstance(text, str) else checksums.of_json(text)
