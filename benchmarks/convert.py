@@ -91,6 +91,7 @@ def generate(folder: Path, size: float) -> float:
     """Write a release of about so many GB. Returns how many it has."""
     import torch
 
+    from conf import model_facts
     from trainer.rehearsal import tiny_models
 
     config: dict[str, Any] = json.loads((ROOT / f"conf/models/{WIDTHS}.json").read_text())["config"]
@@ -98,7 +99,7 @@ def generate(folder: Path, size: float) -> float:
     shapes: dict[str, tuple[int, ...]] = {}
     for layers in range(1, config["num_hidden_layers"] + 1):
         config["num_hidden_layers"] = layers
-        shapes = tiny_models.model_shapes(config)
+        shapes = model_facts.shapes(config)
         if sum(torch.Size(shape).numel() * 2 for shape in shapes.values()) > (size - 0.6) * GB:
             break
     folder.mkdir()

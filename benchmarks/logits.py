@@ -75,10 +75,9 @@ def _computed(folder: Path, adapter: Path | None, rows: Rows):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from trainer.patches.families import kimi_k2, minimax_m2
+    from trainer.patches import families
 
-    kimi_k2.install()
-    minimax_m2.install()
+    families.install_for(folder)
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         if adapter:

@@ -11,25 +11,12 @@ do not bear on them. Earlier trainings computed them over micro batches and padd
 
 from typing import Any
 
-from conf.model_files import config_json
+from conf import families
+from conf.families.parts.family import Balance
 from conf.schema.run import Run
 
 BALANCE = {"moe": {"balance_over": "rows"}}
 AHEAD = {"model": {"mtp_loss_over": "learned tokens"}}
-# The key of config.json with the weight of balancing, which Megatron-Bridge 0.6 otherwise has a number above 0 for;
-# null = it has that number whatever config.json says. Families of experts without an entry have no balancing.
-WEIGHTS = {
-    "Glm4MoeForCausalLM": None,
-    "Glm4MoeLiteForCausalLM": None,
-    "Qwen3MoeForCausalLM": None,
-    "DeepseekV3ForCausalLM": "aux_loss_alpha",
-    "OlmoeForCausalLM": "router_aux_loss_coef",
-    "MiniMaxM2ForCausalLM": "router_aux_loss_coef",
-    "MixtralForCausalLM": "router_aux_loss_coef",
-    "Qwen2MoeForCausalLM": "router_aux_loss_coef",
-}
-UNBALANCED = ("GptOssForCausalLM",)
-BIASED = ("DeepseekV3ForCausalLM", "MiniMaxM2ForCausalLM")  # whose bias follows how busy experts are
 
 
 def identity(run: Run, config: dict[str, Any]) -> dict[str, dict[str, str]]:
@@ -42,18 +29,17 @@ def looks_ahead(run: Run, config: dict[str, Any]) -> bool:
 
 
 def is_balanced(run: Run, config: dict[str, Any]) -> bool:
-    architecture, moe = config_json.architecture(config), run.moe
-    if architecture not in (*WEIGHTS, *UNBALANCED):
+    balance, moe = families.of(config).balance, run.moe
+    if balance is None:
         return False
-    moves_bias = architecture in BIASED and run.adapter.kind == "none" and not moe.freeze_router
-    return bool(moe.z_loss_coeff) or moves_bias or bool(_weight(run, config, architecture))
+    moves_bias = balance.moves_bias and run.adapter.kind == "none" and not moe.freeze_router
+    return bool(moe.z_loss_coeff) or moves_bias or bool(_weight(run, config, balance))
 
 
-def _weight(run: Run, config: dict[str, Any], architecture: str) -> float:
+def _weight(run: Run, config: dict[str, Any], balance: Balance) -> float:
     moe = run.moe
-    if moe.balance == "none" or (moe.balance == "model" and architecture in UNBALANCED):
+    if moe.balance == "none" or (moe.balance == "model" and not (balance.always or balance.key)):
         return 0.0
     if moe.aux_loss_coeff is not None:
         return moe.aux_loss_coeff
-    key = WEIGHTS.get(architecture, "router_aux_loss_coef")
-    return 1.0 if key is None else config.get(key, 1.0)
+    return 1.0 if balance.always else config.get(balance.key or "router_aux_loss_coef", 1.0)

@@ -38,15 +38,15 @@ from contract import closed_pipe
 from contract.amounts import clock, size
 from contract.faults import Fault
 from contract.processes import end_with_parent
+from flows.pipeline import PIPELINE
 from tasks.gang.history import timeline
 from tasks.run import artifact, launch, lease
 from tasks.run.artifact import Artifact, Missing, Stage
 from tasks.run.places import open_run_store, runs_folder
-from tasks.stages import pipeline
 from tasks.store import Store
 
 OWN = ("runs", "pins", "gangs")  # folders of the store that hold no artifacts
-STAGES = sorted({name.partition("-")[0] for name in pipeline.ORDER})
+STAGES = sorted({name.partition("-")[0] for name in PIPELINE.names})
 PLACE = re.compile(rf"({'|'.join(STAGES)})/[0-9a-f]{{16}}")
 GANG = re.compile(r"train-[0-9a-f]{16}")
 DAY = 86400.0  # seconds

@@ -1,17 +1,16 @@
-"""Fine-tune: a released model and a data set in; a better model out, registered, and the reasons for all of it.
+"""Fine-tune a released model on a data set: evaluate both models, and register the better one with the reasons.
 
     python -m flows.finetune tiny                                  on this host; no server needed
-    python -m flows.finetune glm47 optimizer.lr=2e-4 --dry-run     what would run, what is there already, and the cost
+    python -m flows.finetune glm47 optimizer.lr=2e-4 --dry-run     what would run, what is cached, and the cost
     prefect deployment run finetune/glm47                          on a work pool (prefect.yaml)
     finetune("tiny", learning_rate=2e-3)                           from Python, in any folder (examples/finetune.ipynb)
 
 A run whose plan does not fit ends before anything is downloaded (hardware.gate).
-A stage whose artifact is in the store already ends as Cached. One that was interrupted goes on where it was.
+A stage whose artifact is in the store ends as Cached. An interrupted stage resumes. flows/pipeline.py has all stages.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
 
-import inspect
 import sys
 from functools import partial
 
@@ -19,15 +18,13 @@ from prefect import State
 
 from conf.overrides import Changes, Name, as_overrides
 from contract import closed_pipe
-from flows.pipeline import every_stage
-from flows.pipeline.checkout_flow import CheckoutFlow
-from flows.pipeline.command import command
-from flows.pipeline.every_stage import Stage, name_of_run
+from flows.run_command import command
+from flows.run_flow import CheckoutFlow, Stage, name_of_run, run_flow
 
 
 @partial(CheckoutFlow, name="finetune", flow_run_name=name_of_run, persist_result=False)
 def finetune(
-    conf: Name = "tiny",  # pyright: ignore[reportInvalidTypeForm]: a choice that depends on what lies in conf/
+    conf: Name = "tiny",  # pyright: ignore[reportInvalidTypeForm]: a choice that depends on the files in conf/
     model: str | None = None,
     data: str | None = None,
     learning_rate: float | None = None,
@@ -36,10 +33,8 @@ def finetune(
     changes: Changes | str = {},  # noqa: B006  # pyright: ignore[reportInvalidTypeForm, reportArgumentType]
     from_stage: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]
     until_stage: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]
-    first: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]
-    last: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> State:
-    """Plan, download, convert, prepare, train, export, evaluate and promote; what is there already is not made again.
+    """Plan, download, convert, prepare, train, export, evaluate and promote. Existing artifacts are not made again.
 
     Called from Python it returns a tasks.stages.result.Result, and raises an error if the run fails.
 
@@ -51,20 +46,11 @@ def finetune(
         epochs: Passes over the data, such as 3 or 0.5 (train.epochs).
         rank: Inner width of the adapter (adapter.rank).
         changes: Other keys that differ from the configuration, one KEY=VALUE a line, or by section.
-        from_stage: Make this stage and all later ones anew.
+        from_stage: Make this stage and all later ones again.
         until_stage: End after this stage.
-        first: Former name of from_stage.
-        last: Former name of until_stage.
     """
     short = {"model": model, "data": data, "learning_rate": learning_rate, "epochs": epochs, "rank": rank}
-    return every_stage.make(conf, as_overrides(changes, **short), from_stage or first, until_stage or last)
-
-
-# Schedules, edited deployments and runs that a server restarts may have the former names. Forms show the others alone.
-_shown = inspect.signature(finetune.fn)
-finetune.__signature__ = _shown.replace(
-    parameters=[one for name, one in _shown.parameters.items() if name not in ("first", "last")]
-)
+    return run_flow(conf, as_overrides(changes, **short), from_stage, until_stage)
 
 
 if __name__ == "__main__":

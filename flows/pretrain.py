@@ -1,11 +1,11 @@
-"""Pretrain: a configuration and texts in; a language model out, registered, with its perplexity.
+"""Pretrain a language model on texts, and register it with its perplexity.
 
     python -m flows.pretrain tiny-pretrain                         on this host, within two minutes; no server needed
     python -m flows.pretrain llama-125m 'data.source=s3://bucket/tokens_text_document' --dry-run
     prefect deployment run pretrain/llama-125m                     on a work pool (prefect.yaml)
 
-Stages, artifacts and stores are those of flows.finetune; every weight is trained. It begins with weights drawn from
-train.seed (model.source={config: ...}), or with a released model's. Data are texts, or Megatron's .bin/.idx.
+Stages, artifacts and stores are those of flows.finetune; every weight is trained. Training starts from weights that are
+drawn with train.seed (model.source={config: ...}), or from a released model. Data are texts, or Megatron's .bin/.idx.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
@@ -18,10 +18,8 @@ from prefect import State
 from conf.overrides import Changes, Name, as_overrides
 from conf.rules import pretraining
 from contract import closed_pipe
-from flows.pipeline import every_stage
-from flows.pipeline.checkout_flow import CheckoutFlow
-from flows.pipeline.command import command
-from flows.pipeline.every_stage import Stage, name_of_run
+from flows.run_command import command
+from flows.run_flow import CheckoutFlow, Stage, name_of_run, run_flow
 
 
 @partial(CheckoutFlow, name="pretrain", flow_run_name=name_of_run, persist_result=False)
@@ -34,7 +32,7 @@ def pretrain(
     from_stage: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]
     until_stage: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> State:
-    """Draw weights, prepare texts, train, validate, export, evaluate and register; what is there is not made again.
+    """Draw weights, prepare texts, train, validate, export, evaluate and register. Existing artifacts are kept.
 
     Args:
         conf: The configuration that the run starts from.
@@ -42,11 +40,11 @@ def pretrain(
         learning_rate: Highest learning rate, reached after warmup (optimizer.lr).
         epochs: Passes over the data, such as 3 or 0.5 (train.epochs).
         changes: Other keys that differ from the configuration, one KEY=VALUE a line, or by section.
-        from_stage: Make this stage and all later ones anew.
+        from_stage: Make this stage and all later ones again.
         until_stage: End after this stage.
     """
     overrides = as_overrides(changes, data=data, learning_rate=learning_rate, epochs=epochs)
-    return every_stage.make(conf, overrides, from_stage, until_stage, pretraining.require)
+    return run_flow(conf, overrides, from_stage, until_stage, pretraining.require)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ ROOMS = {
         {"rules", "noise", "auxiliary_losses"},
         {"schema", "alternatives"},
         {"model_facts"},
+        {"families"},
         {"model_files", "strict_yaml", "error_lines", "rewards", "host"},
     ],
     "tasks": [{"serving"}, {"stages"}, {"gang", "servers"}, {"run", "sources"}, {"store", "tracking", "pages"}],

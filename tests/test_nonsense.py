@@ -9,7 +9,7 @@ import pytest
 from conf import presets
 from flows import plan as flows_plan
 from flows import pretrain
-from flows.pipeline.command import command
+from flows.run_command import command
 from trainer.data.read import lines
 
 DENSE = "tiny model.source=tiny://qwen3"

@@ -1,27 +1,27 @@
-"""Score a model in Hugging Face format, served by vLLM, on held-out rows and on tasks of lm-eval.
+"""Score a model in Hugging Face format with vLLM, on held-out rows and on tasks of lm-eval.
 
     python -m trainer.evaluate CONF [key=value ...]        one process, on a GPU or a CPU
     torchrun --nproc-per-node 1 ... -m trainer.evaluate RESOLVED.yaml     on each host of a gang; the first one writes
 
-Reads the model in paths.served and, for the task held_out, test.jsonl of the prepared data, with the template that they
-were prepared with, or the tokens of the test where they are texts. Other tasks are lm-eval's, by name
-(their data come from the Hub) or by the path of a YAML file. Writes to paths.evaluation:
+Reads the model in paths.served. The task held_out also reads test.jsonl of the prepared data, with the template of the
+preparation, or the test tokens if the data are texts. Other tasks are lm-eval's, by name (their data come from the Hub)
+or by the path of a YAML file. Writes to paths.evaluation:
 
     results.json       metrics ("held_out/exact_match"), rows, samples, parity, chat_template (SHA-256), versions
-    scores.json        by metric, for each row: the sum of its values, and how many these are; for metrics that are a
-                       function of the mean over all of them
-    progress.jsonl     appended to while it runs: done and total rows, of what
-    log.txt            what vLLM and lm-eval print
-    log_probs.json     what the model says of the prompts of parity, where it is asked for them: a tuned one, and a
-                       base where weights are rounded
+    scores.json        by metric, for each row the sum of its values and their number; for metrics that are a
+                       function of the mean over all values
+    progress.jsonl     appended during the run: finished rows, all rows, and the current part
+    log.txt            output of vLLM and lm-eval
+    log_probs.json     the model's log-probabilities of the parity prompts, if needed: of a tuned model, and of a
+                       base with rounded weights
 
-The served model must find the same log-probabilities for the same tokens as training did, which are in paths.parity
-(trainer/training/parity.py): else results.json says parity.ok false, and the command ends with a fault. So it does,
-before anything is loaded, where the export says that it was trained and that file is missing or of other weights. It
-must also say the same of tokens that it writes as of tokens that it reads (trainer/serving/decoding.py). What was
-compared, or why nothing was, is said in a line.
+The served model must compute the same log-probabilities for the same tokens as training, which are in paths.parity
+(trainer/training/parity.py); otherwise results.json has parity.ok false, and the command ends with a fault. The command
+also ends with a fault, before loading anything, if the export says that it was trained and that file is missing or
+belongs to other weights. The model must also give the same log-probabilities for tokens when it generates them and when
+it reads them (trainer/serving/decoding.py). One line says what was compared, or why nothing was.
 
-With evaluate.adapter=unmerged the model is paths.model, with the adapter in paths.export beside it.
+With evaluate.adapter=unmerged the model is paths.model, served with the adapter in paths.export.
 """
 
 # pyright: reportArgumentType=false
@@ -50,7 +50,7 @@ from trainer.startup import entry
 from trainer.startup.console import say
 
 SAY_EVERY = 5.0  # seconds
-LOG_LINES = 15  # shown of log.txt when something breaks
+LOG_LINES = 15  # last lines of log.txt, shown after a failure
 
 
 def main(run: Run) -> None:
@@ -73,7 +73,7 @@ def _score(run: Run, folder: Path) -> None:
     except Exception as error:
         if line_of(error):
             raise
-        if full := full_memory.line(f"{_said(log, begin)}\n{error}"):  # a worker's own words are in the log alone
+        if full := full_memory.line(f"{_output_since(log, begin)}\n{error}"):  # a worker's message is only in the log
             raise Fault(full) from error
         _show_failure(error, log, begin)
         sys.exit(1)
@@ -91,15 +91,15 @@ def _score(run: Run, folder: Path) -> None:
 
 @contextlib.contextmanager
 def naming_the_disk(*folders: Path) -> Iterator[None]:
-    """Name the folder with the least room in the line of a full disk: an error of writing names none."""
+    """Add the folder with the least free space to the error of a full disk, which names none."""
     try:
         yield
     except Exception as error:
         line = line_of(error) or ""
         if not line.startswith("disk:"):
             raise
-        there = [next(one for one in (path.absolute(), *path.absolute().parents) if one.exists()) for path in folders]
-        free, folder = min((shutil.disk_usage(one).free, str(one)) for one in there)
+        existing = [next(p for p in (path.absolute(), *path.absolute().parents) if p.exists()) for path in folders]
+        free, folder = min((shutil.disk_usage(place).free, str(place)) for place in existing)
         raise Fault(f"{folder}: {line.removeprefix('disk: ')}; {size(free)} are free there") from error
 
 
@@ -120,8 +120,8 @@ def evaluate(run: Run, progress: "Progress") -> dict:
         progress.task = name
         served.tokens = test.tokens() if test and name == held_out.NAME else None
         answers = lm_tasks.ask(run, served, tasks[name]) if name in tasks else held_out_texts.ask(run, served)
-        for key, found in answers.items():
-            results[key] |= found
+        for key, values in answers.items():
+            results[key] |= values
     progress.task = "parity"
     results["parity"], results["parity_not_compared"] = agreement.compare(run, served, computed)
     if may_be_apart(run) and results["parity"] is None:
@@ -132,7 +132,7 @@ def evaluate(run: Run, progress: "Progress") -> dict:
 
 def _shown(run: Run) -> str:
     adapter = unmerged.find(run)
-    return f"{unmerged.model(run)}" + (f" and {adapter.folder} beside it" if adapter else "")
+    return f"{unmerged.model(run)}" + (f" with the adapter {adapter.folder}" if adapter else "")
 
 
 def _kind(run: Run, computed: str) -> str:
@@ -141,11 +141,11 @@ def _kind(run: Run, computed: str) -> str:
 
 
 class Progress:
-    """Counter of rows done. It appends to progress.jsonl every second, and prints a line every few seconds."""
+    """Counter of finished rows. It appends to progress.jsonl every second, and prints a line every few seconds."""
 
     def __init__(self, path: Path):
         self.path, self.task = path, ""
-        self.written = self.said = time.monotonic()
+        self.written = self.printed = time.monotonic()
 
     def __call__(self, done: int, total: int, what: str) -> None:
         now = time.monotonic()
@@ -153,8 +153,8 @@ class Progress:
             self.written = now
             with self.path.open("a") as f:
                 f.write(json.dumps({"done": done, "total": total, "what": f"{self.task} {what}"}) + "\n")
-        if done == total or now - self.said >= SAY_EVERY:
-            self.said = now
+        if done == total or now - self.printed >= SAY_EVERY:
+            self.printed = now
             say(f"evaluate: {self.task} {what}: {done} of {total} rows")
 
 
@@ -167,7 +167,7 @@ def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("vllm", "lm_eval", "torch", "transformers")}
 
 
-def _said(log: Path, begin: int) -> str:
+def _output_since(log: Path, begin: int) -> str:
     with log.open(errors="replace") as f:
         f.seek(begin)
         return f.read()
@@ -176,7 +176,7 @@ def _said(log: Path, begin: int) -> str:
 def _show_failure(error: Exception, log: Path, begin: int) -> None:
     with log.open("a") as f:
         f.write("".join(traceback.format_exception(error)))
-    sys.stderr.write("".join(_said(log, begin).splitlines(keepends=True)[-LOG_LINES:]))
+    sys.stderr.write("".join(_output_since(log, begin).splitlines(keepends=True)[-LOG_LINES:]))
     sys.stderr.write(f"error: the evaluation broke off; the lines above are the last of {log}\n")
 
 

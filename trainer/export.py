@@ -1,16 +1,15 @@
-"""Export a trained checkpoint to Hugging Face's formats: the merged model, and the adapter by itself.
+"""Export a trained checkpoint to Hugging Face's formats: the merged model, and the adapter alone.
 
-    python -m trainer.export CONF [key=value ...]       on this host; layout's processes share the files among them
-    torchrun ... -m trainer.export RESOLVED.yaml        one of several hosts, on storage that all of them see
+    python -m trainer.export CONF [key=value ...]       on this host; the layout's processes share the work
+    torchrun ... -m trainer.export RESOLVED.yaml        one of several hosts, with storage that all of them share
 
 Reads the released model, the base made from it (trainer.convert) and a checkpoint (trainer.train, or the base itself).
-Writes <paths.export>/merged, the released checkpoint with what was trained, for any server; <paths.export>/adapter, for
-PEFT; and complete.json. The checkpoint may come from any layout. No model is built and no GPU is used: files are
-written in parts, which the processes share among them, a few weights at a time. An export that was killed goes on where
-it was, with any number of processes.
+Writes <paths.export>/merged, the released checkpoint with the trained weights, for any server; <paths.export>/adapter,
+for PEFT; and complete.json. The checkpoint may come from any layout. No model is built and no GPU is used: the
+processes write parts of files, a few weights at a time. An interrupted export resumes, with any number of processes.
 
-Nothing is exported if a trained tensor has no place in the released model, or a released one nothing to fill it; nor if
-a tensor of the checkpoint is not the one that training had in memory when it saved, or is left unused.
+The export fails if a trained tensor has no place in the released model, if a released tensor gets no value, if a tensor
+of the checkpoint differs from the one in memory when training saved it, or if one is left unused.
 """
 
 import importlib.metadata
@@ -42,7 +41,7 @@ def main(run: Run) -> None:
     from trainer.weights.packed_base import as_trained
     from trainer.weights.trained import find
 
-    torch.set_num_threads(1)  # weights are small: several are merged side by side, each by a thread of its own
+    torch.set_num_threads(1)  # weights are small: several are merged in parallel, one thread each
     distributed.init_process_group("gloo")
     target = Path(run.paths.export)
     with megatron_to(Path(run.paths.logs)):
@@ -50,14 +49,14 @@ def main(run: Run) -> None:
         if run.export.weights == "ema":
             folder = folder / checkpoints.MEANS
             if not folder.is_dir():
-                raise Fault(f"export.weights: ema, but {folder} is not there: it was trained without train.ema_decay")
+                raise Fault(f"export.weights: ema, but {folder} does not exist: training ran without train.ema_decay")
         trained = find(run, folder)
         formats = run.export.formats or (("merged", "adapter") if trained.adapters else ("merged",))
         facts = {"step": step, "digest": trained.digest, "formats": formats} | _trained_facts(trained)
         if "adapter" in formats:
             peft_format.check(trained)
-        made = json.dumps([facts, _state(run, folder, trained.model)], sort_keys=True)
-        with atomic_folder.write(target, facts, EXPORT, made) as partial:
+        state = json.dumps([facts, _state(run, folder, trained.model)], sort_keys=True)
+        with atomic_folder.write(target, facts, EXPORT, state) as partial:
             facts |= _write(run, trained, formats, partial)
     say(f"export: {_compared(trained.stored)}")
     merged = f"{len(trained.adapters)} weights {'merged' if 'merged' in formats else 'adapted'}"
@@ -72,26 +71,26 @@ def main(run: Run) -> None:
 
 
 def _checkpoint(run: Run) -> tuple[Path, int]:
-    """Folder to export, and its step; 0 is the base."""
+    """Return the folder to export, and its step; step 0 is the base."""
     if run.export.checkpoint == "base":
         return checkpoints.step_folder(Path(run.paths.base), 0), 0
     folder = checkpoint_folder(run)
     steps = checkpoints.complete_steps(folder)
     if not steps:
-        raise Fault(f"{folder}: no complete checkpoint; one is made by python -m trainer.train")
+        raise Fault(f"{folder}: no complete checkpoint; python -m trainer.train makes one")
     step = steps[-1] if run.export.checkpoint == "latest" else run.export.checkpoint
     if step == "best":
-        found = checkpoints.best(folder)
-        if found is None:
-            raise Fault(f"export.checkpoint: best, but no checkpoint in {folder} has a validation loss; latest")
-        step = found[0]
+        best = checkpoints.best(folder)
+        if best is None:
+            raise Fault(f"export.checkpoint: best, but no checkpoint in {folder} has a validation loss; use latest")
+        step = best[0]
     if step not in steps:
-        raise Fault(f"export.checkpoint: {step} is not complete in {folder}; there are {', '.join(map(str, steps))}")
+        raise Fault(f"export.checkpoint: {step} is not complete in {folder}; complete: {', '.join(map(str, steps))}")
     return checkpoints.step_folder(folder, step), step
 
 
 def _state(run: Run, folder: Path, model) -> list:
-    """What an export that was killed has to find as it was, to be gone on with."""
+    """Return the state that must be unchanged for an interrupted export to resume."""
     base = Path(run.paths.base)
     marks = [mark.stat().st_mtime_ns for place in (folder, base) if (mark := place / checkpoints.MARK).exists()]
     tools = {tool: importlib.metadata.version(tool) for tool in TOOLS}
@@ -107,7 +106,7 @@ def _state(run: Run, folder: Path, model) -> list:
 
 
 def _trained_facts(trained) -> dict:
-    """Facts on the weights that an evaluation has to know to serve them: trainer/serving/agreement.py."""
+    """Return facts on the weights that an evaluation needs to serve them: trainer/serving/agreement.py."""
     from trainer.weights import digests
 
     in_memory = trained.stored.in_memory
@@ -118,38 +117,38 @@ def _trained_facts(trained) -> dict:
 
 def _compared(stored) -> str:
     if stored.in_memory is None:
-        return f"{stored.folder} has no digests of what was in memory, so its tensors were not compared"
+        return f"{stored.folder} has no digests of training's memory, so its tensors were not compared"
     count, step = len(stored.digests), stored.in_memory["step"]
     return f"{count} of {count} trained tensors are those that were in memory at step {step}, by their digests"
 
 
 def _require_all_used(trained, left_out: list[str]) -> None:
-    """Check that each trained tensor was read for an exported weight, by one rank or another.
+    """Check that some rank read each trained tensor for an exported weight.
 
-    Those of adapters that are left out, and said to be, are none of them.
+    Adapters in `left_out` are reported elsewhere, and count as used.
     """
-    seen = set().union(*atomic_folder.gather(trained.stored.seen))
+    used = set().union(*atomic_folder.gather(trained.stored.seen))
     for name in left_out:
-        seen |= {place.name for adapter in trained.adapters[name].each for place in adapter.places}
-    unused = sorted(trained.stored.places.keys() - seen)
+        used |= {place.name for adapter in trained.adapters[name].each for place in adapter.places}
+    unused = sorted(trained.stored.places.keys() - used)
     if unused:
         raise Fault(
-            f"{trained.stored.folder}: {len(unused)} trained tensors are in no exported weight: "
+            f"{trained.stored.folder}: {len(unused)} trained tensors are not in any exported weight: "
             f"{enumerate_names(unused)}"
         )
 
 
 def _from_training(run: Run, trained, partial: Path, entries: list) -> dict:
-    """How far the merged weights of a packed base are from those in training: written beside them by one rank."""
+    """Return how far a packed base's merged weights are from those in training; one rank writes it to a file."""
     from trainer.weights.packed_base import as_trained
 
     if not (packed_base.format_of(run) and trained.adapters):
         return {}
     numbers = trained.packed
-    found = as_trained.lines(numbers, run.model.base, entries) if numbers else as_trained.lines_of_training(run)
-    if found and atomic_folder.rank() == 0:
-        as_trained.write(partial, found)
-    return {"from_training": found[0]} if found else {}
+    rows = as_trained.lines(numbers, run.model.base, entries) if numbers else as_trained.lines_of_training(run)
+    if rows and atomic_folder.rank() == 0:
+        as_trained.write(partial, rows)
+    return {"from_training": rows[0]} if rows else {}
 
 
 def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
@@ -159,10 +158,10 @@ def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
     facts = {}
     if "merged" in formats:
         as_released = run.export.quantization == "as_released"
-        wanted = format_of_release.Rounding(trained) if as_released else merged_format.Merged(trained)
+        source = format_of_release.Rounding(trained) if as_released else merged_format.Merged(trained)
         layouts = (format_of_release if as_released else merged_format).layouts(trained.model)
-        noted = partial / JOURNAL
-        entries = parts.write(wanted, layouts, partial / "merged", noted)
+        journal = partial / JOURNAL
+        entries = parts.write(source, layouts, partial / "merged", journal)
         if as_released:
             facts["rounding"] = format_of_release.lost(entries)
         facts |= _from_training(run, trained, partial, entries)
@@ -177,7 +176,7 @@ def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
 
 
 def imports(run: Run) -> None:
-    """Import what every rank needs."""
+    """Import the modules that every rank needs."""
     from trainer.megatron.model import load_family
     from trainer.weights.exported import as_released, peft_format  # noqa: F401
     from trainer.weights.trained import find  # noqa: F401

@@ -1,10 +1,11 @@
-"""The first rows of data: what their columns mean, how many rows there are, and how long they are in tokens.
+"""Look at the first rows of data: the meaning of columns, the number of rows, and their lengths in tokens.
 
     python -m trainer.first_rows CONF [key=value ...]
 
-Reads some megabytes of data.source as preparation would, and the tokenizer in paths.model; where no such folder is,
-lengths are guesses from characters. Prints what was found, and writes it into paths.logs/first_rows.json. Columns whose
-names say nothing are guessed where two of them hold text: `guessed` then says why. Not covered: data.mixture.
+Reads some megabytes of data.source like a preparation, and the tokenizer in paths.model; without that folder, lengths
+are estimated from characters. Prints the findings and writes them to paths.logs/first_rows.json. If column names have
+no known meaning and two columns hold text, prompt and answer are guessed, and `guessed` gives the reason. Not covered:
+data.mixture.
 """
 
 from collections.abc import Sequence
@@ -27,21 +28,21 @@ READ = 16 * 2**20  # bytes
 ROWS = 20_000
 TOKENISED = 1_000
 PLACES = 5_000
-LETTERS = 3.5  # characters of a token, about
-LONGEST = 2**30  # tokens of a row that is measured, not cut
+LETTERS = 3.5  # characters per token, about
+LONGEST = 2**30  # sequence length that never cuts a row
 
 
 def main(run: Run) -> None:
-    found = look(run)
+    first_rows = look(run)
     folder = Path(run.paths.logs)
     folder.mkdir(parents=True, exist_ok=True)
-    found.write(folder / "first_rows.json")
-    say(f"first-rows: {found.kind}: {found.reason}; {found.rows} rows")
+    first_rows.write(folder / "first_rows.json")
+    say(f"first-rows: {first_rows.kind}: {first_rows.reason}; {first_rows.rows} rows")
 
 
 def check(run: Run) -> None:
     if len(run.data.parts) != 1 or run.data.mixture:
-        raise Fault("data.source: one source is looked at; name it")
+        raise Fault("data.source: this command needs exactly one source")
 
 
 def look(run: Run) -> FirstRows:
@@ -54,12 +55,14 @@ def look(run: Run) -> FirstRows:
     good = [row for row in rows if not isinstance(row, Bad)]
     bad = [row for row in rows if isinstance(row, Bad)]
     if not good:
-        raise Fault(f"{place}: none of the first {len(rows)} rows can be used: {_told(bad[0])}")
+        raise Fault(f"{place}: none of the first {len(rows)} rows can be used: {_described(bad[0])}")
     template = _template(run, shape.kind)
     chosen = good[:: max(1, len(good) // TOKENISED)]
     tokens, answers, refused = _lengths(template, chosen)
     if not tokens:
-        raise Fault(f"{place}: none of the first {len(chosen)} rows can be put into the template: {_told(refused[0])}")
+        raise Fault(
+            f"{place}: none of the first {len(chosen)} rows can be put into the template: {_described(refused[0])}"
+        )
     return FirstRows(
         kind=shape.kind,
         reason=shape.reason,
@@ -69,9 +72,9 @@ def look(run: Run) -> FirstRows:
         whole=whole,
         read=len(values),
         bad=len(bad),
-        bad_sample=_told(bad[0]) if bad else "",
+        bad_sample=_described(bad[0]) if bad else "",
         refused=len(refused),
-        refused_sample=_told(refused[0]) if refused else "",
+        refused_sample=_described(refused[0]) if refused else "",
         tokens=tokens,
         answers=answers,
         places=sorted(choose.key(row) / choose.WHOLE for row in good) if whole and len(good) <= PLACES else [],
@@ -81,7 +84,7 @@ def look(run: Run) -> FirstRows:
 
 
 def _read(part: Part) -> tuple[list[Row | Bad], str, int | None, bool]:
-    """Rows of the first chunks, the place of the first, the number of all, and whether these are all."""
+    """Return the first rows, the name of their source, the number of all rows, and whether these are all."""
     _, _, place = sources.columns(part)
     values: list[Row | Bad] = []
     size, whole = 0, True
@@ -101,29 +104,29 @@ def _read(part: Part) -> tuple[list[Row | Bad], str, int | None, bool]:
 
 
 def _named(part: Part, raw: Sequence[Row], place: str) -> tuple[Part, str]:
-    """The part with columns for prompt and answer, and the reason, where neither it nor their names say which."""
+    """Return the part with columns for prompt and answer, and the reason, if they had to be guessed."""
     if part.input or part.output or part.messages or part.text or part.shape != "auto":
         return part, ""
     try:
         shapes.detect(part, raw[: sources.FIRST], place)
         return part, ""
     except Fault as fault:
-        found = by_letters(raw) or by_values(raw)
-        if found is None:
+        guess = by_letters(raw) or by_values(raw)
+        if guess is None:
             raise Fault(str(fault)) from None
-        question, answer, why = found
+        question, answer, why = guess
         return part.model_copy(update={"input": question, "output": answer}), why
 
 
 def by_letters(raw: Sequence[Row]) -> tuple[str, str, str] | None:
-    """Columns that are called like a known pair but for capitals and spaces."""
+    """Return the columns of a known pair whose names differ only in capitals and separators."""
     names = {"".join(filter(str.isalnum, name)).lower(): name for row in raw[: sources.FIRST] for name in row}
-    found = [pair for pair in shapes.PAIRS if all(name in names for name in pair)]
-    return (names[found[0][0]], names[found[0][1]], "their names") if len(found) == 1 else None
+    pairs = [pair for pair in shapes.PAIRS if all(name in names for name in pair)]
+    return (names[pairs[0][0]], names[pairs[0][1]], "their names") if len(pairs) == 1 else None
 
 
 def by_values(raw: Sequence[Row]) -> tuple[str, str, str] | None:
-    """Two columns of text, where there are no others: of these, a column of few different values is the answer."""
+    """Return two columns of text if there are exactly two; one with few different values is the answer."""
     columns = {name: [row.get(name) for row in raw] for name in dict.fromkeys(name for row in raw for name in row)}
     texts = {name: [str(value) for value in values] for name, values in columns.items() if _is_text(values)}
     if len(texts) != 2:
@@ -133,11 +136,11 @@ def by_values(raw: Sequence[Row]) -> tuple[str, str, str] | None:
     for answer, question in ((second, first), (first, second)):
         if len(raw) >= sources.FIRST and kinds[answer] * 4 < kinds[question]:
             return question, answer, f"their values: {kinds[answer]} different ones of {kinds[question]} in {answer}"
-    return first, second, "their order: they are the only two of text"
+    return first, second, "their order: they are the only two columns of text"
 
 
 def _is_text(values: Sequence[Any]) -> bool:
-    """Whether these are texts, and neither numbers, dates nor names of single rows."""
+    """Whether these are texts, and not numbers, dates or names of single rows."""
     texts = [value for value in values if isinstance(value, str) and value.strip()]
     if len(texts) < 0.5 * len(values) or not texts:
         return False
@@ -148,36 +151,38 @@ def _is_text(values: Sequence[Any]) -> bool:
 
 
 def _template(run: Run, kind: str) -> Template | None:
-    """The template that preparation would use; None where there is no tokenizer to ask."""
+    """Return the template that preparation would use; None without a tokenizer."""
     folder = Path(run.paths.model)
     if not folder.is_dir():
         return None
     tokens = tokenizer.load(folder, run.model.trust_remote_code)
     if tokens.eos_token_id is None:
-        raise Fault(f"{folder}: the tokenizer names no eos_token, which pads sequences")
+        raise Fault(f"{folder}: the tokenizer has no eos_token, which pads sequences")
     data = run.data.model_copy(update={"seq_length": LONGEST, "packed": False})
     return templates.choose(data, tokens, kind)
 
 
 def _lengths(template: Template | None, rows: Sequence[Row]) -> tuple[list[int], list[int], list[Bad]]:
-    """Tokens of rows, of the last answer of each, and the rows that the template refuses."""
+    """Return the tokens of rows and of each row's last answer, and the rows that the template refuses."""
     if template is None:
         counts = [sum(map(len, anomalies.texts(row))) for row in rows]
         answers = [len(anomalies.texts(row)[-1]) for row in rows]
         return [round(n / LETTERS) + 8 for n in counts], [round(n / LETTERS) + 2 for n in answers], []
     encoded = template.encode(rows)
-    found = [one for one in encoded if not isinstance(one, Bad)]
+    usable = [row for row in encoded if not isinstance(row, Bad)]
     return (
-        [len(one.ids) for one in found],
-        [len(one.ids) - one.start for one in found],
-        [one for one in encoded if isinstance(one, Bad)],
+        [len(row.ids) for row in usable],
+        [len(row.ids) - row.start for row in usable],
+        [row for row in encoded if isinstance(row, Bad)],
     )
 
 
 def _stop(template: Template, rows: Sequence[Row]) -> str:
-    """The text that data.stop should be: what the template writes behind an answer, where it ends it by nothing."""
+    """Return the value for data.stop: the text that the template writes after an answer, if the answer has no end
+    token.
+    """
     few = rows[: sources.FIRST]
-    encoded = [one for one in template.encode(few) if not isinstance(one, Bad)]
+    encoded = [row for row in template.encode(few) if not isinstance(row, Bad)]
     endless = template.checks(encoded, few)["answer without an end"] if len(encoded) == len(few) else []
     if not endless or template.kind != "chat":
         return ""
@@ -186,11 +191,11 @@ def _stop(template: Template, rows: Sequence[Row]) -> str:
         text, _ = chat.render(template, turns, None)
     except Refused:
         return ""
-    behind = text.split(chat.MARK)[2].lstrip() if text.count(chat.MARK) == 3 else ""
-    return next((name for name in sorted(template.special, key=len, reverse=True) if behind.startswith(name)), "")
+    after = text.split(chat.MARK)[2].lstrip() if text.count(chat.MARK) == 3 else ""
+    return next((name for name in sorted(template.special, key=len, reverse=True) if after.startswith(name)), "")
 
 
-def _told(bad: Bad) -> str:
+def _described(bad: Bad) -> str:
     return ": ".join(filter(None, (bad.field, bad.reason, bad.shown)))
 
 

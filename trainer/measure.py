@@ -1,22 +1,22 @@
-"""Measure a few real steps of a run on this machine: with random weights, and with nothing written but the figures.
+"""Measure a few real steps of a run on this machine, with random weights; only the measurements are written.
 
     python -m trainer.measure RESOLVED.yaml         trainer.trial starts it; or torchrun, on each of several hosts
 
-The recipe, the model, the adapter and the loop are those of trainer.train. The weights are drawn on the device, so that
-no checkpoint is needed; of paths.model only config.json is read. paths.data holds made-up tokens (trainer.trial).
+The recipe, the model, the adapter and the loop are those of trainer.train. Random weights are drawn on the device, so
+no checkpoint is needed; of paths.model only config.json is read. paths.data holds random tokens (trainer.trial).
 
-It writes <paths.output>/measured.json, a figure of each rank in a list:
+It writes <paths.output>/measured.json, a list with one object per rank:
 
-    seconds                     from the end of a step to the end of the next, the first step left out
-    losses                      of every step, where the rank knows them: the last stage of a pipeline
+    seconds                     from the end of a step to the end of the next, without the first step
+    losses                      of every step, on ranks of the last pipeline stage
     weights, adapters, gradients, optimizer, host_states      bytes that stay, counted tensor by tensor
-    resting, peak, reserved     bytes between steps and at most, as torch's allocator counts them
-    used                        bytes of the device that are taken at the end, by whomever
+    resting, peak, reserved     bytes between steps and at most, from torch's allocator
+    used                        bytes of the device in use at the end, by all processes
     product                     FLOP/s of a large matrix product in the weights' precision, on all ranks right after
 
-A rank that runs out of memory writes <paths.output>/out-of-memory.json instead, and all end.
+A rank that runs out of memory writes <paths.output>/out-of-memory.json instead, and all ranks end.
 
-Not covered: saving, validation, and what only real data bring (rows of unequal length, routing as it is learned).
+Not covered: saving, validation, and effects of real data (rows of unequal length, learned routing).
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -41,16 +41,16 @@ from trainer.startup import device, entry
 from trainer.startup.console import megatron_to
 
 RESULT, EXHAUSTED = "measured.json", "out-of-memory.json"
-LOSS = "lm loss"  # Megatron-Bridge's name of the mean over the step's tokens
+LOSS = "lm loss"  # Megatron-Bridge's name for the mean over the step's tokens
 SILENCED = "megatron.bridge.training.pretrain"
 
 
 def check(run: Run) -> None:
     path = Path(run.paths.model) / "config.json"
     if not path.is_file():
-        raise Fault(f"paths.model: {path}: no such file; python -m trainer.trial makes it")
-    if found := problems(run, facts_from_hf(config_json.read(path))):
-        raise Fault("\n".join(found))
+        raise Fault(f"paths.model: {path}: no such file; python -m trainer.trial writes it")
+    if lines := problems(run, facts_from_hf(config_json.read(path))):
+        raise Fault("\n".join(lines))
 
 
 def main(run: Run) -> None:
@@ -74,7 +74,7 @@ def main(run: Run) -> None:
     callbacks += [NextBatch()] if next_batch.helps(run) else []
     bridge_loop.bound_cleanup()
     try:
-        # Drawn on the host, it takes minutes where each of many experts has an adapter; Bridge has filled them before.
+        # With an adapter for each of many experts, our initial values take minutes; Bridge's suffice here.
         with megatron_to(Path(run.paths.logs)), mock.patch.object(adapters, "draw_initial_values"):
             pretrain(configuration(run), forward_step, callbacks=callbacks)
     except torch.OutOfMemoryError as error:
@@ -88,7 +88,7 @@ def main(run: Run) -> None:
 
 
 def configuration(run: Run):
-    """Configuration of a training run, but for the weights, the tokenizer and the checkpoints."""
+    """Return the configuration of a training run, except weights, tokenizer and checkpoints."""
     from megatron.bridge.training.config import TokenizerConfig
 
     from trainer.megatron.recipe import make_adapter, make_config
@@ -96,25 +96,25 @@ def configuration(run: Run):
     from trainer.rehearsal.meta_model import open_bridge
 
     config = config_json.read(Path(run.paths.model) / config_json.NAME)
-    found = make_config(run, open_bridge(config), None)
-    attention.check(run, found.model)
-    # Bridge's own way to an adapter insists on a checkpoint of the model below it.
+    container = make_config(run, open_bridge(config), None)
+    attention.check(run, container.model)
+    # Bridge's own adapter setup requires a checkpoint of the base.
     if run.model.base != "bf16":
-        _draw_packed(run, found.model)
+        _draw_packed(run, container.model)
     if adapter := make_adapter(run):
-        found.peft = None
-        found.model.register_pre_wrap_hook(lambda chunks: adapter(chunks, training=True))
+        container.peft = None
+        container.model.register_pre_wrap_hook(lambda chunks: adapter(chunks, training=True))
     null_tokenizer.install()
     padded = facts_from_hf(config).vocab_pad > 0
-    found.tokenizer = TokenizerConfig(
-        tokenizer_type="NullTokenizer", vocab_size=found.model.vocab_size, use_tokenizer_vocab_size=padded
+    container.tokenizer = TokenizerConfig(
+        tokenizer_type="NullTokenizer", vocab_size=container.model.vocab_size, use_tokenizer_vocab_size=padded
     )
-    found.checkpoint.pretrained_checkpoint = found.checkpoint.save = found.checkpoint.save_interval = None
-    return found
+    container.checkpoint.pretrained_checkpoint = container.checkpoint.save = container.checkpoint.save_interval = None
+    return container
 
 
 def _draw_packed(run: Run, provider) -> None:
-    """Have the model built without memory for its packed weights, and their codes drawn."""
+    """Build the model without memory for its packed weights, and draw random codes for them."""
     from trainer.megatron.packed_base import drawn
     from trainer.patches.checkpoints import base_loading
 
@@ -129,7 +129,7 @@ def _draw_packed(run: Run, provider) -> None:
 
 
 def _clock(file: Path):
-    """Callback that times steps and, at the end, writes the figures of all ranks."""
+    """Return a callback that times steps and, at the end, writes the measurements of all ranks."""
     import torch
     from megatron.bridge.training.callbacks import Callback
     from torch import distributed
@@ -148,7 +148,7 @@ def _clock(file: Path):
 
         def on_train_end(self, context) -> None:
             free, whole = torch.cuda.mem_get_info()
-            mine = {
+            of_rank = {
                 "seconds": [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)],
                 "losses": self.losses,
                 **held(context.model, context.optimizer),
@@ -161,38 +161,40 @@ def _clock(file: Path):
             }
             torch.cuda.empty_cache()
             weight = next(context.model[0].parameters())
-            mine["product"] = products.speed(weight.device, weight.dtype)
-            every: list[Any] = [None] * distributed.get_world_size()
-            distributed.all_gather_object(every, mine)
+            of_rank["product"] = products.speed(weight.device, weight.dtype)
+            of_ranks: list[Any] = [None] * distributed.get_world_size()
+            distributed.all_gather_object(of_ranks, of_rank)
             if distributed.get_rank() == 0:
-                file.write_text(json.dumps(every))
+                file.write_text(json.dumps(of_ranks))
 
     return Clock()
 
 
 def held(chunks: list, optimizer) -> dict[str, int]:
-    """Bytes of a rank's weights, of its gradients' buffers and of the optimizer's states, here and on the host."""
-    found: dict[str, int] = dict.fromkeys(("weights", "adapters", "gradients", "optimizer", "host_states"), 0)
-    own = set()  # storages that are the model's
+    """Return the bytes of a rank's weights, of its gradients' buffers and of the optimizer's states, here and on the
+    host.
+    """
+    held_bytes: dict[str, int] = dict.fromkeys(("weights", "adapters", "gradients", "optimizer", "host_states"), 0)
+    of_model = set()  # storages of the model
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            found["adapters" if ".adapter." in name else "weights"] += _size(parameter)
+            held_bytes["adapters" if ".adapter." in name else "weights"] += _size(parameter)
             if not hasattr(parameter, "packed_bytes"):
-                own.add(_place(parameter))
+                of_model.add(_place(parameter))
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            found["gradients"] += _size(buffer.grad_data)
-            own |= {_place(one) for one in (buffer.param_data, buffer.grad_data) if one is not None}
-    for one in _optimizers(optimizer):
-        for tensor in _states(one):
-            if _place(tensor) not in own:
-                own.add(_place(tensor))
+            held_bytes["gradients"] += _size(buffer.grad_data)
+            of_model |= {_place(data) for data in (buffer.param_data, buffer.grad_data) if data is not None}
+    for inner_optimizer in _optimizers(optimizer):
+        for tensor in _states(inner_optimizer):
+            if _place(tensor) not in of_model:
+                of_model.add(_place(tensor))
                 away = device.has_gpu() and tensor.device.type == "cpu"
-                found["host_states" if away else "optimizer"] += tensor.untyped_storage().nbytes()
-    return found
+                held_bytes["host_states" if away else "optimizer"] += tensor.untyped_storage().nbytes()
+    return held_bytes
 
 
 def _size(tensor) -> int:
-    """Bytes of a tensor, also of those that lie packed, and of TE's quantized ones, which are made of several."""
+    """Return the bytes of a tensor, including packed ones and TE's quantized ones, which have several parts."""
     if (packed := getattr(tensor, "packed_bytes", None)) is not None:
         return packed
     parts = [getattr(tensor, name, None) for name in ("_data", "_rowwise_data", "_columnwise_data")]
@@ -206,9 +208,9 @@ def _place(tensor) -> int:
 
 
 def _optimizers(optimizer):
-    """Torch's optimizers below Megatron's, which chain, shard and offload."""
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = getattr(one, "optimizer", None)
+    """Yield torch's optimizers inside Megatron's, which chain, shard and offload."""
+    for member in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(member, "optimizer", None)
         if inner is not None:
             yield inner
             yield from getattr(inner, "sub_optimizers", ())
@@ -219,20 +221,20 @@ def _states(optimizer):
 
     waiting: list[Any] = [group["params"] for group in optimizer.param_groups] + list(optimizer.state.values())
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, torch.Tensor):
-            if one.numel() > 1:  # a step counter is a number
-                yield one
-        elif isinstance(one, dict):
-            waiting += one.values()
-        elif isinstance(one, list | tuple):
-            waiting += one
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            if value.numel() > 1:  # a step counter is a number
+                yield value
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
 
 
-def _is_exhausted(seen) -> bool:
+def _is_exhausted(exc_info) -> bool:
     import torch
 
-    return bool(seen) and isinstance(seen[1], torch.OutOfMemoryError)
+    return bool(exc_info) and isinstance(exc_info[1], torch.OutOfMemoryError)
 
 
 if __name__ == "__main__":

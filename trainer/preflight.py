@@ -1,19 +1,19 @@
-"""Check on all ranks, in a minute at most, that these hosts are fit to train together, before the model is loaded.
+"""Check on all ranks, within a minute, that these hosts are fit to train together, before the model is loaded.
 
-    torchrun ... -m trainer.preflight RESOLVED.yaml          on every host, as trainer.train is started
-    python -m trainer.preflight CONF [key=value ...]         on one
+    torchrun ... -m trainer.preflight RESOLVED.yaml          on every host, like trainer.train
+    python -m trainer.preflight CONF [key=value ...]         on one host
 
-trainer.train does the same by itself where a gang starts it, unless gang.preflight is false.
+In a gang, trainer.train runs the same check first, unless gang.preflight is false.
 
-The check measures the bandwidth within and between hosts and the speed of GPUs and disks, and looks at GPUs' health and
-at versions (trainer/hosts/health.py). trainer/hosts/host_verdict.py says which hosts do not fit. Rank 0 writes
-<paths.logs>/preflight.json: ok, the lines, hosts to leave out (by name, and by number as nodes), every figure. Exit
-code 0: fit; 2: not, one line a fault.
+The check measures the bandwidth within and between hosts and the speed of GPUs and disks, and reads the health of GPUs
+and the versions (trainer/hosts/health.py). trainer/hosts/host_verdict.py decides which hosts are unfit. Rank 0 writes
+<paths.logs>/preflight.json: ok, the lines, hosts to leave out (by name, and by number as nodes), every measurement.
+Exit code 0: fit; 2: unfit, with one line per fault.
 
-Hosts meet in pairs, at once and in rounds, each rank the rank of the same number, which is its rail: a slow host is
-slow to all, and only pairs tell whose fault it is. Without GPUs the same runs over gloo, with smaller messages. Not
-covered: hosts that cannot be reached at all (who starts a gang sees that first), SHARP, the storage of checkpoints
-beyond one file per host.
+Hosts are tested in pairs, in rounds of parallel pairs; each rank exchanges with the rank of the same number, its rail.
+A slow host slows all others, and only pairs show which host it is. Without GPUs the same check runs over gloo, with
+smaller messages. Not covered: hosts that cannot be reached at all (the starter of a gang notices them first), SHARP,
+the storage of checkpoints beyond one file per host.
 """
 
 # pyright: reportArgumentType=false
@@ -37,9 +37,9 @@ from trainer.startup import entry
 from trainer.startup.console import say
 from trainer.startup.device import has_gpu
 
-WITHIN = 60.0  # seconds until a rank that waits for another gives up
-ROUNDS = 15  # of pairs: all of 16 hosts; of more, each meets 15 others
-# Bytes of a message: NCCL reaches its speed at 100 MB and more; over gloo 8 MB take 10 ms
+WITHIN = 60.0  # seconds that a rank waits for another
+ROUNDS = 15  # of pairs: all pairs of 16 hosts; with more hosts, each meets 15 others
+# Bytes of a message: NCCL needs 100 MB for its full speed; over gloo 8 MB take 10 ms
 REDUCED, SWAPPED, SPREAD = {"gpu": 256e6, "cpu": 8e6}, {"gpu": 64e6, "cpu": 8e6}, {"gpu": 64e6, "cpu": 4e6}
 WRITTEN = {"gpu": 1e9, "cpu": 16e6}  # bytes per host
 REPEATS = 3
@@ -59,7 +59,7 @@ def main(run: Run) -> None:
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Measure everything, with the same result on every rank."""
+    """Measure everything; every rank returns the same result."""
     import torch
     from torch import distributed
     from torch.distributed.distributed_c10d import PrefixStore
@@ -76,7 +76,7 @@ def measure(run: Run) -> dict[str, Any]:
     store_address.install()
     within = datetime.timedelta(seconds=WITHIN)
     backend = "cpu:gloo,cuda:nccl" if kind == "gpu" else "gloo"
-    # A store of its own: training meets in the same place afterwards, and is not to find what was written here.
+    # A separate prefix: training uses the same store afterwards, and must not see these keys.
     store, number, world = next(rendezvous("env://", timeout=within))
     store, gpu = PrefixStore("preflight", store), device if kind == "gpu" else None
     distributed.init_process_group(backend, store=store, rank=number, world_size=world, timeout=within, device_id=gpu)
@@ -95,7 +95,7 @@ def _measure(run: Run, kind: str, device, rank: dict[str, Any]) -> dict[str, Any
     world, per_host = distributed.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     node, local = divmod(distributed.get_rank(), per_host)
     groups = [distributed.new_group(range(n, n + per_host)) for n in range(0, world, per_host)]
-    mine = of_host(run, int(WRITTEN[kind])) if local == 0 else None
+    of_this_host = of_host(run, int(WRITTEN[kind])) if local == 0 else None
     distributed.barrier(group=groups[node])
     rank["speed"] = products.speed(device, torch.bfloat16 if kind == "gpu" else torch.float32)
     rank["gpu"] = of_gpu(local) if kind == "gpu" else {}
@@ -116,17 +116,17 @@ def _measure(run: Run, kind: str, device, rank: dict[str, Any]) -> dict[str, Any
         seconds = _timed(torch, device, lambda: distributed.all_to_all_single(got, sent))
         rank["all_to_all"] = sent.nbytes * (world - 1) / world / seconds
     rank["pairs"] = _pairs(torch, device, tensor(SWAPPED[kind]), node, local, per_host, world)
-    told: list[Any] = [None] * world
-    distributed.all_gather_object(told, (rank, mine))
-    return _judged(run, told, per_host)
+    of_ranks: list[Any] = [None] * world
+    distributed.all_gather_object(of_ranks, (rank, of_this_host))
+    return _judged(run, of_ranks, per_host)
 
 
 def _timed(torch, device, operation) -> float:
-    """Seconds of one operation, the fastest of a few: disturbances only ever slow it."""
+    """Return the seconds of an operation: the fastest of a few, because disturbances only slow it."""
     from torch import distributed
 
     best = float("inf")
-    for attempt in range(REPEATS + 1):  # the first one connects
+    for attempt in range(REPEATS + 1):  # the first attempt connects
         distributed.all_reduce(torch.zeros(1))
         start = time.perf_counter()
         operation()
@@ -137,15 +137,15 @@ def _timed(torch, device, operation) -> float:
 
 
 def _bus(seconds: float, data, ranks: int) -> float:
-    """Bytes/s that each rank sends in an all-reduce, as NCCL's own tests count them."""
+    """Return the bytes/s that each rank sends in an all-reduce, counted like NCCL's tests."""
     return 2 * (ranks - 1) / ranks * data.nbytes / seconds
 
 
 def _pairs(torch, device, sent, node: int, local: int, per_host: int, world: int) -> list[tuple[int, int, float]]:
-    """Rounds that this rank took part in: node, partner and bytes/s each way."""
+    """Return the rounds of this rank: node, partner and bytes/s in each direction."""
     from torch import distributed
 
-    got, found = torch.empty_like(sent), []
+    received, results = torch.empty_like(sent), []
     for pairs in rounds(world // per_host, ROUNDS):
         partner = next((a + b - node for a, b in pairs if node in (a, b)), None)
 
@@ -153,18 +153,21 @@ def _pairs(torch, device, sent, node: int, local: int, per_host: int, world: int
             if partner is None:
                 return
             other = partner * per_host + local
-            both = [distributed.P2POp(distributed.isend, sent, other), distributed.P2POp(distributed.irecv, got, other)]
+            both = [
+                distributed.P2POp(distributed.isend, sent, other),
+                distributed.P2POp(distributed.irecv, received, other),
+            ]
             for work in distributed.batch_isend_irecv(both):
                 work.wait()
 
         seconds = _timed(torch, device, swap)
         if partner is not None:
-            found.append((node, partner, sent.nbytes / seconds))
-    return found
+            results.append((node, partner, sent.nbytes / seconds))
+    return results
 
 
-def _judged(run: Run, told: list[tuple[dict, dict | None]], per_host: int) -> dict[str, Any]:
-    ranks, hosts = [rank for rank, _ in told], [host for _, host in told if host]
+def _judged(run: Run, of_ranks: list[tuple[dict, dict | None]], per_host: int) -> dict[str, Any]:
+    ranks, hosts = [rank for rank, _ in of_ranks], [host for _, host in of_ranks if host]
     for host, name in zip(hosts, unique([host["host"] for host in hosts]), strict=True):
         host["host"] = name
     names = [host["host"] for host in hosts]
@@ -176,14 +179,14 @@ def _judged(run: Run, told: list[tuple[dict, dict | None]], per_host: int) -> di
             pair = (names[min(node, partner)], names[max(node, partner)])
             rails = pairs.setdefault(pair, [float("inf")] * per_host)
             rails[local] = min(rails[local], speed)
-    found = misfits(hosts, ranks, pairs, _expected(run, ranks))
-    out = sorted({misfit.host for misfit in found if misfit.leave_out})
+    unfit = misfits(hosts, ranks, pairs, _expected(run, ranks))
+    out = sorted({misfit.host for misfit in unfit if misfit.leave_out})
     return {
-        "ok": not found,
-        "lines": [misfit.told(names.index(misfit.host)) for misfit in found],
+        "ok": not unfit,
+        "lines": [misfit.told(names.index(misfit.host)) for misfit in unfit],
         "leave_out": out,
         "nodes": [names.index(name) for name in out],
-        "misfits": [as_dict(misfit) for misfit in found],
+        "misfits": [as_dict(misfit) for misfit in unfit],
         "hosts": hosts,
         "ranks": ranks,
         "pairs": [{"hosts": pair, "rails": rails} for pair, rails in pairs.items()],
@@ -200,7 +203,7 @@ def _expected(run: Run, ranks: list[dict]) -> Expected:
 
 
 def summary(verdict: dict[str, Any]) -> str:
-    """One line on the findings."""
+    """Summarize the measurements in one line."""
     ranks, hosts = verdict["ranks"], verdict["hosts"]
     parts = [f"{len(hosts)} host{'s' * (len(hosts) > 1)}, {len(ranks)} rank{'s' * (len(ranks) > 1)}"]
     for key, name in (("link", "within a host"), ("all_reduce", "all-reduce"), ("all_to_all", "all-to-all")):
@@ -216,7 +219,7 @@ def summary(verdict: dict[str, Any]) -> str:
 
 
 def nothing_to_check(run: Run) -> None:
-    """Check no input. Pre-flight needs no file of the run's: it may come before the model is there."""
+    """Accept any input: pre-flight reads no file of the run, and may run before the model exists."""
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""Data for training: rows from any source, understood, templated, tokenised, checked, split and packed.
+"""Prepare data for training: read rows from any source, apply the template, tokenise, check, split and pack them.
 
     python -m trainer.prepare CONF [key=value ...]
 
 Reads data.source (or the parts of data.mixture) and the tokenizer in paths.model. Writes into paths.data:
 
     training.jsonl, validation.jsonl, test.jsonl    Megatron-Bridge's rows, with the index files that it would make
-    training.idx.parquet, validation.idx.parquet    their tokens, and which are learned; packed where data.packed
-    training.bin, training.idx, ...                 in place of these for texts: megatron-core's indexed data sets
-    template.json                                   how rows became tokens; evaluation uses the same
-    report.json                                     what was found, and what was left out
-    prepared.json                                   every file with its digest; training refuses what has been changed
+    training.idx.parquet, validation.idx.parquet    their tokens, and which are learned; packed with data.packed
+    training.bin, training.idx, ...                 instead of these for texts: megatron-core's indexed data sets
+    template.json                                   how rows become tokens; evaluation uses the same
+    report.json                                     findings, and rows left out
+    prepared.json                                   every file with its digest; training refuses changed files
 
-The work is done a few megabytes at a time by data.processes processes, in a folder beside paths.data; killed, it goes
-on where it was. What was prepared before stays there until all is made; rows made by hand, and what else is not
-trainer.prepare's, are never replaced. Memory grows by about 100 bytes a row.
+data.processes processes prepare a few megabytes at a time, in a folder next to paths.data; an interrupted preparation
+resumes. The previous data stay until the new data are complete. Rows written by hand, and all other files that
+trainer.prepare did not write, are never replaced. Memory grows by about 100 bytes per row.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ def main(run: Run) -> None:
 
 def check(run: Run) -> None:
     if not Path(run.paths.model).is_dir():
-        raise Fault(f"paths.model: {run.paths.model}: no such folder; the tokenizer in it is needed")
+        raise Fault(f"paths.model: {run.paths.model}: no such folder; its tokenizer is needed")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""Build the real Megatron model and optimizer of a run's layout, for any number of GPUs, on none, and count them.
+"""Build the Megatron model and optimizer of a run's layout without GPUs, for any number of GPUs, and count them.
 
     python -m trainer.rehearse CONF [--all] [--steps N] [--json] [key=value ...]
 
 One rank of each pipeline stage, or every rank with --all, is built without memory (trainer/rehearsal/meta_model.py),
-after Megatron has checked the configuration as before training. Its parameters are compared, kind by kind, with what
-conf/planner/parameters.py says, and the bytes of gradients and optimizer with conf/planner/memory.py. The model is
-that of paths.model, of a tiny://KIND, or one that conf/models knows by its source. With --steps, a scaled-down twin of
-the run then takes real steps on this CPU (trainer/rehearsal/scaled_down.py).
+after Megatron has checked the configuration as before training. Its parameters are compared, kind by kind, with
+conf/planner/parameters.py, and the bytes of gradients and optimizer with conf/planner/memory.py. The model is that of
+paths.model, a tiny://KIND, or one in conf/models with this source. With --steps, a scaled-down twin of the run then
+takes real steps on this CPU (trainer/rehearsal/scaled_down.py).
 
-Exit code 0: all is equal. 1: Megatron refuses the layout, counts differ, Megatron builds what conf/rules/layout.py
-knows to train wrongly, or the twin fails. 2: what was asked is at fault.
+Exit code 0: all is equal. 1: Megatron refuses the layout, counts differ, Megatron builds a layout that
+conf/rules/layout.py refuses because it trains wrongly, or the twin fails. 2: the arguments are wrong.
 
-FP8, states of the optimizer in other types than fp32, and offloading are left out, and the answer says so.
+FP8, optimizer states in types other than fp32, and offloading are left out, and the answer says so.
 
-Not covered: what only shows once data flow (the shapes of a packed row), kernels that need a GPU, activations.
+Not covered: faults that appear only with data (the shapes of a packed row), kernels that need a GPU, activations.
 """
 
 # pyright: reportArgumentType=false
@@ -42,14 +42,14 @@ from trainer.startup import entry
 
 TINY = "tiny://"
 COUNTED = (*parameters.KINDS, *meta_model.TRAINED, *meta_model.STATES)
-STATES_OF_A_NUMBER = 12  # bytes, at most
+STATES_OF_A_PARAMETER = 12  # bytes, at most
 
 
 def main() -> int:
     options = _arguments()
     with entry.faults_in_one_line():
         if options.steps < 0:
-            raise Fault(f"--steps: {options.steps} is no number of steps; 0 takes none")
+            raise Fault(f"--steps: {options.steps} is negative; 0 takes no steps")
         run = load(options.conf, options.overrides, illegal=True)
         config = config_of(run)
         try:
@@ -76,16 +76,16 @@ def rehearse(run: Run, config: dict[str, Any], facts: ModelFacts, every: bool = 
     if broken:
         return answer | {"stricter": broken}
     expected = holdings(run, facts)
-    for rank, found in counts.items():
+    for rank, count in counts.items():
         stage = rank // (run.world // run.layout.pp)
-        differs = differences(found, expected[stage])
-        one = {"rank": rank, "stage": stage, "found": found, "planned": expected[stage], "differs": differs}
-        answer["ranks"].append(one)
-    return answer | {"equal": not any(one["differs"] for one in answer["ranks"])}
+        differs = differences(count, expected[stage])
+        row = {"rank": rank, "stage": stage, "found": count, "planned": expected[stage], "differs": differs}
+        answer["ranks"].append(row)
+    return answer | {"equal": not any(row["differs"] for row in answer["ranks"])}
 
 
 def plainly(run: Run) -> tuple[Run, list[str]]:
-    """The run without settings that take the kernels of a GPU, or memory of a host; and the keys of those settings."""
+    """Return the run without settings that need GPU kernels or host memory, and the keys of those settings."""
     left_out = {"train": {"fp8": None, "fp8_weights": False}, "optimizer": {"states": "fp32", "offload": 0.0}}
     keys = []
     for section, values in left_out.items():
@@ -95,10 +95,10 @@ def plainly(run: Run) -> tuple[Run, list[str]]:
     return run, keys
 
 
-def differences(found: Counter[str], planned: Counter[str]) -> list[str]:
-    """Differences from the plan. It does not count which rank's part of the optimizer the padding falls into."""
-    slack = {"optimizer": STATES_OF_A_NUMBER * found[meta_model.PADDING]}
-    return [kind for kind in COUNTED if abs(found[kind] - planned[kind]) > slack.get(kind, 0)]
+def differences(counted: Counter[str], planned: Counter[str]) -> list[str]:
+    """Return the kinds that differ from the plan, which does not know the rank whose optimizer part has the padding."""
+    slack = {"optimizer": STATES_OF_A_PARAMETER * counted[meta_model.PADDING]}
+    return [kind for kind in COUNTED if abs(counted[kind] - planned[kind]) > slack.get(kind, 0)]
 
 
 def lines(answer: dict[str, Any]) -> Iterator[str]:
@@ -115,24 +115,24 @@ def lines(answer: dict[str, Any]) -> Iterator[str]:
         yield f"refused, though Megatron would build it: {line}"
     if answer["without"] and not answer["refused"]:
         yield f"without {', '.join(answer['without'])}"
-    for one in answer["ranks"]:
-        found, planned = one["found"], one["planned"]
-        total = sum(found[kind] for kind in parameters.KINDS)
-        yield f"rank {one['rank']}, stage {one['stage']}: {total:,} parameters"
+    for rank in answer["ranks"]:
+        counted, planned = rank["found"], rank["planned"]
+        total = sum(counted[kind] for kind in parameters.KINDS)
+        yield f"rank {rank['rank']}, stage {rank['stage']}: {total:,} parameters"
         for kind in COUNTED:
-            if found[kind] or planned[kind]:
+            if counted[kind] or planned[kind]:
                 unit = " bytes" if kind in meta_model.STATES else ""
-                note = f"   planned: {planned[kind]:,}" if kind in one["differs"] else ""
-                yield f"    {kind:17} {found[kind]:>20,}{unit}{note}"
-        if found[meta_model.PADDING]:
-            yield f"    and {found[meta_model.PADDING]:,} numbers of padding among the gradients"
+                note = f"   planned: {planned[kind]:,}" if kind in rank["differs"] else ""
+                yield f"    {kind:17} {counted[kind]:>20,}{unit}{note}"
+        if counted[meta_model.PADDING]:
+            yield f"    and {counted[meta_model.PADDING]:,} numbers of padding among the gradients"
     if answer["ranks"]:
         verdict = "equal" if answer["equal"] else "NOT EQUAL"
         yield f"{verdict}: {len(answer['ranks'])} of {answer['world']} ranks built and counted"
 
 
 def _twin(run: Run, config: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Train the scaled-down run. It comes before the rest, as ranks are forked from a process that has no group yet."""
+    """Train the scaled-down run. It must come first: ranks are forked from a process without a process group."""
     from trainer.rehearsal import forked_ranks, scaled_down
 
     forked_ranks.import_all()
@@ -153,7 +153,7 @@ def _twin(run: Run, config: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def config_of(run: Run) -> dict[str, Any]:
-    """The model's config.json, without its weights."""
+    """Return the model's config.json, without its weights."""
     source = run.model.source
     if isinstance(source, Drawn):
         return verdict.config_of(run)[0]
@@ -163,39 +163,39 @@ def config_of(run: Run) -> dict[str, Any]:
     if source.startswith(TINY):
         kind, _ = quantization.of_tiny(source.removeprefix(TINY))
         if kind not in tiny_models.KINDS:
-            raise Fault(f"model.source: {source} is no tiny model; there are {', '.join(tiny_models.KINDS)}")
+            raise Fault(f"model.source: {source} is not a tiny model; known: {', '.join(tiny_models.KINDS)}")
         return tiny_models.KINDS[kind]
     for file in sorted(MODELS.glob("*.json")):
         known = json.loads(file.read_text())
         if source in (file.stem, known["source"].removesuffix(" config.json")):
             return known["config"]
-    raise Fault(f"model.source: {source} is in no file of conf/models, and {run.paths.model} has no config.json")
+    raise Fault(f"model.source: {source} is not in conf/models, and {run.paths.model} has no config.json")
 
 
 def _read(path: Path) -> dict[str, Any]:
-    found = config_json.read(path)
-    if not config_json.architecture(found):
-        raise Fault(f"{path}: architectures is missing, so the kind of model is unknown")
-    return found
+    config = config_json.read(path)
+    if not config_json.architecture(config):
+        raise Fault(f"{path}: architectures is missing, so the model family is unknown")
+    return config
 
 
 def ranks(run: Run, every: bool = False) -> range:
-    """Ranks to build: the first of each pipeline stage, or all. Core numbers ranks stage by stage."""
+    """Return the ranks to build: the first of each pipeline stage, or all. Core numbers ranks stage by stage."""
     return range(0, run.world, 1 if every else max(1, run.world // run.layout.pp))
 
 
 def holdings(run: Run, facts: ModelFacts) -> dict[int, Counter[str]]:
-    """Parameters that each rank of a pipeline stage holds, and trains, by the planner's arithmetic."""
-    found: dict[int, Counter[str]] = {}
+    """Return the parameters that each rank of a pipeline stage holds and trains, from the planner's arithmetic."""
+    counts: dict[int, Counter[str]] = {}
     same_ranks = run.layout.ep == 1 and run.layout.etp == run.layout.tp
     for stage in parameters.stages(run, facts):
         dense, experts = parameters.trainable(run, facts, stage)
         trained = (dense + experts, 0) if same_ranks else (dense, experts)
         held = parameters.held(run, facts, stage) | dict(zip(meta_model.TRAINED, trained, strict=True))
-        found.setdefault(stage.rank, Counter()).update(held)
-    for one in memory(run, facts, hardware.GPUS["h100"]):  # whose size is of no account
-        found[one.rank].update({kind: getattr(one, kind) for kind in meta_model.STATES})
-    return found
+        counts.setdefault(stage.rank, Counter()).update(held)
+    for stage in memory(run, facts, hardware.GPUS["h100"]):  # any GPU: its size has no effect on states
+        counts[stage.rank].update({kind: getattr(stage, kind) for kind in meta_model.STATES})
+    return counts
 
 
 def _arguments() -> argparse.Namespace:

@@ -1,12 +1,12 @@
-"""Reinforce answers that are worth more: GRPO and its kin, with Megatron-Bridge's own loop and vLLM beside it.
+"""Reinforce answers with high rewards: GRPO and similar methods, with Megatron-Bridge's loop and vLLM.
 
-    python -m trainer.reinforce CONF [key=value ...]    on this host; CONF's layout says with how many processes
-    torchrun ... -m trainer.reinforce RESOLVED.yaml     one of several hosts, of which the first has vLLM or asks it
+    python -m trainer.reinforce CONF [key=value ...]    on this host; CONF's layout sets the number of processes
+    torchrun ... -m trainer.reinforce RESOLVED.yaml     one of several hosts; the first one runs vLLM or connects to it
 
-Goes on from the newest checkpoint of trainer.train in paths.output, or from the base (reinforce.start), with prompts of
-prepared data: paths.prompts where reinforce.source is said, else paths.data. Writes <paths.reinforced>/checkpoints,
-which trainer.export takes as paths.output, metrics.jsonl and parity.json beside them, and a journal of all answers in
-<paths.reinforced>/rollouts. Killed at any moment, a second start goes on and repeats no answers.
+Starts from the newest checkpoint of trainer.train in paths.output, or from the base (reinforce.start), with prompts of
+prepared data: paths.prompts if reinforce.source is set, else paths.data. Writes <paths.reinforced>/checkpoints, which
+trainer.export reads as paths.output, next to it metrics.jsonl and parity.json, and a journal of all answers in
+<paths.reinforced>/rollouts. A run killed at any moment resumes at the next start and repeats no answers.
 """
 
 import os
@@ -25,30 +25,30 @@ from trainer.startup.console import megatron_to, say
 from trainer.training import resume
 
 
-def main(given: Run) -> None:
-    run = as_training(given)
+def main(configured: Run) -> None:
+    run = as_training(configured)
     folder = checkpoint_folder(run)
     done = checkpoints.complete_steps(folder)
     if done and done[-1] >= last_step(run):
         place = checkpoints.step_folder(folder, done[-1])
-        say(f"reinforce: step {done[-1]} of {last_step(run)} is already there: {place}")
+        say(f"reinforce: step {done[-1]} of {last_step(run)} already exists: {place}")
         return
     first = os.environ["RANK"] == "0"
     if first:
         for name in checkpoints.remove_incomplete(folder):
-            say(f"reinforce: removed {folder / name}, the rest of an interrupted save")
+            say(f"reinforce: removed {folder / name}, left over from an interrupted save")
         resume.report_changes(run, folder)
     if run.layout.nodes > 1 and run.gang.preflight and "GANG_ATTEMPT" in os.environ:
         preflight.main(run)
     rollouts = Rollouts(run) if first else None  # vLLM loads the model while Megatron does
     try:
-        _train(given, run, rollouts, done[-1] if done else 0)
+        _train(configured, run, rollouts, done[-1] if done else 0)
     finally:
         if rollouts:
             rollouts.close()
 
 
-def _train(given: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
+def _train(configured: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
     device.start()
     from trainer.megatron.model import open_bridge
     from trainer.patches import resharding
@@ -64,20 +64,20 @@ def _train(given: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
 
     resharding.install()
     exchanged_states.install()
-    asked, feed = run.reinforce, Feed()
+    settings, feed = run.reinforce, Feed()
     if rollouts:
-        Journal(Path(run.paths.output)).begin(facts(given))
+        Journal(Path(run.paths.output)).begin(facts(configured))
     with megatron_to(Path(run.paths.logs)):
         bridge = open_bridge(run)
         config = make_config(run, bridge, start or None)
         config.dataset = FromOutside.of(run, feed)
         _leave_dropout_out(config)
-        fresh = not start and asked.start == "trained"
+        fresh = not start and settings.start == "trained"
         if fresh:
-            _begin_with(config.checkpoint, checkpoint_folder(given))
-        keys = {name: getattr(asked, name) for name in ("loss", "clip_low", "clip_high", "kl", "correction")}
-        keys |= {"correction_low": asked.correction_low, "correction_high": asked.correction_high}
-        step = PolicyStep(Settings(**keys, longest=asked.max_tokens), asked.updates > 1, asked.kl > 0)
+            _begin_with(config.checkpoint, checkpoint_folder(configured))
+        keys = {name: getattr(settings, name) for name in ("loss", "clip_low", "clip_high", "kl", "correction")}
+        keys |= {"correction_low": settings.correction_low, "correction_high": settings.correction_high}
+        step = PolicyStep(Settings(**keys, longest=settings.max_tokens), settings.updates > 1, settings.kl > 0)
         metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
         steps = Reinforcement(run, bridge, rollouts, feed, step, metrics, fresh)
         callbacks = [steps, metrics, Parity(run), MarkCheckpoints(run, metrics), heartbeat.callback(), feed]
@@ -87,7 +87,8 @@ def _train(given: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
 def _leave_dropout_out(config) -> None:
     """Train without the dropout of a release's config.json, and without an adapter's.
 
-    vLLM samples without, and so are answers' earlier log-probabilities: policies compared with these would be noise.
+    vLLM samples without dropout, and answers' earlier log-probabilities have none; a policy with dropout would differ
+    from both by noise.
     """
     config.model.hidden_dropout = config.model.attention_dropout = 0.0
     if config.peft is not None:
@@ -95,10 +96,10 @@ def _leave_dropout_out(config) -> None:
 
 
 def _begin_with(checkpoint, folder: Path) -> None:
-    """Have Bridge load a training's weights, and nothing else of it."""
+    """Make Bridge load a training's weights, without its optimizer and random states."""
     steps = checkpoints.complete_steps(folder)
     if not steps:
-        raise Fault(f"{folder}: no complete checkpoint to begin with: python -m trainer.train, or reinforce.start=base")
+        raise Fault(f"{folder}: no complete checkpoint to start from: python -m trainer.train, or reinforce.start=base")
     checkpoint.load, checkpoint.ckpt_step = str(folder), steps[-1]
     checkpoint.load_optim = checkpoint.load_rng = False
 

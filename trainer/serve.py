@@ -1,9 +1,9 @@
-"""Serve a model by vLLM's server with OpenAI's interface, until it is told to end.
+"""Serve a model with vLLM's OpenAI-compatible server until it is stopped.
 
-    python -m trainer.serve MODEL.json        which python -m flows.serve writes (contract/served_model.py)
+    python -m trainer.serve MODEL.json        written by python -m flows.serve (contract/served_model.py)
 
-The engine is that of the evaluation: its precision, its patches, safetensors alone, and nothing from the network. The
-server's chat template is the template of the data that the model was trained on. What vLLM prints is the output.
+The engine equals that of the evaluation: its precision, its patches, safetensors only, and no network access. The
+server's chat template is the template of the training data. The output is vLLM's.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Make tiny random checkpoints and data: every path from import to serving runs on them in seconds, on a CPU.
+"""Make tiny random checkpoints and data, with which every step from import to serving runs in seconds on a CPU.
 
     python -m trainer.tiny KIND OUT [--seed N] [--dtype bfloat16|float32]
     python -m trainer.tiny data OUT [--rows N] [--seed N]
 
 KIND is one of KINDS, or quantised: llama-fp8; OF_TINY of conf/model_files/quantization.py has the formats. OUT becomes
 a Hugging Face checkpoint folder: configuration, two safetensors shards, a byte-level tokenizer and a chat template.
-With `data` it gets training.jsonl and validation.jsonl, the input/output pairs that
-Megatron-Bridge's supervised fine-tuning reads. Equal arguments give equal bytes, and no half-written OUT is ever seen.
+With `data` it gets training.jsonl and validation.jsonl, the input/output pairs for Megatron-Bridge's supervised
+fine-tuning. Equal arguments give equal bytes, and OUT appears only when it is complete.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main() -> int:
             command.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     options = vars(parser.parse_args())
     if options.get("rows", 1) < 1:
-        parser.error(f"--rows: {options['rows']} is no number of rows, from 1 on")
+        parser.error(f"--rows: {options['rows']} is not a positive number of rows")
     kind, out = options.pop("kind"), options.pop("out")
     try:
         make_data(out, **options) if kind == "data" else make_model(kind, out, **options)
@@ -42,7 +42,7 @@ def main() -> int:
     except OSError as error:
         print(f"error: {out}: {error.strerror or error}", file=sys.stderr)
         return 2
-    except Exception as error:  # safetensors has an error of its own for a full disk
+    except Exception as error:  # safetensors raises its own error for a full disk
         line = line_of(error)
         if line is None:
             raise

@@ -1,11 +1,11 @@
-"""Train an adapter, or every weight, with Megatron-Bridge's own loop; go on from the newest complete checkpoint.
+"""Train an adapter, or every weight, with Megatron-Bridge's loop; resume from the newest complete checkpoint.
 
-    python -m trainer.train CONF [key=value ...]        on this host; CONF's layout says with how many processes
+    python -m trainer.train CONF [key=value ...]        on this host; CONF's layout sets the number of processes
     torchrun ... -m trainer.train RESOLVED.yaml         one of several hosts
 
-Reads the converted model (trainer.convert) and the token files in paths.data (trainer.prepare); where there is only a
-training.jsonl, made by hand, it is prepared first, into <paths.output>/data. Writes <paths.output>/checkpoints and,
-from rank 0, <paths.output>/metrics.jsonl and paths.parity. SIGTERM saves a checkpoint and ends; a second start goes on.
+Reads the converted model (trainer.convert) and the token files in paths.data (trainer.prepare). If there is only a
+training.jsonl written by hand, it is prepared first, into <paths.output>/data. Writes <paths.output>/checkpoints and,
+from rank 0, <paths.output>/metrics.jsonl and paths.parity. SIGTERM saves a checkpoint and ends; the next start resumes.
 """
 
 import os
@@ -30,12 +30,12 @@ def main(run: Run) -> None:
     mark = checkpoints.read_mark(checkpoints.step_folder(folder, done[-1])) if done else None
     finished = mark is not None and schedule.is_over(run, done[-1], mark)
     if finished:
-        say(f"train: step {done[-1]} of {last_step(run)} is already there: {checkpoints.step_folder(folder, done[-1])}")
+        say(f"train: step {done[-1]} of {last_step(run)} already exists: {checkpoints.step_folder(folder, done[-1])}")
         if agreement.is_recorded(run, done[-1]):
             return
     if os.environ["RANK"] == "0":
         for name in checkpoints.remove_incomplete(folder):
-            say(f"train: removed {folder / name}, the rest of an interrupted save")
+            say(f"train: removed {folder / name}, left over from an interrupted save")
         resume.report_changes(run, folder)
 
     device.start()

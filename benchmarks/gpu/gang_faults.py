@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from gang_life import GREED, PATIENCE, Gang, free, release, wait
 
-TOLD = r"(?m)^ *[\d.]+ (.*; goes on .*|(?:Fault|Broken|Stopped): .*)$"  # what a controller says of a failure
+TOLD = (
+    r"(?m)^ *[\d.]+ (.*; (?:continues|resumes) .*|(?:Fault|Broken|Stopped): .*)$"  # what a controller says of a failure
+)
 
 
 @dataclass

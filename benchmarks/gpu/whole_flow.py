@@ -67,9 +67,9 @@ WRITTEN = dict(gate=", gate: warn", micro_batch=" micro_batch: 1,")
 
 def of_size(size: str) -> dict:
     """A config.json of a Qwen3-MoE."""
-    from trainer.rehearsal import tiny_models
+    from conf import families
 
-    return tiny_models.COMMON | tiny_models.QWEN3_MOE | SIZES[size] | dict(max_position_embeddings=4096)
+    return families.tiny()["qwen3-moe"] | SIZES[size] | dict(max_position_embeddings=4096)
 
 
 def make_model(folder: Path, config: dict, spread: float = 0.02, shards: int = 8) -> int:
@@ -79,31 +79,32 @@ def make_model(folder: Path, config: dict, spread: float = 0.02, shards: int = 8
     """
     import numpy as np
 
+    from conf.model_facts import shapes
     from trainer.rehearsal import tiny_models
 
     tokens = dict(bos_token_id=None, eos_token_id=0, pad_token_id=1)
     config |= tokens | dict(dtype="bfloat16")
-    shapes = tiny_models.model_shapes(config)
-    largest = max(int(np.prod(shape)) for shape in shapes.values())
+    released = shapes(config)
+    largest = max(int(np.prod(shape)) for shape in released.values())
     drawn = np.random.default_rng(13).standard_normal(BLOCK, dtype=np.float32)
     blocks = {}
     for name, centre, wide in ("weight", 0.0, spread), ("norm", 1.0, 0.1):
         numbers = ((centre + wide * drawn).view(np.uint32) >> 16).astype(np.uint16)  # bf16
         blocks[name] = np.resize(numbers, BLOCK + largest)
-    names = list(shapes)
+    names = list(released)
     parts = [names[n * len(names) // shards : (n + 1) * len(names) // shards] for n in range(shards)]
     files = [f"model-{n + 1:05d}-of-{shards:05d}.safetensors" for n in range(shards)]
 
     def window(name: str):
         start = zlib.crc32(name.encode()) % BLOCK
         block = blocks["norm" if name.endswith("norm.weight") else "weight"]
-        return block[start : start + int(np.prod(shapes[name]))]
+        return block[start : start + int(np.prod(released[name]))]
 
     def write(part: list[str], file: str) -> int:
         header, at = {"__metadata__": {"format": "pt"}}, 0
         for name in part:
-            end = at + 2 * int(np.prod(shapes[name]))
-            header[name] = {"dtype": "BF16", "shape": list(shapes[name]), "data_offsets": [at, end]}
+            end = at + 2 * int(np.prod(released[name]))
+            header[name] = {"dtype": "BF16", "shape": list(released[name]), "data_offsets": [at, end]}
             at = end
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
@@ -116,7 +117,7 @@ def make_model(folder: Path, config: dict, spread: float = 0.02, shards: int = 8
     folder.mkdir(parents=True)
     with ThreadPoolExecutor(shards) as threads:
         total = sum(threads.map(write, parts, files))
-    tiny_models.make_tokenizer(folder, tiny_models.COMMON["vocab_size"])
+    tiny_models.make_tokenizer(folder, config["vocab_size"])
     weight_map = {name: file for part, file in zip(parts, files, strict=True) for name in part}
     tiny_models.write_json(folder / "config.json", config)
     tiny_models.write_json(folder / "generation_config.json", tokens)

@@ -18,12 +18,16 @@ Not covered: routers' expert biases, which are buffers in Megatron; total() coun
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from conf import families
+from conf.families.parts.tensors import Tensor
 from conf.model_facts import ModelFacts
 from conf.rules import packed_base
 from conf.rules.layout import shares
+from conf.rules.model import ROW_PARALLEL, WHOLE
 from conf.schema.run import Run
 from conf.schema.sections import Adapter
 
@@ -40,6 +44,7 @@ KINDS = (
     "adapters_dense",
     "adapters_experts",
 )
+MLPS = ("mlp", "shared_experts")  # kinds that every rank of tp has a part of
 
 
 @dataclass(frozen=True)
@@ -119,106 +124,91 @@ def matrices(run: Run, facts: ModelFacts, stage: Stage) -> int:
     found = 0
     for kind, count in Counter(stage.layers).items():
         found += count * sum(each * _apart(some, facts) for _, each, some in _low(run, facts, kind))
-        found += count * (kind == "mtp" and "dense" in _parts(run))
     return found
 
 
 def total(facts: ModelFacts) -> int:
     """Parameters of the released checkpoint, whose MTP layers repeat the embedding and the output layer."""
-    return _whole(facts, facts.experts) + facts.mtp_layers * (
-        _layer_size(facts, facts.kinds[-1], facts.experts) + _mtp(facts, 1) + 2 * facts.vocab * facts.hidden
-    )
+    return _whole(facts, facts.experts) + facts.mtp_layers * _sum(families.layer(facts, "mtp"), facts.experts)
 
 
 def active(facts: ModelFacts) -> int:
     """Parameters that one token passes through.
 
-    Multi-token prediction is left out, as only training uses it. The embedding counts whole, as is usual.
+    Multi-token prediction is left out, as only training uses it. The whole embedding counts, as is usual.
     """
     return _whole(facts, facts.top_k)
 
 
 def _whole(facts: ModelFacts, experts: int) -> int:
-    ends = (facts.vocab * (1 if facts.tied else 2) + facts.positions) * facts.hidden
-    ends += facts.hidden * (2 if facts.layernorm else 1)
-    return ends + sum(_layer_size(facts, kind, experts) * n for kind, n in Counter(facts.kinds).items())
+    first, last = families.named(facts.architecture).ends(facts)
+    layers = Counter(facts.kinds).items()
+    return _sum((*first, *last), 0) + sum(_sum(families.layer(facts, kind), experts) * n for kind, n in layers)
 
 
-def parts(facts: ModelFacts, kind: str, experts: int | None = None) -> dict[str, int]:
-    """Parameters of one whole layer by KINDS, with all of its experts or so many."""
-    count = 0 if kind != "moe" else facts.experts if experts is None else experts
-    return _weights(facts, kind, 1, 1) | {"experts": sum(map(_size, _expert(facts))) * count}
+def _sum(tensors: Iterable[Tensor], experts: int) -> int:
+    """Numbers in these tensors, with those of so many experts."""
+    return sum(tensor.size // tensor.experts * experts if tensor.experts else tensor.size for tensor in tensors)
+
+
+def parts(facts: ModelFacts, kind: str) -> dict[str, int]:
+    """Parameters of one whole layer by KINDS, with all of its experts."""
+    return _weights(facts, kind, 1) | {"experts": _sum(families.layer(facts, kind, "experts"), facts.experts)}
 
 
 def linears(facts: ModelFacts, kind: str) -> list[Linear]:
-    """Matrices of one layer, but for the router and the routed experts."""
-    return _attention(facts) + _mlp(facts.ffn if kind == "dense" else facts.shared_ffn, facts)
-
-
-def _layer_size(facts: ModelFacts, kind: str, experts: int) -> int:
-    found = parts(facts, kind, experts)
-    return sum(found.values()) + (facts.experts if kind == "moe" and facts.expert_bias else 0)
+    """Matrices of one layer, except the router and the routed experts."""
+    return [linear for of in ("attention", *MLPS) for linear in _linears(facts, kind, of) if linear.into]
 
 
 def _layer(run: Run, facts: ModelFacts, kind: str) -> Counter[str]:
     """Parameters of one layer on one rank, with its adapters."""
-    layout, base = run.layout, facts.kinds[-1] if kind == "mtp" else kind
-    found = Counter(_weights(facts, base, layout.tp, layout.etp))
-    local = facts.experts // layout.ep if base == "moe" else 0
-    found["experts"] = local * sum(_size(linear, layout.etp) for linear in _expert(facts))
-    if kind == "mtp":
-        found["mtp"] = _mtp(facts, layout.tp)
+    layout, found = run.layout, Counter(_weights(facts, kind, run.layout.tp))
+    experts = _linears(facts, kind, "experts")
+    local = facts.experts // layout.ep if experts else 0
+    found["experts"] = local * sum(_size(linear, layout.etp) for linear in experts)
     if facts.kv_rank and not facts.q_rank:
         found["norms"] += facts.hidden  # core norms the input of linear_q_proj a second time; no release has that norm
     if run.adapter.kind == "none":
         return found
     lean = run.adapter.kind == "lora" and run.adapter.lean
-    found["adapters_dense"] = sum(_adapter(run.adapter, linear, layout.tp, lean) for linear in linears(facts, base))
+    found["adapters_dense"] = sum(_adapter(run.adapter, linear, layout.tp, lean) for linear in linears(facts, kind))
     # without grouped products experts are modules of their own, and so are their adapters
     each = local if run.adapter.experts == "each" or not run.moe.grouped_gemm else min(local, 1)
-    found["adapters_experts"] = each * sum(_adapter(run.adapter, linear, layout.etp) for linear in _expert(facts))
+    found["adapters_experts"] = each * sum(_adapter(run.adapter, linear, layout.etp) for linear in experts)
     return found
 
 
-def _weights(facts: ModelFacts, kind: str, tp: int, etp: int) -> dict[str, int]:
-    """Parameters of one dense or MoE layer without its routed experts."""
-    norm = facts.hidden * (2 if facts.layernorm else 1)
-    query_key = (facts.q_rank + facts.kv_rank if facts.kv_rank else 2 * facts.head_dim) if facts.qk_norm else 0
-    if facts.norm_over_heads:
-        query_key = (facts.heads + facts.kv_heads) * facts.head_dim
-    found = {
-        "attention": sum(_size(linear, tp) for linear in _attention(facts)) + (facts.heads // tp if facts.sinks else 0),
-        "norms": 2 * norm + query_key * (2 if facts.layernorm else 1),
-    }
-    if kind == "dense":
-        return found | {"mlp": sum(_size(linear, tp) for linear in _mlp(facts.ffn, facts))}
-    found["router"] = facts.experts * (facts.hidden + (1 if facts.linear_bias else 0))
-    gate = facts.hidden if facts.shared_gate else 0
-    return found | {"shared_experts": sum(_size(linear, tp) for linear in _mlp(facts.shared_ffn, facts)) + gate}
+@lru_cache
+def _weights(facts: ModelFacts, kind: str, tp: int) -> dict[str, int]:
+    """Parameters of one layer on a rank of tp, without its routed experts."""
+    found = {}
+    for of in ("attention", "norms", "router", "mtp", *MLPS):
+        whole = sum(tensor.size for tensor in families.layer(facts, kind, of) if not tensor.part)
+        found[of] = whole + sum(_size(linear, tp) for linear in _linears(facts, kind, of))
+    return found
 
 
 def _matrices(run: Run, facts: ModelFacts, kind: str) -> int:
     """Parameters in the matrices of one layer on one rank, without biases, the router and adapters."""
-    found = sum(
+    return sum(
         count * _size(replace(linear, bias=False), cut)
         for cut, count, some in _low(run, facts, kind)
         for linear in some
     )
-    mtp = 2 * facts.hidden * facts.hidden // run.layout.tp
-    return found + (mtp if kind == "mtp" and "dense" in _parts(run) else 0)
 
 
 def _low(run: Run, facts: ModelFacts, kind: str) -> Iterator[tuple[int, int, list[Linear]]]:
-    """Matrices of a layer in fewer bits: over how many ranks they are cut, how often they are on one, and which."""
-    base, low, layout = facts.kinds[-1] if kind == "mtp" else kind, _parts(run), run.layout
-    yield layout.tp, 1, _attention(facts) if "attention" in low else []
-    yield layout.tp, 1, _mlp(facts.ffn if base == "dense" else facts.shared_ffn, facts) if "dense" in low else []
-    if base == "moe" and "experts" in low:
-        yield layout.etp, facts.experts // layout.ep, _expert(facts)
+    """Matrices of a layer in fewer bits: the ranks that share each, its number on one rank, and the matrices."""
+    low, layout = _parts(run), run.layout
+    kinds = [*(["attention"] if "attention" in low else []), *((*MLPS, "mtp") if "dense" in low else [])]
+    yield layout.tp, 1, [linear for of in kinds for linear in _linears(facts, kind, of) if linear.into]
+    if "experts" in low and (experts := _linears(facts, kind, "experts")):
+        yield layout.etp, facts.experts // layout.ep, experts
 
 
 def _parts(run: Run) -> tuple[str, ...]:
-    """Parts of the model that are in fewer bits, where anything is."""
+    """Parts of the model that are in fewer bits, if any are."""
     return packed_base.parts(run) if packed_base.format_of(run) else packed_base.PARTS
 
 
@@ -226,42 +216,25 @@ def _apart(linears: list[Linear], facts: ModelFacts) -> int:
     return sum(2 if facts.gated and linear.name == "linear_fc1" else 1 for linear in linears)
 
 
-def _attention(facts: ModelFacts) -> list[Linear]:
-    hidden, heads, bias = facts.hidden, facts.heads, facts.attention_bias or facts.linear_bias
-    if not facts.kv_rank:
-        width = heads * facts.head_dim
-        return [
-            Linear("linear_qkv", hidden, width + 2 * facts.kv_heads * facts.head_dim, bias=bias),
-            Linear("linear_proj", width, hidden, "row", bias=facts.linear_bias),
-        ]
-    query = heads * (facts.qk_nope + facts.qk_rope)
-    found = [
-        Linear("linear_kv_down_proj", hidden, facts.kv_rank + facts.qk_rope, "whole"),
-        Linear("linear_kv_up_proj", facts.kv_rank, heads * (facts.qk_nope + facts.v_head)),
-        Linear("linear_proj", heads * facts.v_head, hidden, "row"),
-    ]
-    if not facts.q_rank:
-        return [*found, Linear("linear_q_proj", hidden, query)]
-    down = Linear("linear_q_down_proj", hidden, facts.q_rank, "whole")
-    return [*found, down, Linear("linear_q_up_proj", facts.q_rank, query)]
+@lru_cache
+def _linears(facts: ModelFacts, kind: str, of: str) -> list[Linear]:
+    """Megatron's layers of one kind of tensors, each made of one or more released matrices, and of their biases.
 
-
-def _mlp(width: int, facts: ModelFacts) -> list[Linear]:
-    if not width:
-        return []
-    return [
-        Linear("linear_fc1", facts.hidden, width * (2 if facts.gated else 1), bias=facts.linear_bias),
-        Linear("linear_fc2", width, facts.hidden, "row", bias=facts.linear_bias),
-    ]
-
-
-def _expert(facts: ModelFacts) -> list[Linear]:
-    return _mlp(facts.expert_ffn, facts)
-
-
-def _mtp(facts: ModelFacts, tp: int) -> int:
-    """Parameters that an MTP layer adds: the projection of hidden states and embeddings, and three norms."""
-    return 2 * facts.hidden * facts.hidden // tp + 3 * facts.hidden * (2 if facts.layernorm else 1)
+    Sinks are a bias without a matrix.
+    """
+    found: dict[str, Linear] = {}
+    for tensor in families.layer(facts, kind, of):
+        if not tensor.part:
+            continue
+        cut = "row" if tensor.part in ROW_PARALLEL else "whole" if tensor.part in WHOLE else "column"
+        linear = found.get(tensor.part, Linear(tensor.part, 0, 0, cut))
+        if tensor.matrix:
+            out, into = tensor.matrix
+            found[tensor.part] = replace(linear, into=into, out=linear.out + out)
+        else:
+            out = linear.out if linear.into else tensor.shape[-1]
+            found[tensor.part] = replace(linear, out=out, bias=True)
+    return list(found.values())
 
 
 def _size(linear: Linear, tp: int = 1) -> int:

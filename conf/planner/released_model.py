@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from conf.model_facts import GPT2, ModelFacts, facts_from_hf
+from conf import families
+from conf.model_facts import ModelFacts, facts_from_hf
 from conf.model_files import config_json, quantization, tokenizer_files, weights
 from conf.model_files.weights import Entry
 from conf.planner import parameters
@@ -15,9 +16,6 @@ from contract.json_object import show
 EXPERT = re.compile(r"\.experts\.(\d{1,6})\.")
 FLOATING = ("BF16", "F16", "F32", "F64")
 WEIGHTS = ("weight", "proj", "_bias")  # other tensors may be masks
-EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "wte.weight")
-SIZES = ("num_hidden_layers", "hidden_size")
-SIZES_OF_GPT2 = ("n_layer", "n_embd")
 
 
 def check(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
@@ -58,20 +56,20 @@ def _check_types(folder: Path, config: dict[str, Any], tensors: dict[str, Entry]
 
 def _check_sizes(place: Path, facts: ModelFacts, config: dict[str, Any], tensors: dict[str, Entry]) -> None:
     """Check the sizes before a model is built from them. Megatron would take the memory, or the time, for all of it."""
-    of_layers, of_hidden = SIZES_OF_GPT2 if facts.architecture == GPT2 else SIZES
+    family = families.of(config)
     layers = {layer for layer in map(weights.layer_of, tensors) if layer is not None}
     most = facts.layers + facts.mtp_layers
     if not layers or not facts.layers <= max(layers) + 1 <= most:
-        text = f"{of_layers} is {facts.layers}"
-        if facts.architecture != GPT2:
+        text = f"{family.key('num_hidden_layers')} is {facts.layers}"
+        if facts.mtp_layers:
             text += f" and num_nextn_predict_layers {facts.mtp_layers}"
         raise Fault(f"{place}: {text}, but the weights have {max(layers, default=-1) + 1} layers")
     experts = {int(match[1]) for match in map(EXPERT.search, tensors) if match}
     if experts and max(experts) + 1 != facts.experts:
         raise Fault(f"{place}: describes layers of {facts.experts} experts, but the weights have {max(experts) + 1}")
-    for name in EMBEDDINGS:
+    for name in (family.embedding, family.embedding.partition(".")[2]):
         if name in tensors and tensors[name].shape != (facts.vocab, facts.hidden):
-            text = f"vocab_size is {facts.vocab} and {of_hidden} {facts.hidden}"
+            text = f"vocab_size is {facts.vocab} and {family.key('hidden_size')} {facts.hidden}"
             raise Fault(f"{place}: {text}, but {name} is {list(tensors[name].shape)}")
     try:
         described, there = parameters.total(facts), quantization.parameters(config, tensors)

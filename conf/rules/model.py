@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from conf import families
 from conf.error_lines import show
 from conf.model_facts import ModelFacts
 from conf.rules import packed_base, precision
@@ -37,7 +38,7 @@ def broken(run: Run, facts: ModelFacts, counts: list[int]) -> Iterator[Broken]:
     yield from _rest(run, facts)
     yield from _fp8(run, facts)
     yield from _packed(run, facts)
-    yield from _of_gpt_oss(run, facts)
+    yield from _biases_and_windows(run, facts)
     yield from _balancing(run, facts)
 
 
@@ -99,10 +100,9 @@ def _widths(run: Run, facts: ModelFacts) -> Iterator[Broken]:
 
 def adapted(run: Run, facts: ModelFacts) -> set[str]:
     """The names of adapter.targets that the model has."""
-    latent = {"linear_q_down_proj", "linear_q_up_proj"} if facts.q_rank else {"linear_q_proj"}
-    latent |= {"linear_kv_down_proj", "linear_kv_up_proj"}
-    there = {"linear_proj", "linear_fc1", "linear_fc2"} | (latent if facts.kv_rank else {"linear_qkv"})
-    return there & set(run.adapter.names) if run.adapter.kind != "none" else set()
+    tensors = (tensor for kind in {*facts.kinds} for tensor in families.layer(facts, kind))
+    present = {tensor.part for tensor in tensors if tensor.matrix}
+    return present & set(run.adapter.names) if run.adapter.kind != "none" else set()
 
 
 def _dora(run: Run, facts: ModelFacts) -> Iterator[Broken]:
@@ -222,20 +222,20 @@ def _balancing(run: Run, facts: ModelFacts) -> Iterator[Broken]:
             yield Broken(f"{key} of dense", f"moe.{key}", f"{show(value)}, but the model has no experts", [default])
 
 
-def _of_gpt_oss(run: Run, facts: ModelFacts) -> Iterator[Broken]:
+def _biases_and_windows(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     """Rules for experts with biases, and for attention with sinks or windows."""
     layout = run.layout
     if facts.experts and facts.linear_bias:
         if layout.etp > 1:
-            # each rank of an expert would add the whole bias; core refuses it, too
+            # each rank of an expert would add the whole bias; core refuses it too
             text = f"{layout.etp}, but experts with biases are whole on a rank"
             yield Broken("biases of experts", "layout.etp", text, [1])
         if not run.moe.grouped_gemm:
-            text = "false, but experts with biases were tried in grouped products alone"
+            text = "false, but experts with biases were tried only in grouped products"
             yield Broken("biases of single experts", "moe.grouped_gemm", text, [True])
-    if facts.sinks and run.reinforce.steps:
-        text = f"{run.reinforce.steps}, but Megatron-Bridge cannot merge adapters of gpt-oss's experts to send them"
+    if facts.experts and facts.linear_bias and run.reinforce.steps:
+        text = f"{run.reinforce.steps}, but Megatron-Bridge cannot merge adapters of stacked experts to send them"
         yield Broken("rewards of stacks", "reinforce.steps", text, [0])
     if facts.windows and layout.cp > 1:
-        text = f"{layout.cp}, but keys that go around a ring of ranks meet neither sinks nor windows"
+        text = f"{layout.cp}, but keys that pass through a ring of ranks meet neither sinks nor windows"
         yield Broken("windows over cp", "layout.cp", text, [1])

@@ -1,41 +1,25 @@
-"""Reasons why vLLM 0.26 cannot serve a model, as its config.json and the run say beforehand.
+"""Reasons why vLLM 0.26 cannot serve a model, by its config.json and the run.
 
     unservable(run, facts, cpu) -> ["head_dim is 24, and ...", ...]      a line per reason; none: it probably can
-    rounding(run)                                                       what weights are rounded to for it, if anything
-    is_apart(run)                                                       whether they, or those that were trained on, are
-    may_be_apart(run)                                                   whether they are by another way of merging
-    contradictions(run)                                                 (key, problem); contradictions.py asks
-    precision(run)                                                      that an evaluation computes in
+    rounding(run)                                                       format that weights are rounded to, or None
+    is_apart(run)                                                       whether served and trained weights differ so
+    may_be_apart(run)                                                   whether they do by another way of merging
+    contradictions(run)                                                 (key, problem), for contradictions.py
+    precision(run)                                                      precision of an evaluation
 
-The check runs before anything is downloaded: a model that nothing serves would be trained to the end, unevaluated. vLLM
-has a kernel for any size of heads on a GPU, but for latent attention, which has LATENT_HEADS, and for CPU_HEADS on a
-CPU. tests/conf/rules/test_serving.py compares the tables with the vLLM that is installed. conf/planner/serving/ has the
-memory. Not covered: other families than these.
+The check runs before anything is downloaded: otherwise a model that nothing serves would be trained to the end, without
+an evaluation. On a GPU vLLM has a kernel for any size of heads, except latent attention, which has LATENT_HEADS; on a
+CPU it has CPU_HEADS. Limits of a family are in conf/families/. tests/conf/rules/test_serving.py compares the tables
+with the installed vLLM. conf/planner/serving/ has the memory.
 """
 
 from collections.abc import Iterator
 
-from conf.model_facts import GPT_OSS, ModelFacts
+from conf import families
+from conf.model_facts import ModelFacts
 from conf.rules import packed_base
 from conf.schema.run import Run
 
-SERVED = (
-    "Glm4MoeForCausalLM",
-    "Glm4MoeLiteForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen2ForCausalLM",
-    "OlmoeForCausalLM",
-    "MiniMaxM2ForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "LlamaForCausalLM",
-    "GPT2LMHeadModel",
-    GPT_OSS,
-)
-SPARSE_BLOCKS = {"MixtralForCausalLM": "Mixtral's", "MiniMaxM2ForCausalLM": "MiniMax-M2's"}  # of experts, in vLLM
 FP8 = 8.9  # CUDA's compute capability that quantization takes
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a weight, by precision
 LATENT = "kv_b_proj"  # Hugging Face's name of linear_kv_up_proj
@@ -44,7 +28,7 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def precision(run: Run) -> str:
-    """Precision that an evaluation computes in: that of training, where it has none of its own."""
+    """Precision that an evaluation computes in: that of training, unless evaluate.precision is set."""
     return run.evaluate.precision or run.train.precision
 
 
@@ -55,7 +39,7 @@ def rounding(run: Run) -> str | None:
 
 
 def is_apart(run: Run) -> bool:
-    """Whether served and trained weights differ by rounding: then the served base says how far that may lead."""
+    """Whether served and trained weights differ by rounding; the served base then shows how much that matters."""
     return may_be_apart(run) and not (rounding(run) is None and packed_base.merges_onto(run))
 
 
@@ -80,22 +64,24 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def unservable(run: Run, facts: ModelFacts, cpu: bool) -> list[str]:
-    if facts.architecture not in SERVED:
-        return [f"architectures is {facts.architecture}, and vLLM is known to serve {', '.join(SERVED)}"]
-    evaluate = run.evaluate
-    found = list(_on_cpu(run, facts) if cpu else _on_gpu(run, facts))
+    family, evaluate = families.named(facts.architecture), run.evaluate
+    if family.serving is None:
+        served = sorted({other.architecture for other in families.every().values() if other.serving})
+        return [f"architectures is {facts.architecture}, and vLLM is known to serve {', '.join(served)}"]
+    found = [family.serving.on_cpu] if cpu and family.serving.on_cpu else []
+    found += _on_cpu(run, facts) if cpu else _on_gpu(run, facts)
     if evaluate.expert_parallel and not facts.experts:
         found.append("evaluate.expert_parallel is true, and the model has no experts")
     if (evaluate.nodes or 1) > facts.layers:
-        found.append(f"evaluate.nodes is {evaluate.nodes}, more than the {facts.layers} layers that they share")
+        found.append(f"evaluate.nodes is {evaluate.nodes}, more than the model's {facts.layers} layers")
     if rounding(run) == "as_released" and (cpu or precision(run) != "bf16"):
-        where = "on a GPU, in bf16" if cpu else "in bf16 (evaluate.precision)"
-        found.append(f"export.quantization is as_released, which is served {where}; evaluate.tasks=[] asks for nothing")
-    return found + list(_unmerged(run, facts, cpu))
+        needs = "a GPU and bf16" if cpu else "bf16 (evaluate.precision)"
+        found.append(f"export.quantization is as_released, which needs {needs}; evaluate.tasks=[] evaluates nothing")
+    return found + list(_unmerged(run, facts, family.serving, cpu))
 
 
-def _unmerged(run: Run, facts: ModelFacts, cpu: bool) -> Iterator[str]:
-    """Reasons why the run's adapter cannot be served beside the base."""
+def _unmerged(run: Run, facts: ModelFacts, serving: families.Serving, cpu: bool) -> Iterator[str]:
+    """Reasons why the run's adapter cannot be served next to the base."""
     if run.evaluate.adapter == "merged":
         return
     merged = "evaluate.adapter=merged serves it"
@@ -103,16 +89,14 @@ def _unmerged(run: Run, facts: ModelFacts, cpu: bool) -> Iterator[str]:
     for reason in unadded(latent=latent, experts=facts.experts > 0, cpu=cpu):
         yield f"{reason}; {merged}" + ", or train it without linear_kv_up_proj" * latent
     experts = [name for name in ("linear_fc1", "linear_fc2") if name in run.adapter.names]
-    if (whose := SPARSE_BLOCKS.get(facts.architecture)) and not cpu and experts:
-        yield f"vLLM has {whose} experts in block_sparse_moe, where no adapter of transformers has them; {merged}"
-    elif facts.architecture == GPT_OSS and not cpu and experts:
-        yield f"an adapter of gpt-oss's experts beside the base was not tried with vLLM; {merged}"
+    if serving.expert_adapters and not cpu and experts:
+        yield f"{serving.expert_adapters}; {merged}"
     elif facts.experts and not cpu and len(experts) == 1:
-        yield f"vLLM takes adapters of both linear_fc1 and linear_fc2, and not {experts[0]}'s alone; {merged}"
+        yield f"vLLM takes adapters of both linear_fc1 and linear_fc2, but not of {experts[0]} only; {merged}"
 
 
 def unadded(*, dora: bool = False, latent: bool = False, experts: bool = False, cpu: bool = False) -> Iterator[str]:
-    """Reasons why vLLM cannot add an adapter to the base while it serves it, or would leave it out without a word."""
+    """Reasons why vLLM cannot add an adapter to the base while it serves it, or would silently leave it out."""
     if dora:
         yield "vLLM adds products, and DoRA scales the weight"
     if latent:  # both halves of kv_b_proj are taken from the base's weight when it is loaded, for decoding
@@ -122,10 +106,8 @@ def unadded(*, dora: bool = False, latent: bool = False, experts: bool = False, 
 
 
 def _on_cpu(run: Run, facts: ModelFacts) -> Iterator[str]:
-    if facts.architecture == "MiniMaxM2ForCausalLM":
-        yield "scoring_func: on a CPU vLLM has sigmoid scores of experts in groups alone, and MiniMax-M2's are in none"
     if facts.sinks and precision(run) != "bf16":
-        yield f"on a CPU vLLM's attention takes sinks in bf16 alone, and evaluate.precision is {precision(run)}"
+        yield f"on a CPU vLLM's attention takes sinks only in bf16, and evaluate.precision is {precision(run)}"
     if run.evaluate.quantization:
         yield f"evaluate.quantization is {run.evaluate.quantization}, which needs a GPU; null"
     if facts.kv_rank:
@@ -139,13 +121,13 @@ def _on_gpu(run: Run, facts: ModelFacts) -> Iterator[str]:
     yield from uncut(facts, run.evaluate.gpus or 1, bool(run.evaluate.expert_parallel))
     heads = (facts.qk_nope, facts.qk_rope, facts.v_head)
     if facts.kv_rank and heads not in LATENT_HEADS:
-        known = " or ".join("{}, {} and {}".format(*one) for one in LATENT_HEADS)
+        known = " or ".join("{}, {} and {}".format(*sizes) for sizes in LATENT_HEADS)
         names = "qk_nope_head_dim, qk_rope_head_dim and v_head_dim"
         yield f"{names} are {heads[0]}, {heads[1]} and {heads[2]}, and vLLM's latent attention is of {known}"
 
 
 def has_whole_experts(facts: ModelFacts, gpus: int) -> bool:
-    """Whether each of so many GPUs has whole experts: where they cannot be cut, but share evenly."""
+    """Whether each of so many GPUs has whole experts, because experts cannot be cut but divided evenly."""
     return facts.experts > 0 and facts.expert_ffn % gpus > 0 and facts.experts % gpus == 0
 
 

@@ -71,7 +71,7 @@ def _new(options: argparse.Namespace, folder: Path) -> int:
     name, path, wrong = _place(options)
     given, _, unread = read_overrides(options.overrides)
     wrong += unread + [f"{key}: {OTHERWISE[key]}" for key in given if key in OTHERWISE]
-    wrong += [f"{key}: where things lie is the flow's own affair" for key in given if key.startswith("paths.")]
+    wrong += [f"{key}: the flow sets all paths" for key in given if key.startswith("paths.")]
     on: Machine | None = here
     if unknown and options.gpus is None:
         wrong.append(unknown)

@@ -68,7 +68,7 @@ def _enough(gang: Gang, run: Run, without: tuple[str, ...]) -> Run:
                 assert smaller
                 gang.say(
                     f"{smaller[1]} of {gang.run.layout.nodes} hosts are there after {run.gang.start_within:.0f} s; "
-                    f"goes on with {found.layout.nodes}"
+                    f"continues with {found.layout.nodes}"
                 )
             run = found
     return run

@@ -27,6 +27,7 @@ class Gang:
     stop: Callable[[], bool]
     tick: Callable[[], None]
     teller: Teller
+    fits: next_step.Fits  # the run on fewer hosts
 
     @property
     def run(self) -> Run:
@@ -53,8 +54,5 @@ class Gang:
         left = self.available(without)
         if left is None or left >= self.run.layout.nodes:
             return None
-        facts, gpu = next_step.limits(self.run)
-        trains = self.job.trains
-        nodes = next_step.fewer(self.run, left, self.run.gang.min_nodes, facts, gpu, trains)
-        run = next_step.shrunk(self.run, nodes, trains=trains) if nodes else None
+        run = next_step.fewer(self.run, left, self.fits)
         return (run, left) if run else None

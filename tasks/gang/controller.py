@@ -1,18 +1,18 @@
-"""Controller of a gang: it has a job done by several hosts, attempt after attempt, until none is needed or can help.
+"""Controller of a gang: it runs a job on several hosts, attempt after attempt, until it is done or nothing can help.
 
-    carry_out(training(run), folder, store, gang, say, stop, tick, teller)      conversion(run), evaluation(run)
+    carry_out(training(run), folder, store, name, say, stop, tick, teller, fits, advice)
 
-An attempt takes all the hosts it needs or none. Its members are told to go at once, and to stop at once when one of
-them fails. The cause of their end becomes one line (tasks/gang/diagnosis/classify.py), a rule decides what follows
-(tasks/gang/diagnosis/next_step.py), and the next attempt goes on from the newest complete checkpoint. No attempt begins
-before every member of the last one is known to be over, or must have ended itself: a member that nobody hears from
-stops after STALE seconds. A training or conversion is done when all its members are, an evaluation when its first one
-is: that one has the answers, and the others only compute. A reinforcement learning is done when those that train are,
-the first ones, and goes on without those behind them, which answer prompts.
+An attempt takes all the hosts that it needs, or none. All members start at once, and all stop as soon as one of them
+fails. The cause becomes one line (tasks/gang/diagnosis/classify.py), a rule decides the next step
+(tasks/gang/diagnosis/next_step.py), and the next attempt resumes from the newest complete checkpoint. No attempt starts
+before every member of the last one has ended for certain: a member that nobody hears from stops after STALE seconds.
 
-Where gang.min_nodes allows fewer hosts, the next attempt takes as many as there are, and those after it all again once
-there are enough. The folder lies on storage that all hosts share. Not covered: a gang that has begun does not grow
-before its next attempt.
+A training or conversion is done when all its members are. An evaluation is done when its first member is: that one has
+the answers, the others only compute. A reinforcement learning is done when the first members, which train, are done; it
+continues without the members after them, which answer prompts.
+
+If gang.min_nodes allows fewer hosts, the next attempt takes the hosts that are left. Later attempts take all again once
+there are enough. The folder is on storage that all hosts share. Not covered: a running attempt never grows.
 """
 
 import time
@@ -38,15 +38,15 @@ from tasks.gang.previous_attempt import ENDED_BY_ITSELF, wait_for_the_last
 from tasks.run.launch import Broken
 from tasks.store import Store, open_store
 
-SETTLE = 2.5  # seconds between the first report of a failure and the verdict: others may know better
+SETTLE = 2.5  # seconds from the first report of a failure to the verdict: later reports may explain it
 LEAVE_WITHIN = 20.0
 
 
 @dataclass(frozen=True)
 class Outcome:
     hosts: tuple[str, ...]
-    failure: Failure | None  # None = done
-    came: int | None = None  # hosts that there were, where others did not come in time
+    failure: Failure | None  # None if the job is done
+    came: int | None = None  # hosts that came in time, if others did not
 
 
 def carry_out(
@@ -58,18 +58,22 @@ def carry_out(
     stop: Callable[[], bool],
     tick: Callable[[], None] = lambda: None,
     teller: Teller | None = None,
+    fits: next_step.Fits = next_step.never,
+    advice: Callable[[Run], str] = lambda run: "",
 ) -> None:
-    """Do the job to its end. Raises Fault, Broken or Stopped.
+    """Run the job to its end. Raises Fault, Broken or Stopped.
 
-    Another thread calls `say` and `tick`, and nothing waits for them.
+    Another thread calls `say` and `tick`, and nothing waits for them. `fits` returns the run on fewer hosts, and
+    `advice` names keys that need less memory than the run.
     """
     teller = teller or Teller(History(name, job.run.name, ""), folder / "files/metrics.jsonl")
     hasty = open_store(store.uri, hasty=True)
     with aside(say, tick) as (say_later, tick_later):
-        _carry_out(Gang(name, folder, job, hasty, engine_of(job.run), say_later, stop, tick_later, teller))
+        gang = Gang(name, folder, job, hasty, engine_of(job.run), say_later, stop, tick_later, teller, fits)
+        _carry_out(gang, advice)
 
 
-def _carry_out(gang: Gang) -> None:
+def _carry_out(gang: Gang, advice: Callable[[Run], str]) -> None:
     run = wanted = gang.run
     wait_for_the_last(gang.store, gang.name, gang.say, lambda: gang.pause(1.0))
     attempts: list[Attempt] = []
@@ -82,23 +86,24 @@ def _carry_out(gang: Gang) -> None:
         out = next_step.left_out(attempts)
         left = gang.available(out) if outcome.came is None else outcome.came
         available = None if left is None else left + len(out)
-        facts, gpu = next_step.limits(wanted)
-        rules = run.gang.retries, run.gang.min_nodes
-        next_ = next_step.decide(attempts, wanted, *rules, available, facts, gpu, gang.job.trains)
+        next_ = next_step.decide(attempts, wanted, run.gang.retries, available, gang.fits)
         gang.teller.follows(next_.line)
         if next_.action == "stop":
-            _give_up(gang.job, run, outcome.failure, next_.line)
+            kind, line = outcome.failure.kind, next_.line
+            if kind == "memory":
+                line = f"{line}; {gang.job.advice or advice(run)}".removesuffix("; ")
+            raise Fault(line) if kind in ("user", "data", "memory") else Broken(line)
         gang.say(f"{outcome.failure.line}; {next_.line}")
         without = next_.without
         if available is not None:
-            run = next_step.shrunk(wanted, next_.nodes, trains=gang.job.trains) or wanted
+            run = gang.fits(wanted, next_.nodes) or wanted
         gang.pause(next_.wait)
 
 
 def _survived(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
     """Make an attempt, and turn an unexpected error into its failure.
 
-    A store or a scheduler that does not answer when an attempt begins may do so for the next one.
+    A store or a scheduler that does not answer now may answer for the next attempt.
     """
     try:
         return _attempt(gang, run, without)
@@ -146,7 +151,7 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
     first: float | None = None
     gone: set[int] = set()
     needed = [*hosts][: gang.job.needed(run)]
-    missed: set[int] = set()  # those that were lost and are not needed
+    missed: set[int] = set()  # lost members that are not needed
     while True:
         gang.pause(TICK)
         _pass_on(gang, lookout)
@@ -162,16 +167,18 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
         over = {k for k, state in states.items() if state in ("done", "failed", "preempted", "stopped", "stopping")}
         gone = {k for k in hosts if k not in over and (k in ended or lookout.silence(k) > run.gang.silent_after)}
         if any(was_told(nodes[k]) for k in needed) and lookout.word.state == "go":
-            lookout.say(state="stop", reason="a host was told to end", save=True)  # all save, or none has a checkpoint
+            lookout.say(
+                state="stop", reason="a host is being shut down", save=True
+            )  # either all save, or there is no checkpoint
         failed = {k for k, state in states.items() if state not in ("running", "waiting", "done")}
         for k in sorted((gone | failed) - {*needed} - missed):
             missed.add(k)
-            gang.say(f"{hosts[k]} {'no longer answers' if k in gone else 'has ended'}; the others go on without it")
+            gang.say(f"{hosts[k]} {'no longer answers' if k in gone else 'has ended'}; the others continue without it")
         wrong = (gone | failed) & {*needed}
         if wrong and first is None:
             first = time.monotonic()
         if first is not None and time.monotonic() - first > SETTLE:
-            if not wrong:  # whoever was silent is back
+            if not wrong:  # the silent member is back
                 first = None
                 continue
             reads = Reads(run.paths.data, run.train.global_batch)
@@ -180,7 +187,7 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
 
 
 def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: str, save: bool) -> None:
-    """Stop an attempt. Returns once no member can be alive."""
+    """Stop an attempt. Returns when no member can be alive."""
     lookout.say(state="stop", reason=reason, save=save)
     gang.teller.ends(reason)
     since = time.monotonic()
@@ -198,12 +205,6 @@ def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: 
         handle.cancel()
     _pass_on(gang, lookout)
     lookout.end(LEAVE_WITHIN)
-
-
-def _give_up(job: Job, run: Run, failure: Failure, line: str) -> None:
-    if failure.kind == "memory":
-        line += f"; {job.advice or next_step.advice(run)}"
-    raise Fault(line) if failure.kind in ("user", "data", "memory") else Broken(line)
 
 
 def _pass_on(gang: Gang, lookout: Lookout) -> None:

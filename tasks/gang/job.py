@@ -1,4 +1,4 @@
-"""Jobs of a gang: the command of the trainer that its hosts run, the hosts that it wants, and how far it is."""
+"""Jobs of a gang: the trainer's command that its hosts run, the hosts that it needs, and its progress."""
 
 import contextlib
 import json
@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from conf.host import nvidia_smi
-from conf.planner import hardware
 from conf.rules import gpus, schedule
 from conf.rules.reinforcement import as_training
 from conf.schema.run import Run
@@ -20,45 +18,45 @@ from tasks.gang.messages import Task
 
 @dataclass(frozen=True)
 class Job(ABC):
-    """The work that the hosts of a gang do together."""
+    """Work that several hosts do together."""
 
-    run: Run  # as the engines read it: its layout has the hosts that the job wants, and their GPUs
+    run: Run  # for the engines: its layout has the hosts of the job and their GPUs
 
     command: ClassVar[str]  # of the trainer
-    advice: ClassVar[str] = ""  # keys that give more memory, where the plan knows none
+    advice: ClassVar[str] = ""  # keys that give more memory, if the planner knows none
 
     def conf(self, run: Run) -> Run:
-        """The configuration that the command reads in an attempt, whose hosts are those of `run`."""
+        """The configuration for the command in an attempt on the hosts of `run`."""
         return run
 
     def trains(self, run: Run) -> Run:
-        """The training on the hosts of `run`, whose layout is to be legal and to fit."""
+        """The training on the hosts of `run`, whose layout must be legal and fit."""
         return run
 
     def task(self, run: Run) -> Task:
-        """Message for the members of an attempt, whose hosts are those of `run`."""
+        """Message for the members of an attempt on the hosts of `run`."""
         each = run.layout.gpus_per_node
         return Task(self.command, run.layout.nodes, each, self.ranks(each))
 
     def ranks(self, gpus: int) -> int:
-        """Ranks on a host of so many GPUs."""
+        """Ranks on a host with this number of GPUs."""
         return gpus
 
     @abstractmethod
     def newest(self) -> int:
-        """Step of the newest checkpoint, which the next attempt goes on from."""
+        """Step of the newest checkpoint, from which the next attempt resumes."""
 
     def needed(self, run: Run) -> int:
-        """Number of members, the first in order, of which an attempt loses none. It goes on without any other."""
+        """Number of the first members that an attempt needs. It continues without any of the others."""
         return run.layout.nodes
 
     def is_over(self, run: Run, states: Sequence[str]) -> bool:
-        """Whether the attempt is over in order, by the states of its members in order."""
+        """Whether the attempt has ended without a failure, from the states of its members in order."""
         return all(state == "done" for state in states[: self.needed(run)])
 
     @abstractmethod
     def is_done(self) -> bool:
-        """Whether all of it is made, once an attempt is over in order."""
+        """Whether the job is complete after an attempt that ended without a failure."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Training(Job):
 
 @dataclass(frozen=True)
 class Conversion(Job):
-    """Conversion on the hosts of training. Each attempt goes on with the parts that are not finished."""
+    """Conversion on the hosts of training. Each attempt continues with the unfinished parts."""
 
     command: ClassVar[str] = "convert"
     advice: ClassVar[str] = "a process takes up to 3 GB; convert.hosts=one has at most 4 of them, on the flow's host"
@@ -95,7 +93,7 @@ class Conversion(Job):
 
 @dataclass(frozen=True)
 class Reference(Job):
-    """Answers of another model to the rows, on the hosts of training. Each attempt asks it of those that are left."""
+    """Another model's log-probabilities of the rows, on the hosts of training. Each attempt continues with the rest."""
 
     command: ClassVar[str] = "reference"
 
@@ -109,9 +107,9 @@ class Reference(Job):
 
 @dataclass(frozen=True)
 class Evaluation(Job):
-    """Evaluation of one of a run's models. It begins again in each attempt, and its first member has the answers."""
+    """Evaluation of a model. It starts again in each attempt, and its first member has the answers."""
 
-    asked: Run  # whose layout is the training's
+    asked: Run  # with the layout of training
 
     command: ClassVar[str] = "evaluate"
     advice: ClassVar[str] = "evaluate.nodes, evaluate.gpus and evaluate.quantization decide what a GPU has to hold"
@@ -134,15 +132,15 @@ class Evaluation(Job):
 
 @dataclass(frozen=True)
 class Reinforcement(Job):
-    """Training on answers of vLLM's, by the first members; the others are vLLM's, where that has hosts of its own."""
+    """Training by the first members on answers of vLLM, which may have the other members."""
 
-    asked: Run  # whose layout is the training's
+    asked: Run  # with the layout of training
 
     command: ClassVar[str] = "reinforce"
     advice: ClassVar[str] = "keys of layout and adapter decide what training holds; reinforce.hosts does not"
 
     def conf(self, run: Run) -> Run:
-        """The learning on the hosts of `run`. Where some are missing, vLLM goes without before training does."""
+        """The run on the hosts of `run`. If some are missing, vLLM loses hosts before training does."""
         layout, asked = self.asked.layout, self.asked.reinforce
         guests = min(asked.hosts, max(1, run.layout.nodes - layout.nodes))
         trains, has = {"nodes": run.layout.nodes - guests}, {"hosts": guests}
@@ -177,19 +175,19 @@ def training(run: Run) -> Job:
 
 
 def conversion(run: Run) -> Job | None:
-    """Conversion on the hosts of training; None where the flow's own host converts."""
+    """Conversion on the hosts of training; None if the flow's host converts."""
     return Conversion(run) if gpus.takes(run, "convert").engine else None
 
 
 def reference(run: Run) -> Job | None:
-    """The reference of a training on several hosts; None where the flow's own host is asked."""
+    """The reference of a training on several hosts; None if the flow's host computes it."""
     return Reference(run) if gpus.takes(run, "reference").engine else None
 
 
 def reinforcement(run: Run) -> Job | None:
-    """Reinforcement learning on the hosts of training, and on those of vLLM's own; None where the flow's host has both.
+    """Reinforcement learning on the hosts of training and of vLLM; None if the flow's host has both.
 
-    gang.min_nodes is of those that train.
+    gang.min_nodes counts the hosts that train.
     """
     share = gpus.takes(run, "reinforce")
     if share.engine is None:
@@ -198,9 +196,11 @@ def reinforcement(run: Run) -> Job | None:
     return Reinforcement(run.model_copy(update={"layout": layout}), run)
 
 
-def evaluation(run: Run) -> Job | None:
-    """Evaluation on hosts of its own, of which it takes all or none; None where the flow's own host evaluates."""
-    leaves = gpus.may_leave(run) and hardware.of(run).cuda and not nvidia_smi.visible()
+def evaluation(run: Run, leaves: bool = False) -> Job | None:
+    """Evaluation on other hosts, of which it takes all or none; None if the flow's host evaluates.
+
+    `leaves` means that the run needs GPUs and the flow's host has none.
+    """
     share = gpus.takes(run, "evaluate", leaves)
     if share.engine is None:
         return None
@@ -211,7 +211,7 @@ def evaluation(run: Run) -> Job | None:
 
 
 def _newest(output: Path) -> int:
-    """Step of the newest checkpoint that is marked complete (contract/checkpoints.py); 0 where there is none."""
+    """Step of the newest checkpoint that is marked complete (contract/checkpoints.py); 0 if there is none."""
     steps = [0]
     for mark in output.glob("checkpoints/iter_*/complete.json"):
         with contextlib.suppress(OSError, ValueError, KeyError):

@@ -13,17 +13,21 @@ of this project. Who looks back at an attempt, of whatever version, reads Board.
 
 import functools
 import json
-import types
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
-from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from contract.faults import Fault
 
 Address = tuple[str, int]  # host and port
+STRICT = ConfigDict(strict=True, extra="forbid")
 
 
 class Message:
     """Base of all messages, with from_json() and to_json()."""
+
+    __pydantic_config__ = STRICT
 
     def to_json(self) -> bytes:
         content = asdict(self)  # type: ignore[call-overload]
@@ -153,48 +157,16 @@ def by(data: bytes) -> str | None:
 
 def _read(data: bytes, kind: Any, message: type, where: str) -> Any:
     try:
-        return _decoded(json.loads(data), kind, "")
-    except ValueError as error:
+        return _adapter(kind).validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        reason = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
         raise Foreign(
-            f"{where}: no {message.__name__} as this version of the project writes it ({error}); "
-            "the flow and all hosts of a gang run the same version"
+            f"{where}: not a {message.__name__} as this version of the project writes it ({reason}); "
+            "the flow and all hosts of a gang must run the same version"
         ) from None
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _decoded(value: Any, kind: Any, name: str) -> Any:
-    """The value, as this type has it. Raises ValueError, which says what is wrong at `name`."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if is_dataclass(kind):
-        return _message(value, kind, name)  # type: ignore[arg-type]
-    if origin in (Union, types.UnionType):
-        return None if value is None else _decoded(value, inner[0], name)
-    if origin is Literal and value in inner:
-        return value
-    if origin is tuple and isinstance(value, list):
-        if inner[-1] is Ellipsis:
-            return tuple(_decoded(one, inner[0], f"{name}[{i}]") for i, one in enumerate(value))
-        if len(value) == len(inner):
-            return tuple(_decoded(one, inner[i], f"{name}[{i}]") for i, one in enumerate(value))
-    if origin is dict and isinstance(value, dict):
-        return {key: _decoded(one, inner[1], f"{name}[{key}]") for key, one in value.items()}
-    if type(value) is kind or (kind is float and type(value) is int):
-        return value
-    wanted = f"one of {', '.join(inner)}" if origin is Literal else getattr(kind, "__name__", str(kind))
-    raise ValueError(f"{name or 'it'} is {json.dumps(value)[:60]}, not {wanted}")
-
-
-def _message(value: Any, kind: type, name: str) -> Any:
-    prefix = f"{name}." if name else ""
-    if not isinstance(value, dict):
-        raise ValueError(f"{name or 'it'} is no JSON object")
-    known = {one.name: one for one in fields(kind)}
-    if unknown := sorted(value.keys() - known.keys()):
-        raise ValueError(f"unknown key {prefix}{unknown[0]}")
-    if missing := [key for key, one in known.items() if key not in value and one.default is MISSING]:
-        raise ValueError(f"it lacks {prefix}{missing[0]}")
-    return kind(**{key: _decoded(one, _hints(kind)[key], f"{prefix}{key}") for key, one in value.items()})
+def _adapter(kind: Any) -> TypeAdapter:
+    return TypeAdapter(kind) if isinstance(kind, type) and is_dataclass(kind) else TypeAdapter(kind, config=STRICT)

@@ -12,7 +12,7 @@ from conf.planner.verdict import Plan
 from contract.amounts import clock, size
 from tasks.run import artifact
 from tasks.run.artifact import Artifact, Stage
-from tasks.run.request import Request
+from tasks.run.steps import Request
 from tasks.store import Store
 
 

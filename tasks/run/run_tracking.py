@@ -4,6 +4,7 @@ Prefect and MLflow link both ways. A flow run that finds everything made adds no
 """
 
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,9 @@ class RunTracking:
         tags = {"finetune.flow_run": id, "finetune.store": store.uri, "finetune.conf": run.name}
         tags |= {f"finetune.{name}": stage.fingerprint for name, stage in stages.items()}
         tags |= self._note("A run of the flow")
-        self._whole = tracking.start(folder, None, run.track.experiment, id, name, tags, _flat(run), run.track.wandb)
+        self.whole = tracking.start(folder, None, run.track.experiment, id, name, tags, _flat(run), run.track.wandb)
         self._stages: dict[str, tracking.Stage] = {}
-        self._training_links: dict[str, str] = {}
-        self._reinforcement_links: dict[str, str] = {}
+        self._found_links: dict[str, dict[str, str]] = {}
 
     def stage(self, name: str, asked: Stage) -> tracking.Stage:
         """The stage's part of the tracking. Training has a run of its own, however often it is continued."""
@@ -47,9 +47,9 @@ class RunTracking:
                 tags = {"finetune.fingerprint": asked.fingerprint, "finetune.stage": name}
                 tags |= {f"finetune.input.{key}": value for key, value in asked.inputs.items()}
                 tags |= {"finetune.conf": self._run.name} | self._note("The training")
-                own = self._whole.stage(f"{name} {self.name}", f"train-{asked.fingerprint}", tags, _flat(asked.config))
+                own = self.whole.stage(f"{name} {self.name}", f"train-{asked.fingerprint}", tags, _flat(asked.config))
             else:
-                own = self._whole.part(name)
+                own = self.whole.part(name)
                 own.tags({"begun": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"})
             self._stages[name] = own
         return self._stages[name]
@@ -58,7 +58,7 @@ class RunTracking:
         """Log what a stage has made or found, and end its run."""
         tags = {"finetune.artifact": self._store.link(f"{made.key}/files"), "finetune.digest": made.digest}
         if made.cached:
-            self._whole.tags({f"finetune.{name}.made_by": made.made["flow"]})
+            self.whole.tags({f"finetune.{name}.made_by": made.made["flow"]})
             return
         tracked = self.stage(name, asked)
         tracked.tags(tags)
@@ -67,14 +67,10 @@ class RunTracking:
         tracked.metrics({"seconds": made.made["seconds"], "gigabytes": made.size / 1e9})
         tracked.end("FINISHED")
 
-    def ship(self) -> None:
-        """Send what was written, and all that follows."""
-        self._whole.ship()
-
     def training_run(self) -> str | None:
         """MLflow's id of the run that trained, once MLflow has it: this flow's, or that of the flow that made it."""
         if tracked := self._stages.get("train"):
-            return self._whole.run_id(tracked.run)
+            return self.whole.run_id(tracked.run)
         pages = self.pages()
         return pages.trainings.get(self.training) if pages else None
 
@@ -83,54 +79,43 @@ class RunTracking:
         return mlflow_pages.find(self.uri, self._run.track.experiment, self._run.name)
 
     def links_of_training(self) -> dict[str, str]:
-        """Pages that a training which is under way leads to; looked up until MLflow has the run."""
-        if not self._training_links and (id := self.training_run()) and (pages := self.pages()):
-            self._training_links = {"MLflow, curves that move": pages.curves(id)}
-            if compared := pages.compared(id):
-                self._training_links["MLflow, this training beside earlier ones"] = compared
-        return self._own_link() | self._training_links
+        """Pages of a training under way. They are looked up until MLflow has the run."""
+        return self._links(self.training_run, compared=True)
 
     def links_of_reinforcement(self) -> dict[str, str]:
-        """Pages that a reinforcement learning which is under way leads to. Its curves are in this flow's MLflow run."""
-        if not self._reinforcement_links and (id := self._whole.run_id()) and (pages := self.pages()):
-            self._reinforcement_links = {"MLflow, curves that move": pages.curves(id)}
-        return self._own_link() | self._reinforcement_links
+        """Pages of a reinforcement learning under way. Its curves are in this flow's MLflow run."""
+        return self._links(self.whole.run_id)
 
-    def _own_link(self) -> dict[str, str]:
-        return {"Prefect, this run": self.prefect} if self.prefect else {}
+    def _links(self, find: Callable[[], str | None], compared: bool = False) -> dict[str, str]:
+        key = "compared" if compared else "own"
+        if key not in self._found_links and (id := find()) and (pages := self.pages()):
+            found = {"MLflow, curves that move": pages.curves(id)}
+            if compared and (others := pages.compared(id)):
+                found["MLflow, this training compared with earlier ones"] = others
+            self._found_links[key] = found
+        prefect = {"Prefect, this run": self.prefect} if self.prefect else {}
+        return prefect | self._found_links.get(key, {})
 
     def own_run(self) -> str | None:
         """MLflow's id of this flow run; None where everything was made, no server is there, or none answers in time."""
         until = time.monotonic() + LINK_WITHIN
-        while self._whole.shipping and not self._whole.run_id() and time.monotonic() < until:
+        while self.whole.shipping and not self.whole.run_id() and time.monotonic() < until:
             time.sleep(0.05)
-        return self._whole.run_id()
+        return self.whole.run_id()
 
     def _note(self, what: str) -> dict[str, str]:
         """What MLflow shows above a run."""
         where = f"[{self.name}]({self.prefect})" if self.prefect else self.name
         return {NOTE: f"{what} {where} of `{self._run.name}`, in Prefect."}
 
-    def tell(self, values: dict[str, float]) -> None:
-        """Log metrics of the run as a whole."""
-        self._whole.metrics(values)
-
-    def tell_at_end(self, values: dict[str, float]) -> None:
-        """Log metrics of the run as a whole that are of less interest than its results."""
-        self._whole.metrics_at_end(values)
-
     def describe(self, verdict: str) -> None:
         """Show a verdict in Markdown above the run."""
-        self._whole.tags({NOTE: f"{verdict}\n\n{self._note('A run of the flow')[NOTE]}"})
-
-    def draw(self, content: bytes, name: str, of: str) -> None:
-        """Log a JSON file of the run as a whole, and its figures."""
-        self._whole.drawn(content, name, of)
+        self.whole.tags({NOTE: f"{verdict}\n\n{self._note('A run of the flow')[NOTE]}"})
 
     def refuse(self, reason: str) -> None:
         """End a run that could not begin. Nothing was shipped: another process does that."""
-        self._whole.end("FAILED", reason)
-        self._whole.close(0.0)
+        self.whole.end("FAILED", reason)
+        self.whole.close(0.0)
 
     def end(self, status: str, reason: str, outcomes: Outcomes) -> None:
         """End the run as a whole, and the runs of those stages that have not ended."""
@@ -142,11 +127,11 @@ class RunTracking:
                 tracked.end("KILLED", reason)
         if reason:
             self.describe(f"**{status.capitalize()}**: {words(reason)}")
-        self._whole.end(status, reason)
-        if status == "FINISHED" and not self._whole.shipping:
-            self._whole.drop()
+        self.whole.end(status, reason)
+        if status == "FINISHED" and not self.whole.shipping:
+            self.whole.drop()
             return
-        if line := self._whole.close(0.0 if killed else TOLD_WITHIN, hand_over=killed):
+        if line := self.whole.close(0.0 if killed else TOLD_WITHIN, hand_over=killed):
             print(line)
 
 

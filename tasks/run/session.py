@@ -1,26 +1,24 @@
-"""One run of the flow, from its first stage to its last: it begins and ends what the stages share.
+"""One run of the flow, from its first stage to its last: what the stages share.
 
-Each stage gets its part of it: stage(name), in tasks/run/stage_run.py. How they ended is in outcomes
-(tasks/run/outcomes.py), and MLflow is told everything as well: tracking (tasks/run/run_tracking.py).
+stage(step) returns a stage's part (tasks/run/stage_run.py). `outcomes` has the end of each stage; `tracking` reports
+all of it to MLflow.
 """
 
 import json
 import threading
 import time
 from contextlib import AbstractContextManager
-from typing import Any, Self
-
-from prefect import allow_failure
+from typing import Self
 
 from conf.host import nvidia_smi
-from conf.rules import gpus, objectives, reinforcement
+from conf.rules import gpus
 from conf.schema.run import Run
 from contract.faults import Fault
 from tasks.run.outcomes import Outcomes
 from tasks.run.places import open_run_store, runs_folder
-from tasks.run.request import Request
 from tasks.run.run_tracking import RunTracking
 from tasks.run.stage_run import StageRun
+from tasks.run.steps import Request, Step
 from tasks.store.durable import plainly
 
 
@@ -47,34 +45,33 @@ class Session(AbstractContextManager):
         self._ending.set()
         verdict = self.outcomes.verdict()
         if kind:
-            status = "FAILED" if issubclass(kind, Exception) else "KILLED"  # a signal is no Exception
+            status = "FAILED" if issubclass(kind, Exception) else "KILLED"  # a signal does not raise an Exception
             reason = f"{kind.__name__}: {error}"
         else:
             status, reason = ("FAILED", verdict.message or "") if verdict.is_failed() else ("FINISHED", "")
         self._note(status.lower())
         self.tracking.end(status, reason, self.outcomes)
 
-    def stage(self, name: str) -> StageRun:
-        """All that the stage's task needs of the run."""
-        run = reinforcement.of_prompts(self.run) if name == "prepare-prompts" else self.run
-        run = objectives.of_teacher(run) if name.endswith("-teacher") else run
-        return StageRun(name, run, self.request, self.store, self.folder, self.tracking, self.outcomes, self._ending)
+    def stage(self, step: Step) -> StageRun:
+        """Everything of the run that the stage's task needs."""
+        run, asked = step.view(self.run), self.request
+        return StageRun(step.name, run, asked, self.store, self.folder, self.tracking, self.outcomes, self._ending)
 
-    def before_training(self, base: Any) -> list[Any] | None:
-        """Tasks that training waits for beside its inputs: a base that cannot be evaluated is found before the hours.
+    def earlier(self, step: Step) -> dict[str, bool]:
+        """Stages that end before the step although they are not its inputs, and whether they have to succeed.
 
-        Where this host has room for both (conf/rules/gpus.py), they go on beside one another.
+        A base that cannot be evaluated should show before hours of training. If this host has GPUs for both
+        (conf/rules/gpus.py), they run at the same time.
         """
-        if gpus.beside(self.run, len(nvidia_smi.visible())):
-            return None
-        return [base] if self.run.evaluate.base == "required" else [allow_failure(base)]
+        if not step.after or gpus.beside(self.run, len(nvidia_smi.visible())):
+            return {}
+        return {step.after: self.run.evaluate.base == "required"}
 
-    def require_base(self) -> None:
-        """Stop training if the base's evaluation has ended without a result (evaluate.base)."""
-        outcome = self.outcomes.by_stage.get("evaluate-base")
-        if outcome and outcome.failed and self.run.evaluate.base == "required":
-            mended = "with evaluate.base=optional it would train all the same"
-            self.outcomes.pointless = f"evaluate-base has failed; {mended}"
+    def has_ended(self, name: str) -> None:
+        """Stop training if the base's evaluation has ended without a result that evaluate.base requires."""
+        outcome = self.outcomes.by_stage.get(name)
+        if name == "evaluate-base" and outcome and outcome.failed and self.run.evaluate.base == "required":
+            self.outcomes.pointless = "evaluate-base failed; evaluate.base=optional trains without its result"
 
     def _note(self, status: str) -> None:
         """Write down which artifacts this run refers to: flows.artifacts keeps them."""

@@ -1,8 +1,7 @@
-"""The run of one stage: all that its task has of the flow's run, and how it makes an artifact once.
+"""The run of one stage: what its task gets from the flow's run, and how it makes an artifact once.
 
-Its task calls get_or_make(make), and ends in a state that says how: Cached, Completed, Failed with one line, or
-NotAsked. NotAsked is for stages behind the last one that was asked for, and for evaluations where evaluate.tasks is
-empty.
+The task calls get_or_make(make) and ends as Cached, Completed, Failed with one line, or NotAsked. NotAsked is for
+stages after the last one that was asked for, and for evaluations if evaluate.tasks is empty.
 """
 
 import threading
@@ -23,26 +22,25 @@ from tasks import tracking
 from tasks.run import artifact, launch
 from tasks.run.artifact import Artifact, Work
 from tasks.run.outcomes import Outcome, Outcomes
-from tasks.run.places import kernels_folder
 from tasks.run.progress import Progress
-from tasks.run.request import Request
 from tasks.run.run_tracking import RunTracking
+from tasks.run.steps import Request
 from tasks.store import Store
 
 
 def may_pass(task, task_run, state: State) -> bool:
-    """Whether another attempt can help that goes on where the last one ended."""
+    """Whether another attempt can help if it resumes where the last one ended."""
     return not isinstance(state.result(raise_on_failure=False), Fault | Stopped)
 
 
 def _may_pass(task, task_run, state: State) -> bool:
-    """Whether another attempt can help that begins again. A crash in native code would come again."""
+    """Whether another attempt can help if it starts again. A crash in native code would repeat."""
     return not isinstance(state.result(raise_on_failure=False), Fault | Stopped | launch.Crashed)
 
 
 OPTIONS: dict[str, Any] = {
     "task_run_name": "{stage_run.name}",
-    "cache_policy": NO_CACHE,  # tasks/run/artifact.py finds what was made before
+    "cache_policy": NO_CACHE,  # tasks/run/artifact.py finds existing artifacts
     "persist_result": False,
     "retries": 1,
     "retry_delay_seconds": 5,
@@ -51,7 +49,7 @@ OPTIONS: dict[str, Any] = {
 
 
 class StageRun:
-    """The run of one stage. It is no dataclass, as Prefect would look for futures in all that it holds."""
+    """The run of one stage. It is not a dataclass: Prefect would search all its fields for futures."""
 
     def __init__(
         self,
@@ -77,7 +75,7 @@ class StageRun:
 
     @property
     def pointless(self) -> str:
-        """The reason why nothing is to be trained any more."""
+        """The reason why training is pointless now; "" if it is not."""
         return self._outcomes.pointless
 
     def at(self, **paths: Path) -> Run:
@@ -89,24 +87,16 @@ class StageRun:
         """A folder of this host that holds the artifact's files. Never write there."""
         return artifact.local(made, self.store, self._folder / "cache")
 
-    @property
-    def kernels(self) -> Path:
-        """Folder of this host's runs for what serving compiles."""
-        return kernels_folder()
-
     def stopped(self, work: Work, fenced: bool = False) -> Callable[[], bool]:
-        """Return a function that says whether work has to end: the run is cancelled, or another process has the work.
+        """Return a function that tells whether work must end: the run is cancelled, or another process has the work.
 
-        A store that is away may hide the latter. Work whose successor would wait for its end goes on meanwhile.
+        While the store does not answer, the latter is unknown. `fenced` work continues then: its successor would wait.
         """
         lost = work.lease.taken if fenced else work.lease.lost
         return lambda: self._ending.is_set() or lost.is_set()
 
     def turn(self, say: Callable[[str], None]) -> launch.Turn:
-        """Turn of the stage at its share of this host's GPUs, which others may have.
-
-        The reason for waiting is reported everywhere.
-        """
+        """The stage's turn at its share of this host's GPUs. The reason for waiting is logged and sent to MLflow."""
         began: list[float] = []
         tracked, flow = self.tracked(), self.tracking.name
 
@@ -131,9 +121,9 @@ class StageRun:
         valid: Callable[[Artifact], bool] = lambda _: True,
         require: Callable[[Artifact], None] = lambda _: None,
     ) -> State:
-        """Make the stage's artifact if need be, and return the state that its task ends in.
+        """Make the stage's artifact if it is missing, and return the final state of its task.
 
-        `require` raises a Fault where this run cannot use the artifact, which is kept all the same.
+        `require` raises a Fault if this run cannot use the artifact. The artifact is kept nevertheless.
         """
         if self._unasked:
             self._end(Outcome("NotAsked", 0.0))
@@ -146,7 +136,7 @@ class StageRun:
             self._end(Outcome("Failed", time.monotonic() - start, reason=str(fault)))
             self.tracked().end("FAILED", str(fault))
             return Failed(message=str(fault), data=fault)
-        except Stopped as stopped:  # in order: the run is being cancelled, or another process has the work
+        except Stopped as stopped:  # the run is cancelled, or another process has the work
             self._end(Outcome("Crashed", time.monotonic() - start, reason=f"Stopped: {stopped}"))
             return Cancelled(message=str(stopped))
         except BaseException as error:  # the task may try again
@@ -170,7 +160,7 @@ class StageRun:
 
         def tracked(work: Work) -> dict[str, Any]:
             self.tracked()
-            self.tracking.ship()
+            self.tracking.whole.ship()
             return make(work)
 
         made = {"flow": self.tracking.name, "run": self.run.name}

@@ -1,11 +1,10 @@
-"""Stage download: the released model, at one commit, as its publisher's files; or one whose weights are drawn."""
+"""Stage download: the files of the released model at one commit, or a model whose weights are drawn."""
 
 import json
 from pathlib import Path
 
 from prefect import State, task
 
-from conf.rules import objectives
 from conf.schema import identity
 from conf.schema.model import CONFIG, Drawn
 from conf.schema.run import Run
@@ -21,9 +20,9 @@ VERSION = 1
 
 
 def stage(run: Run) -> Stage:
-    """The stage at the commit, or the content, that the source has now.
+    """The stage at the current commit or content of the source.
 
-    A folder's path bears no identity, its content does.
+    The content of a folder is part of the identity, its path is not.
     """
     model = run.model
     if isinstance(model.source, Drawn):
@@ -33,10 +32,6 @@ def stage(run: Run) -> Stage:
         return Stage("download", VERSION, {"source": model.source})
     config = identity.flat(run, "download") | {"commit": hub.resolve(model.source, model.revision).commit}
     return Stage("download", VERSION, config | ({} if kind == "folder" else {"source": model.source}))
-
-
-def stage_of_teacher(run: Run) -> Stage:
-    return stage(objectives.of_teacher(run))
 
 
 @task(name="download", **OPTIONS)
@@ -65,11 +60,8 @@ def download(stage_run: StageRun) -> State:
     return stage_run.get_or_make(make)
 
 
-download_teacher = download.with_options(name="download-teacher")
-
-
 def _draw(stage_run: StageRun, work: Work, files: Path) -> None:
-    """Make a model whose weights are drawn, with the tokenizer of another one or that lies beside its config.json."""
+    """Make a model whose weights are drawn, with the tokenizer of another model or the one next to its config.json."""
     model, config = stage_run.run.model, stage_run.asked.config
     described, tokenizer = work.folder / CONFIG, work.folder / "tokenizer"
     described.write_text(json.dumps(config["config"]))
@@ -83,7 +75,7 @@ def _draw(stage_run: StageRun, work: Work, files: Path) -> None:
 
 
 def _make_once(stage_run: StageRun, work: Work, folder: Path, program: str, *arguments: object) -> None:
-    """Have a program of the trainer make the folder. One that a killed run made is whole, and is taken."""
+    """Run a program of the trainer that makes the folder. A folder from a killed run is complete and is kept."""
     if not any(folder.glob("*")):
         log = work.folder / f"{program.removeprefix('weights.')}.log"
         launch.process([f"trainer.{program}", *map(str, arguments)], log, work.say, stage_run.stopped(work))

@@ -1,4 +1,4 @@
-"""Stage evaluate: answers of a model, base or tuned, served by vLLM; and whether serving agrees with training."""
+"""Stage evaluate: metrics of a model, base or tuned, served by vLLM; and whether serving agrees with training."""
 
 import contextlib
 import hashlib
@@ -15,14 +15,12 @@ from conf.schema.run import Run
 from conf.strict_yaml import UNFIT
 from contract import regular_files
 from contract.faults import Fault
-from tasks.gang import controller
-from tasks.gang.history import prefect_page
-from tasks.gang.history.timeline import History
-from tasks.gang.job import evaluation
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
+from tasks.run.places import kernels_folder
 from tasks.run.progress import Progress, newest
 from tasks.run.stage_run import OPTIONS, StageRun
+from tasks.stages.run_job import run_job
 
 VERSION = 1
 SHOWN = 5  # last lines of vLLM's log
@@ -32,7 +30,7 @@ def stage(run: Run, model: Stage, data: Stage, trained: Stage | None = None, bef
     config: dict[str, Any] = {**identity.of(run, "evaluate")}
     config["precision"] = serving.precision(run)
     config["task_files"] = {task: _content(task) for task in run.evaluate.tasks if task.endswith((".yaml", ".yml"))}
-    if trained and run.evaluate.adapter != "merged":  # of a base there is no other way
+    if trained and run.evaluate.adapter != "merged":  # a base has no adapter
         config["adapter"] = run.evaluate.adapter
     inputs = {"model": model.fingerprint, "data": data.fingerprint}
     inputs |= {"trained": trained.fingerprint} if trained else {}
@@ -49,17 +47,16 @@ def evaluate(
     released: Artifact | None = None,
     before: Any = None,
 ) -> State:
-    """Ask the model: the base, or what was trained.
+    """Evaluate the base or the tuned model.
 
-    `before` is the base's evaluation, or what became of it: weights that are rounded, there or in training, are
-    compared with it.
+    `before` is the base's evaluation, or its error. If weights are rounded, the tuned model is compared with it.
     """
     name = stage_run.name
 
     def make(work: Work) -> dict:
         output = work.folder / "files"
         paths = {"data": stage_run.local(data), "evaluation": output, "logs": work.folder / "logs"}
-        paths |= {"kernels": stage_run.kernels, "parity": work.folder / "none.json"}
+        paths |= {"kernels": kernels_folder(), "parity": work.folder / "none.json"}
         if trained:
             paths |= {"parity": stage_run.local(trained) / "parity.json", "of_base": work.folder / "none"}
             if serving.is_apart(stage_run.run):
@@ -69,25 +66,12 @@ def evaluate(
         task_files = stage_run.asked.config["task_files"]
         require_unchanged(task_files)
         run = stage_run.at(**paths) if trained else _alone(stage_run.at(**paths))
-        job = evaluation(run)
-        stopped = stage_run.stopped(work, fenced=job is not None)
-
-        def tick() -> None:
-            bar.update(*newest(output / "progress.jsonl", "done", "total"))
-
+        done = output / "progress.jsonl"
         try:
-            if job:
-                gang, store = work.folder.name, stage_run.store
-                history = History(gang, run.name, stage_run.tracking.name)
-                page = f"{name}-{run.name}"
-                with prefect_page.told(history, output / "metrics.jsonl", store, stage_run.tracked(), page) as teller:
-                    controller.carry_out(job, work.folder, store, gang, work.say, stopped, tick, teller)
-            else:
-                turn = stage_run.turn(work.say)
-                launch.trainer("evaluate", run, work.folder, work.say, stopped, tick, turn=turn)
+            run_job(stage_run, work, "evaluate", run, lambda: bar.update(*newest(done, "done", "total")))
         except launch.Crashed as crash:
             raise launch.Crashed(_last_words(crash, output / "log.txt")) from None
-        require_unchanged(task_files)  # what was asked is what the fingerprint says
+        require_unchanged(task_files)  # the fingerprint names these files
         found = json.loads((output / "results.json").read_text())
         tracked = stage_run.tracked()
         tracked.table(
@@ -101,12 +85,8 @@ def evaluate(
     return stage_run.get_or_make(make)
 
 
-evaluate_base = evaluate.with_options(name="evaluate-base")  # Prefect's pages name a task before it starts, too
-evaluate_tuned = evaluate.with_options(name="evaluate-tuned")
-
-
 def _served(stage_run: StageRun, model: Artifact, released: Artifact | None) -> dict[str, Path]:
-    """Paths of what is served: the base by itself, the merged model, or the base with the adapter of the export."""
+    """Paths of the served model: the base, the merged model, or the base with the exported adapter."""
     if released is None:
         return {"served": stage_run.local(model)}
     if stage_run.run.evaluate.adapter == "merged":
@@ -115,7 +95,7 @@ def _served(stage_run: StageRun, model: Artifact, released: Artifact | None) -> 
 
 
 def _alone(run: Run) -> Run:
-    """The run, with no adapter to be served: the base has none."""
+    """The run without an adapter to serve."""
     return run.model_copy(update={"evaluate": run.evaluate.model_copy(update={"adapter": "merged"})})
 
 
@@ -129,7 +109,7 @@ def _made(before: Any) -> Artifact:
 
 
 def _last_words(crash: launch.Crashed, log: Path) -> str:
-    """A crash in one line, and the last lines of vLLM, which are in a log of its own."""
+    """The crash in one line, and the last lines of vLLM's own log."""
     first = str(crash).partition(";")[0]
     with contextlib.suppress(OSError):
         last = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-SHOWN:]
@@ -138,10 +118,7 @@ def _last_words(crash: launch.Crashed, log: Path) -> str:
 
 
 def require_unchanged(task_files: dict[str, str]) -> None:
-    """Refuse task files that have changed since the run began, which may be days ago.
-
-    The artifact is found again by the content that they had then.
-    """
+    """Refuse task files that have changed since the run began: the fingerprint has their content at that time."""
     for path, digest in task_files.items():
         if _content(path) != digest:
             raise Fault(f"evaluate.tasks: {path}: it or its data have changed since the run began; start it again")
@@ -164,7 +141,7 @@ def _content(path: str) -> str:
         raise Fault(f"evaluate.tasks: {path}: not YAML: {' '.join(str(error).split())}") from None
     kept = settings.get("dataset_kwargs") or {} if isinstance(settings, dict) else None
     if not isinstance(kept, dict):
-        raise Fault(f"evaluate.tasks: {path}: no task of lm-eval, which is a section of keys")
+        raise Fault(f"evaluate.tasks: {path}: not a task of lm-eval, which is a section of keys")
     named = kept.get("data_files")
     for name in sorted(_texts(named)) if isinstance(named, dict) else _texts(named):
         if Path(name).is_file():

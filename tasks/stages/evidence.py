@@ -1,9 +1,9 @@
 """Evidence that one evaluation is better than another: row by row, or else by their standard errors.
 
 An evaluation keeps the scores of its rows in scores.json (trainer/evaluate.py). Scores of the same rows are compared in
-pairs (conf/noise.py). Without such pairs the standard errors decide, if both evaluations have them: for groups of
-tasks, for other questions, and for evaluations from before scores were kept. This is weaker: the same gain needs more
-rows, as a row that is hard for both models counts as noise.
+pairs (conf/noise.py). Without pairs the standard errors decide, if both evaluations have them: for groups of tasks, for
+other questions, and for older evaluations without scores. This test is weaker: the same gain needs more rows, because a
+row that is hard for both models counts as noise.
 """
 
 import json
@@ -24,13 +24,13 @@ SCORES = "scores.json"
 class Evidence:
     """Knowledge about the gain of one evaluation over another."""
 
-    shown: str  # for people: the rows that are right; "" where rows are neither right nor wrong
-    how: str  # for people: the way of the comparison, or why there is none
-    chance: float | None  # that equal models differ as much; None = not comparable
+    shown: str  # the number of right rows; "" if rows are not right or wrong
+    how: str  # the kind of comparison, or why there is none
+    chance: float | None  # that equal models differ as much; None if not comparable
 
 
 def compare(metric: str, before: Artifact | None, after: Artifact, store: Store, same_rows: bool) -> Evidence:
-    """The evidence for the gain of `after` over `before`; None = its record is not in this store."""
+    """The evidence for the gain of `after` over `before`, which is None if this store does not have its record."""
     old, new = (_scores(one, metric, store) if one else None for one in (before, after))
     shown = f"{sum(total for total, _ in new):.0f} of {len(new)}" if new and _is_right_or_wrong(new) else ""
     if same_rows and old and new and [count for _, count in old] == [count for _, count in new]:
@@ -56,7 +56,7 @@ def _is_right_or_wrong(scores: Scores) -> bool:
 
 
 def _mean(scores: Scores) -> tuple[float, float | None]:
-    """Mean of all values and its standard error, by what each row adds to it; a single row has none."""
+    """Mean of all values and its standard error over rows, which a single row does not have."""
     count, values = len(scores), math.fsum(count for _, count in scores)
     mean = math.fsum(total for total, _ in scores) / values
     apart = math.fsum((total - mean * count) ** 2 for total, count in scores)
@@ -64,7 +64,7 @@ def _mean(scores: Scores) -> tuple[float, float | None]:
 
 
 def _reported(evaluation: Artifact | None, metric: str) -> tuple[float, float | None]:
-    """The metric and its standard error, as lm-eval has it: task/acc_stderr, or task/acc_stderr/FILTER."""
+    """The metric and lm-eval's standard error: task/acc_stderr, or task/acc_stderr/FILTER."""
     task, name, *chosen = metric.split("/")
     found: dict[str, Any] = evaluation.result["metrics"] if evaluation else {}
     error = found.get("/".join([task, f"{name}_stderr", *chosen]))

@@ -1,4 +1,4 @@
-"""Stage export: the trained model in Hugging Face's formats: merged, for any server, and the adapter by itself."""
+"""Stage export: the trained model in Hugging Face's formats: merged for any server, and the adapter alone."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ def stage(run: Run, model: Stage, trained: Stage) -> Stage:
 
 
 def is_usable(run: Run, trained: Artifact, resolved: Callable[[Run], Run]) -> bool:
-    """Whether a stored training has the step to export, or this run would not save it either."""
+    """Whether a stored training has the step to export. It also counts if this run would not save that step."""
     step = run.export.checkpoint
     if not isinstance(step, int) or f"checkpoints/{step_folder(Path(), step)}/{MARK}" in trained.files:
         return True
@@ -32,7 +32,7 @@ def is_usable(run: Run, trained: Artifact, resolved: Callable[[Run], Run]) -> bo
 
 
 def require_step(run: Run) -> None:
-    """Refuse a step to export that this training, whose steps are known, would not save."""
+    """Refuse export.checkpoint if this training, whose steps are known, would not save that step."""
     step = run.export.checkpoint
     if isinstance(step, int) and not schedule.saves(run, step):
         every, last, keep = run.checkpoint.save_every, schedule.last_step(run), run.checkpoint.keep
@@ -56,7 +56,7 @@ def export(stage_run: StageRun, model: Artifact, base: Artifact, trained: Artifa
             "logs": work.folder / "logs",
         }
         run = stage_run.at(**paths)
-        run = on_one_host(run) if run.layout.nodes > 1 else run  # whose processes share the files among them
+        run = on_one_host(run) if run.layout.nodes > 1 else run  # its processes share the files
         launch.trainer("export", run, work.folder, work.say, stage_run.stopped(work))
         return _links(stage_run, work.folder / "files", f"{model.key}/files")
 
@@ -64,7 +64,7 @@ def export(stage_run: StageRun, model: Artifact, base: Artifact, trained: Artifa
 
 
 def _links(stage_run: StageRun, made: Path, released: str) -> dict[str, str]:
-    """Links to the model, or to the adapter where it was not merged; and to an adapter and its base where there is one.
+    """URIs of the exported model: merged, or the adapter if nothing was merged. An adapter has its base's URI too.
 
     `released` is the base's folder in the store.
     """

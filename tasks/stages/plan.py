@@ -1,25 +1,24 @@
 """Stage zero: the needs of the run, from the model's config.json alone, before anything is downloaded or paid for.
 
-    planned = settle(run)       fetches some KB; ConfigError or Fault for what no plan can be made of
-    planned = recalled(run)     fetches nothing, of a model whose config.json is known here
-    refusal(planned)            why the flow ends here, with what would fit; "" where it goes on
-    unserved(planned, last)     the same, for a model that could be trained and not evaluated
-    unanswered(planned, last)   the same, for one that could not answer prompts beside its training
-    unasked(planned, last)      the same, for one whose teacher could not be asked at its layout
-    unfit(planned, last)        the same, for rows and models of which it is known that a stage does not take them
-    any_refusal(planned, last)  the first of all of these
+    planned = settle(run)       fetches some KB; raises ConfigError or Fault if no plan can be made
+    planned = recalled(run)     fetches nothing, for a model whose config.json is known here
+    refusal(planned)            why the flow ends here, with layouts that would fit; "" if it continues
+    unserved(planned, asked)    the same for a model that could be trained but not evaluated
+    unanswered(planned, asked)  the same for a model that could not answer prompts next to its training
+    unasked(planned, asked)     the same for a teacher that does not fit at its layout
+    unfit(planned, asked)       the same for rows and models that a stage is known to refuse
+    any_refusal(planned, asked) the first of all of these
 
-layout.auto is settled here: planned.run is the run that all stages get. hardware.gate: warn goes on with a run that
-does not fit. A run that is illegal, or whose model cannot be converted, ends in any case. conf/planner/ has the
-arithmetic.
+`asked` has the names of the stages to make. layout.auto is settled here: planned.run is the run that all stages get.
+With hardware.gate=warn a run that does not fit continues. A run that is illegal, or whose model cannot be converted,
+ends in any case. conf/planner/ has the arithmetic.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 import importlib.metadata
 import json
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,6 @@ from conf.schema.model import Drawn
 from conf.schema.run import Run
 from contract.amounts import dollars
 from contract.faults import ConfigError, Fault
-from tasks.gang.job import evaluation
 from tasks.pages.markdown import fenced, table, words
 from tasks.run import artifact
 from tasks.run.artifact import Artifact
@@ -49,36 +47,33 @@ from tasks.run.run_tracking import RunTracking
 from tasks.run.stage_run import OPTIONS
 from tasks.sources import drawn, hub, row_sources, training_rows
 from tasks.sources.hub import config_json
-from tasks.stages import pipeline
-
-GRACE = "GUARD_GRACE"
+from tasks.stages import download, prepare
+from tasks.stages.run_job import job_of
 
 
 @task(name="plan", **OPTIONS | {"task_run_name": "plan"})
-def plan(run: Run, last: str | None = None) -> State:
-    """Plan: legal, fits, how long, how much; `last` is the last stage that is asked for."""
+def plan(run: Run, asked: Collection[str]) -> State:
+    """Plan: is it legal, does it fit, how long does it take, what does it cost? `asked` are the stages to make."""
     try:
         planned = settle(run)
     except (ConfigError, Fault) as fault:
         return Failed(message=str(fault), data=Fault(str(fault)))
     create_markdown_artifact(page(planned), key=f"plan-{run.name}", description=planned.verdict)
-    if fault := any_refusal(planned, last):
+    if fault := any_refusal(planned, asked):
         return Failed(message=fault, data=Fault(fault))
     say = get_run_logger()
     (say.info if planned.fits else say.warning)(summary(planned))
-    if planned.noise and pipeline.is_evaluated(run, last):
+    if planned.noise and _is_evaluated(asked):
         say.warning(planned.noise.removeprefix("warning: "))
     return Completed(message=planned.verdict, data=planned)
 
 
 def settle(run: Run) -> Plan:
-    if GRACE in os.environ:
-        raise Fault(f"{GRACE}: this variable is the key gang.grace now: gang.grace=20, of one host as of several")
     return _settle(run, _facts(run), _teacher(run), _prepared)
 
 
 def recalled(run: Run) -> Plan:
-    """The plan by what is known here of the model, as flows.plan makes it, and of the data by their size."""
+    """The plan from what is known here: the model, as in flows.plan, and the size of the data."""
     return _settle(run, verdict.facts_of(run), verdict.teacher_of(run), lambda _: None)
 
 
@@ -94,34 +89,41 @@ def _settle(
         return replace(verdict.plan(settled, facts, hardware.of(settled), teacher, rows), noise=few)
     sequences, assumed = training_rows.sequences(settled, made)
     planned = verdict.plan(schedule.assumed(settled, sequences), facts, hardware.of(settled), teacher, rows)
-    return replace(
-        planned, run=settled, assumed=assumed, noise=few
-    )  # the steps themselves are known once the data are prepared
+    return replace(planned, run=settled, assumed=assumed, noise=few)  # the true steps follow from prepared data
 
 
 def _prepared(run: Run) -> dict[str, Any] | None:
-    """What stage prepare has said of these data, if they are in the store."""
-    found = artifact.find(pipeline.stages(run)["prepare"], open_run_store())
+    """The result of stage prepare for these data, if it is in the store."""
+    found = artifact.find(prepare.stage(run, download.stage(run)), open_run_store())
     return found.result if isinstance(found, artifact.Artifact) else None
 
 
 def refusal(planned: Plan) -> str:
-    if planned.fits or (planned.legal and planned.run.hardware.gate == "warn"):
+    if planned.fits:
         return ""
-    go_on = "; hardware.gate=warn goes on all the same" if planned.legal else ""
-    return f"plan: {advice.refusal(planned)}{go_on}"
+    reason = advice.refusal(planned)
+    return _unless_warned(planned.run, reason) if planned.legal else f"plan: {reason}"
 
 
-def any_refusal(planned: Plan, last: str | None) -> str:
-    """The first reason why a run up to the stage `last` is not begun; "" where it is."""
-    found = refusal(planned) or unserved(planned, last) or unanswered(planned, last)
-    return found or unasked(planned, last) or unfit(planned, last)
+def _unless_warned(run: Run, reason: str) -> str:
+    """A reason that hardware.gate=warn overrides."""
+    return "" if run.hardware.gate == "warn" else f"plan: {reason}; hardware.gate=warn continues nevertheless"
 
 
-def unserved(planned: Plan, last: str | None) -> str:
-    """The reason why no evaluation that is asked for could be made; "" where one could, or none is asked for."""
+def any_refusal(planned: Plan, asked: Collection[str]) -> str:
+    """The first reason why the run does not start; "" if it does."""
+    found = refusal(planned) or unserved(planned, asked) or unanswered(planned, asked)
+    return found or unasked(planned, asked) or unfit(planned, asked)
+
+
+def _is_evaluated(asked: Collection[str]) -> bool:
+    return any(name.startswith("evaluate") for name in asked)
+
+
+def unserved(planned: Plan, asked: Collection[str]) -> str:
+    """The reason why vLLM cannot serve the model for its evaluation; "" if it can, or if there is no evaluation."""
     run = planned.run
-    if not pipeline.is_evaluated(run, last):
+    if not _is_evaluated(asked):
         return ""
     here = planned.gpu.cuda and _evaluates_here(run) and _is_cpu_build()
     found = "; ".join(serving.unservable(run, planned.facts, cpu=here or not planned.gpu.cuda))
@@ -129,37 +131,33 @@ def unserved(planned: Plan, last: str | None) -> str:
         gpu = run.hardware.gpu
         found += f". This host has vLLM for CPUs, and hardware.gpu is {gpu}: make setup EXTRA=gpu on its host"
     found = found or planned.unserved
-    if not found or (found == planned.unserved and planned.serving and run.hardware.gate == "warn"):
+    if not found:
         return ""
-    go_on = "; hardware.gate=warn goes on all the same" if planned.serving and found == planned.unserved else ""
-    return f"plan: vLLM cannot serve {run.model.source}: {found}. {display.WITHOUT}{go_on}"
+    reason = f"vLLM cannot serve {run.model.source}: {found}. {display.WITHOUT}"
+    return _unless_warned(run, reason) if planned.serving and found == planned.unserved else f"plan: {reason}"
 
 
-def unanswered(planned: Plan, last: str | None) -> str:
-    """The reason why a reinforcement learning that is asked for could not be; "" where it could, or none is."""
-    run = planned.run
-    if not planned.unanswered or "reinforce" in pipeline.unasked(run, last):
+def unanswered(planned: Plan, asked: Collection[str]) -> str:
+    """The reason why reinforcement learning is impossible; "" if it is possible, or not asked for."""
+    if not planned.unanswered or "reinforce" not in asked:
         return ""
-    if reinforcement.uncut(run, planned.facts):  # vLLM itself refuses that
+    if reinforcement.uncut(planned.run, planned.facts):  # vLLM itself refuses that
         return f"plan: {planned.unanswered}"
-    if run.hardware.gate == "warn":
-        return ""
-    return f"plan: reinforce: {planned.unanswered}; hardware.gate=warn goes on all the same"
+    return _unless_warned(planned.run, f"reinforce: {planned.unanswered}")
 
 
-def unasked(planned: Plan, last: str | None) -> str:
-    """The reason why a reference that is to be asked could not be; "" where it could, or none is."""
-    gate = planned.run.hardware.gate
-    if not planned.unasked or "reference" in pipeline.unasked(planned.run, last):
+def unasked(planned: Plan, asked: Collection[str]) -> str:
+    """The reason why the reference cannot be computed; "" if it can, or if it is not asked for."""
+    if not planned.unasked or "reference" not in asked:
         return ""
     if planned.asking is None:  # illegal
         return f"plan: {planned.unasked}"
-    return "" if gate == "warn" else f"plan: {planned.unasked}; hardware.gate=warn goes on all the same"
+    return _unless_warned(planned.run, planned.unasked)
 
 
-def unfit(planned: Plan, last: str | None) -> str:
-    """The reason why the rows, which are not read here, or the model are not what a stage takes; "" where they may."""
-    run, asked, found = planned.run, pipeline.asked(planned.run, last), list[str]()
+def unfit(planned: Plan, asked: Collection[str]) -> str:
+    """The reason why a stage would refuse the rows, which are not read here, or the model; "" if it may take them."""
+    run, found = planned.run, list[str]()
     if "train" in asked:
         found += [objectives.unfit(run, *one) for one in _known(run.data)]
     if "reinforce" in asked:
@@ -172,14 +170,14 @@ def unfit(planned: Plan, last: str | None) -> str:
 
 
 def _known(data: Data) -> list[tuple[str, str]]:
-    """Sources whose kind is known without a look at their rows, each with this kind."""
+    """Sources whose kind is known without reading rows, each with its kind."""
     shapes = [(part.source or "", row_sources.shape(part)) for part in data.parts]
     return [(source, objectives.kind_of(shape)) for source, shape in shapes if shape]
 
 
 def _evaluates_here(run: Run) -> bool:
-    """Whether evaluations are on this host, and not on those that an engine finds."""
-    elsewhere = evaluation(run)
+    """Whether evaluations run on this host, and not on hosts of an engine."""
+    elsewhere = job_of("evaluate", run)
     return elsewhere is None or elsewhere.run.gang.engine == "local"
 
 
@@ -215,12 +213,12 @@ def page(planned: Plan) -> str:
 
 def tell(tracking: RunTracking, planned: Plan) -> None:
     """Log the plan, its figures and its numbers to MLflow's run of the flow."""
-    tracking.draw(json.dumps(display.as_dict(planned), indent=1).encode(), "plan.json", "plan")
-    tracking.tell_at_end({f"plan/{name}": value for name, value in numbers(planned).items()})
+    tracking.whole.drawn(json.dumps(display.as_dict(planned), indent=1).encode(), "plan.json", "plan")
+    tracking.whole.metrics_at_end({f"plan/{name}": value for name, value in numbers(planned).items()})
 
 
 def numbers(planned: Plan) -> dict[str, float]:
-    """Numbers that a measured run can be held against, and the price."""
+    """Numbers to compare with a measured run, and the price."""
     found = {"memory_gb": planned.fullest.total / GB, "allocated_gb": _allocated(planned)}
     if time := planned.time:
         found |= {"step_seconds": time.likely, "padded_tokens_per_second": time.tokens_per_second}
@@ -230,7 +228,7 @@ def numbers(planned: Plan) -> dict[str, float]:
 
 
 def beside(planned: Plan, made: dict[str, Artifact]) -> list[tuple[str, float, float]]:
-    """Planned figures beside those of the stages that this run has made: name, planned, measured."""
+    """Planned and measured figures of the stages that this run has made: name, planned, measured."""
     found = []
     if train := made.get("train"):
         found += [("GB that the fullest rank has allocated", _allocated(planned), train.result["peak_memory_gb"])]
@@ -244,7 +242,7 @@ def beside(planned: Plan, made: dict[str, Artifact]) -> list[tuple[str, float, f
 
 
 def _allocated(planned: Plan) -> float:
-    """GB that training reports as memory_gb: memory that PyTorch has handed out; on a CPU, all that a process holds."""
+    """GB that training reports as memory_gb: memory allocated by PyTorch; on a CPU, all memory of a process."""
     stage = planned.fullest
     return (stage.allocated if planned.gpu.cuda else stage.total - stage.margin) / GB
 

@@ -1,7 +1,7 @@
-"""Stage prepare: the data as training and evaluation read them: rows, their tokens, the template, and a report.
+"""Stage prepare: rows, their tokens, the template and a report, for training and evaluation.
 
-The tokenizer comes from the model, so the model is an input. Of its files no weights are fetched. The number of
-processes bears no identity, and neither does the place of a source.
+The tokenizer comes from the model, so the model is an input; its weights are not fetched. Neither the number of
+processes nor the place of a source is part of the identity.
 """
 
 import json
@@ -33,7 +33,7 @@ HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 def stage(run: Run, model: Stage, source: str = "data.source") -> Stage:
-    """The stage of a run's data; `source` is the key that names one source."""
+    """The stage of a run's data. `source` is the key that names one source: reinforce.source for its prompts."""
     data = run.data
     if not data.parts:
         raise Fault(f"{source}: required by the flow: a Hub data set, files, s3://... or tiny://tickets")
@@ -48,11 +48,6 @@ def stage(run: Run, model: Stage, source: str = "data.source") -> Stage:
         for key, part in _parts(data, source)
     ]
     return Stage("prepare", VERSION, config, {"model": model.fingerprint})
-
-
-def stage_of_prompts(run: Run, model: Stage) -> Stage:
-    """The same of the rows of reinforce.source. Of equal rows it is the same artifact."""
-    return stage(reinforcement.of_prompts(run), model, "reinforce.source")
 
 
 @task(name="prepare", **OPTIONS)
@@ -72,7 +67,7 @@ def prepare(stage_run: StageRun, model: Artifact) -> State:
             lambda: bar.update(*newest(told, "done", "total")),
             keep=HUB_TOKENS,  # data sets of the Hub are read there
         )
-        require_unchanged(stage_run.run.data, stage_run.asked)  # what was read is what the fingerprint says
+        require_unchanged(stage_run.run.data, stage_run.asked)  # the fingerprint names these sources
         report = json.loads((files / "report.json").read_text("utf-8"))
         tracked = stage_run.tracked()
         tracked.drawn(files / "report.json", "report.json", "data")
@@ -93,11 +88,8 @@ def prepare(stage_run: StageRun, model: Artifact) -> State:
     return stage_run.get_or_make(make, require=require)
 
 
-prepare_prompts = prepare.with_options(name="prepare-prompts")  # Prefect's pages name a task before it starts, too
-
-
 def require_enough(run: Run, made: Artifact) -> None:
-    """Refuse data that training does not read, or too few of them, before a base is evaluated and GPUs are paid."""
+    """Refuse data that training cannot use, or too few rows, before GPUs are paid."""
     if refused := objectives.unfit(run, made.key, made.result["kind"]):
         raise Fault(refused)
     if lacks := lacking(run, made.key, *(made.result[key] for key in ("kind", "rows", "sequences"))):
@@ -105,20 +97,20 @@ def require_enough(run: Run, made: Artifact) -> None:
 
 
 def require_prompts(run: Run, made: Artifact) -> None:
-    """Refuse data without prompts to answer, as early."""
+    """Refuse data without prompts just as early."""
     if refused := reinforcement.unfit(run, made.key, made.result["kind"]):
         raise Fault(refused)
 
 
 def publish(store: Store, made: Artifact, name: str) -> None:
-    """Publish the report as a page in Prefect, also of data that were prepared before."""
+    """Publish the report as a page in Prefect, also for cached data."""
     if found := store.read(f"{made.key}/files/report.json"):
         page = data_report.page(json.loads(found[0]), f"{name}: data", store.link(f"{made.key}/files"))
         create_markdown_artifact(page, key=f"data-{name}", description=made.key)
 
 
 def require_unchanged(data: Data, asked: Stage) -> None:
-    """Refuse files on this host that have changed. Other sources are pinned, or compared when they are fetched."""
+    """Refuse local files that have changed. Other sources are pinned, or compared when they are fetched."""
     if data.template.endswith(".jinja") and _template(data.template) != asked.config["template"]:
         raise Fault(f"data.template: {data.template}: has changed since the run began; start it again")
     for (key, part), found in zip(_parts(data), asked.config["sources"], strict=True):
@@ -129,7 +121,7 @@ def require_unchanged(data: Data, asked: Stage) -> None:
 
 
 def _parts(data: Data, source: str = "data.source") -> list[tuple[str, Part]]:
-    """Sources, each with its name in the configuration."""
+    """The sources, each with its key."""
     if not data.mixture:
         return [(source, part) for part in data.parts]
     for number, part in enumerate(data.mixture):
@@ -139,7 +131,7 @@ def _parts(data: Data, source: str = "data.source") -> list[tuple[str, Part]]:
 
 
 def _here(stage_run: StageRun, model: Artifact, work: Work) -> Run:
-    """The run with the paths that its sources and the tokenizer have on this host."""
+    """The run with the local paths of its sources and of the tokenizer."""
     fetched = Progress("fetch-data", "bytes").update
     parts = [
         row_sources.local(part, found, key, work.folder / f"source-{number}", fetched)
@@ -159,7 +151,7 @@ def _here(stage_run: StageRun, model: Artifact, work: Work) -> Run:
 
 
 def _template(name: str) -> str:
-    """Digest of a Jinja file. Its path bears no identity."""
+    """Digest of a Jinja file. Its path is not part of the identity."""
     try:
         return f"sha256:{checksums.of(regular_files.read(Path(name).expanduser()))}.jinja"
     except Fault as fault:

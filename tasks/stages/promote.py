@@ -1,12 +1,12 @@
-"""Stage promote: the tuned model in MLflow's registry. It becomes challenger always, and champion when it is better.
+"""Stage promote: register the tuned model in MLflow. It always becomes challenger, and champion if it is better.
 
 It is better if it beats the base, and the champion if there is one, by more than promote.margin and by more than noise
-(promote.confidence, tasks/stages/evidence.py). Without promote.confidence it has to beat the champion alone, if there
-is one. A champion is measured by the value that its version carries as a tag; if that was measured on other
-questions, for example because the data have grown, the reason says so.
+(promote.confidence, tasks/stages/evidence.py). Without promote.confidence it only has to beat the champion, if there is
+one. The champion's value is a tag of its version; if it was measured on other questions, for example because the data
+have grown, the reason mentions it.
 
-A version's source is the merged model's URI in the store, checked to be there whole; or the adapter's, where that alone
-was exported, and its tags name the base in the store.
+The source of a version is the URI of the merged model, which must be complete in the store. If only the adapter was
+exported, the source is its URI, and the version's tags name the base.
 """
 
 import contextlib
@@ -38,26 +38,26 @@ from tasks.tracking.address import public, registry
 from tasks.tracking.mlflow_pages import authorization
 
 VERSION = 1
-LOWER = ("perplexity", "bits_per_byte")  # ends of metrics of which less is better
+LOWER = ("perplexity", "bits_per_byte")  # ends of metric names for which less is better
 LONG = 400  # characters of a path
-HELD_OUT = re.compile(r"test\.(jsonl|bin)")  # of prepared data, what is asked
-ASKED = "finetune.asked."  # begins the tag of a version that says what its value of a metric was measured on
+HELD_OUT = re.compile(r"test\.(jsonl|bin)")  # the questions in prepared data
+ASKED = "finetune.asked."  # begins a version's tag with the questions that a metric was measured on
 
 
 @dataclass(frozen=True)
 class Rival:
-    """The model that has to be beaten."""
+    """A model to beat."""
 
     name: str
-    value: float | None  # of the metric; None where it was never measured
-    evidence: Evidence | None = None  # for a gain over it; None = promote.confidence is 0
+    value: float | None  # of the metric; None if it was never measured
+    evidence: Evidence | None = None  # for a gain over it; None if promote.confidence is 0
 
 
 def stage(run: Run, tuned: Stage, before: Stage, after: Stage) -> Stage:
     asked = run.evaluate.tasks
     names_known = not any(task.endswith((".yaml", ".yml")) for task in asked)  # a task file has its own name inside
     if asked and names_known and not run.promote.metric.startswith(asked):  # mmlu also yields mmlu_anatomy/acc
-        raise Fault(f"promote.metric: {run.promote.metric} is of none of evaluate.tasks: {', '.join(asked)}")
+        raise Fault(f"promote.metric: {run.promote.metric} belongs to none of evaluate.tasks: {', '.join(asked)}")
     inputs = {"tuned": tuned.fingerprint, "before": before.fingerprint, "after": after.fingerprint}
     return Stage("promote", VERSION, identity.flat(run, "promote"), inputs)
 
@@ -68,7 +68,7 @@ def promote(
 ) -> State:
     """Register the model, and promote it if it is better.
 
-    `before` is None where the base knows nothing: its weights were drawn.
+    `before` is None if the weights of the base were drawn: it is not evaluated.
     """
     settings, tracking = stage_run.run.promote, stage_run.tracking
 
@@ -87,7 +87,7 @@ def promote(
             wins, reason = True, f"{metric} {value:.4g}; it was champion before"
         if champion and not same:
             name = rivals[0].name
-            reason += f"; {name} was asked other questions, so that the two values say less than their numbers"
+            reason += f"; {name} was measured on other questions, so the two values are hard to compare"
         # With nan as its value, a champion could never be replaced.
         measured = {settings.metric: repr(value), ASKED + settings.metric: questions} if math.isfinite(value) else {}
         tags = measured | {"reason": reason}
@@ -112,7 +112,7 @@ def promote(
 
 
 def description(run: Run, tuned: Artifact, version: str, reason: str, tracking: RunTracking) -> str:
-    """The version in Markdown: why it is what it is, where it lies, what it was made of, and how to serve it."""
+    """The version in Markdown: the reason, the path, its sources, and how to serve it."""
     whose = f"[{tracking.name}]({tracking.prefect})" if tracking.prefect else tracking.name
     sources = ", ".join(str(part.source) for part in run.data.mixture or (run.data,))
     trained = "every weight" if run.adapter.kind == "none" else f"{run.adapter.kind} of rank {run.adapter.rank}"
@@ -130,7 +130,7 @@ def _path(uri: str) -> str:
 
 
 def _needed(tuned: Artifact, released: Artifact | None) -> dict[str, Stage]:
-    """Stages without whose artifacts nobody can serve the model: an adapter needs its base."""
+    """Stages whose artifacts are needed to serve the model: an adapter needs its base."""
     is_adapter = tuned.result["uri"] == tuned.result.get("adapter")
     return {"": tuned.stage} | ({"its base: ": released.stage} if is_adapter and released else {})
 
@@ -157,9 +157,9 @@ def _rivals(
 def decide(
     metric: str, value: float, rivals: Sequence[Rival], margin: float, confidence: float = 0.0
 ) -> tuple[bool, str]:
-    """Whether the model is better than each rival, and so becomes champion; and the reason, for people."""
+    """Whether the model is better than each rival and becomes champion, and the reason."""
     if not rivals:
-        return math.isfinite(value), f"{metric} {value:.4g}; it is the first, and began with drawn weights"
+        return math.isfinite(value), f"{metric} {value:.4g}; it is the first, and started from random weights"
     found = [_beats(metric, value, rival, margin, confidence) for rival in rivals]
     return all(wins for wins, _ in found), "; ".join(reason for _, reason in found)
 
@@ -170,7 +170,7 @@ def _beats(metric: str, value: float, rival: Rival, margin: float, confidence: f
         against = "" if rival.value is None else f" against {rival.value:.4g} of {rival.name}"
         return False, f"{metric} {value}{against}, which is not above anything"
     if rival.value is None:
-        return False, f"{rival.name} was never measured by {metric}, so nothing says that {value:.4g} is better"
+        return False, f"{rival.name} was never measured by {metric}, so it is unknown whether {value:.4g} is better"
     apart = round(value - rival.value, 9)  # 0.4 is not 0.1 above 0.3 by more than 0.1
     gain = -apart if metric.endswith(LOWER) else apart
     compared = f"{metric} {value:.4g} against {rival.value:.4g} of {rival.name}: {apart:+.4g}"
@@ -182,8 +182,8 @@ def _beats(metric: str, value: float, rival: Rival, margin: float, confidence: f
     if not confidence or seen is None:
         return True, above
     if seen.chance is None:
-        again = "--from evaluate-base and --from evaluate-tuned keep them, promote.confidence=0 needs none"
-        return False, f"{compared}, and whether it is noise is not known: {seen.how}; {again}"
+        again = "--from-stage evaluate-base and --from-stage evaluate-tuned keep them, promote.confidence=0 needs none"
+        return False, f"{compared}, and it is unknown whether that is noise: {seen.how}; {again}"
     rows, odds = f", {seen.shown}" * bool(seen.shown), f"({seen.how}, p {seen.chance:.2g} of {1 - confidence:.2g})"
     if seen.chance > 1 - confidence:
         return False, f"{compared}{rows}, within noise: challenger {odds}"
@@ -191,9 +191,9 @@ def _beats(metric: str, value: float, rival: Rival, margin: float, confidence: f
 
 
 def _questions(metric: str, after: Artifact, store: Store) -> str:
-    """What the metric was measured on. Values of equal texts compare; how a model was served bears nothing on them.
+    """The questions that the metric was measured on, as text. Values with equal texts are comparable.
 
-    Numbers of tokens are of a tokenizer and a template as well. Rows of lm-eval's own tasks are known by their names.
+    Metrics that count tokens also depend on the tokenizer and the template. lm-eval's tasks are known by their names.
     """
     asked = after.stage.config.get("evaluate", {})
     if not metric.startswith("held_out/"):
@@ -201,7 +201,9 @@ def _questions(metric: str, after: Artifact, store: Store) -> str:
         return canonical({"rows": asked.get("rows"), "seed": asked.get("seed"), "task_files": files})
     data = artifact.read(store, f"prepare/{after.stage.inputs['data']}")
     if data is None:
-        raise Fault(f"prepare/{after.stage.inputs['data']}: what was asked is gone from the store; start the run again")
+        raise Fault(
+            f"prepare/{after.stage.inputs['data']}: the questions are no longer in the store; start the run again"
+        )
     there = data.result["rows"]["test"]
     found = {"rows": min(asked.get("rows") or there, there)}
     rows = {name: file.sha256 for name, file in data.files.items() if HELD_OUT.fullmatch(name)}
@@ -214,7 +216,7 @@ def _questions(metric: str, after: Artifact, store: Store) -> str:
 
 
 def _evaluation(store: Store, model: str, version: str) -> Artifact | None:
-    """Evaluation of a registered version. Its pin names it last; None = it is in another store."""
+    """Evaluation of a registered version, the last in its pin. None if it is in another store."""
     pin = store.read(_pin(model, version))
     return artifact.read(store, json.loads(pin[0])["artifacts"][-1]) if pin else None
 
@@ -226,12 +228,12 @@ def _pin(model: str, version: str) -> str:
 def _value(evaluation: Artifact, metric: str) -> float:
     metrics = evaluation.result["metrics"]
     if metric not in metrics:
-        raise Fault(f"promote.metric: {metric}: not among what was evaluated: {', '.join(sorted(metrics))}")
+        raise Fault(f"promote.metric: {metric}: not evaluated; there are {', '.join(sorted(metrics))}")
     return metrics[metric]
 
 
 def _number(tag: str | None) -> float | None:
-    """The value in a version's tag, which people may edit; None where there is none."""
+    """The value in a version's tag, which people may edit; None if it is not a number."""
     try:
         value = float(tag or "")
     except ValueError:
@@ -251,7 +253,7 @@ def _by_alias(client, model: str, alias: str):
 
 
 def _register(client, name: str, tracking: RunTracking, tuned: Artifact, tags: dict[str, str]) -> str:
-    """The version of this very model. An attempt that died after registering it has left one behind."""
+    """Register the model and return its version. An earlier attempt may have registered it and died."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -266,7 +268,7 @@ def _register(client, name: str, tracking: RunTracking, tuned: Artifact, tags: d
                 client.set_model_version_tag(name, version.version, key, value)
             return version.version
     uri, run_id = tuned.result["uri"], tracking.training_run()
-    if tracking.uri.startswith("http"):  # a server takes no file:// but of its own; the tag has the true URI
+    if tracking.uri.startswith("http"):  # a server refuses foreign file:// URIs; the tag has the true one
         uri = re.sub("^file:", "folder:", uri)
     return client.create_model_version(name, uri, run_id=run_id, tags=tags).version
 
@@ -276,7 +278,7 @@ def _identity(tuned: Artifact) -> dict[str, str]:
 
 
 def _parts(tuned: Artifact) -> dict[str, str]:
-    """Tags for those who serve the adapter beside its base."""
+    """Tags to serve the adapter together with its base."""
     return {f"finetune.{part}": tuned.result[part] for part in ("adapter", "base") if part in tuned.result}
 
 
@@ -285,7 +287,7 @@ def _is(tags: dict[str, str], tuned: Artifact) -> bool:
 
 
 def _is_registered(uri: str, made: Artifact, tuned: Artifact) -> bool:
-    """Whether the registry has the model. One request to a server tells, as MLflow's client takes 2 s to import."""
+    """Whether the registry has the model. A server gets one plain request: MLflow's client takes 2 s to import."""
     name, version = made.result["model"], made.result["version"]
     if uri.startswith("sqlite:///"):
         return _is_in_file(Path(uri.removeprefix("sqlite:///")), name, version, tuned)

@@ -1,4 +1,4 @@
-"""Rehearsal of a run's layout: Megatron's own verdict, by trainer/rehearse.py in a process of its own."""
+"""Rehearsal of a run's layout: Megatron's own verdict, from trainer/rehearse.py in a separate process."""
 
 import json
 import tempfile
@@ -13,7 +13,7 @@ from tasks.run import launch
 def rehearse(run: Run, steps: int = 0) -> dict[str, Any]:
     """Run the rehearsal and return its answer.
 
-    Raises Fault where the caller is at fault, and Broken where the command itself fails.
+    Raises a Fault for an error of the user, and Broken if the command itself fails.
     """
     said: list[str] = []
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as name:

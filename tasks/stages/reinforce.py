@@ -1,4 +1,4 @@
-"""Stage reinforce: reinforcement learning from train's last checkpoint, or from the base, with vLLM beside Megatron."""
+"""Stage reinforce: reinforcement learning from train's last checkpoint or the base, with vLLM next to Megatron."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 
@@ -12,17 +12,14 @@ from conf.rules import reinforcement as rules
 from conf.schema import identity
 from conf.schema.run import Run
 from contract.faults import Fault
-from tasks.gang import controller
-from tasks.gang.history import prefect_page
-from tasks.gang.history.timeline import History
-from tasks.gang.job import reinforcement
 from tasks.pages import reinforcement_page
-from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.live_page import LivePage
+from tasks.run.places import kernels_folder
 from tasks.run.progress import Progress, newest
 from tasks.run.stage_run import OPTIONS, StageRun, may_pass
 from tasks.stages import export, train
+from tasks.stages.run_job import run_job
 from tasks.tracking import plots
 
 VERSION = 1
@@ -37,12 +34,12 @@ def stage(run: Run, base: Stage, data: Stage, trained: Stage) -> Stage:
     return Stage("reinforce", VERSION, config | train.config_of(run, rules.as_training(run)), inputs)
 
 
-# A checkpoint and a journal may lie behind what crashed: both are gone on with.
+# Retry after a crash too: learning resumes from its last checkpoint and journal.
 @task(name="reinforce", **OPTIONS | {"retry_condition_fn": may_pass})
 def reinforce(
     stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact, trained: Artifact | None = None
 ) -> State:
-    """Reinforce answers that are worth more."""
+    """Train on rewards of the model's own answers."""
 
     def make(work: Work) -> dict:
         if stage_run.pointless:
@@ -56,7 +53,7 @@ def reinforce(
             "prompts": rows,
             "reinforced": output,
             "logs": work.folder / "logs",
-            "kernels": stage_run.kernels,
+            "kernels": kernels_folder(),
             "output": stage_run.local(trained) if trained else work.folder / "none",
         }
         require_unchanged(stage_run.run, stage_run.asked)
@@ -78,18 +75,9 @@ def reinforce(
             samples = _samples(output / "samples.jsonl")
             return reinforcement_page.page(run.name, lines, samples, steps, updates, picture, links), line
 
-        job = reinforcement(run)
-        stopped = stage_run.stopped(work, fenced=job is not None)
         try:
             with LivePage(f"reinforcement-{run.name}", live):
-                if job:
-                    gang, store = work.folder.name, stage_run.store
-                    history, page = History(gang, run.name, stage_run.tracking.name), f"rollouts-{run.name}"
-                    with prefect_page.told(history, metrics, store, tracked, page) as teller:
-                        controller.carry_out(job, work.folder, store, gang, work.say, stopped, tick, teller)
-                else:
-                    turn = stage_run.turn(work.say)
-                    launch.trainer("reinforce", run, work.folder, work.say, stopped, tick, turn=turn)
+                run_job(stage_run, work, "reinforce", run, tick)
         finally:
             tracked.unfollow()
         require_unchanged(stage_run.run, stage_run.asked)
@@ -106,7 +94,7 @@ def reinforce(
 
 
 def require_unchanged(run: Run, asked: Stage) -> None:
-    """Refuse a file of one's own that is not that of the fingerprint any more."""
+    """Refuse a user's file that has changed since the run began: the fingerprint has its content at that time."""
     for name, content in rules.contents(run).items():
         if content != asked.config[name]:
             place = getattr(run.reinforce, name)

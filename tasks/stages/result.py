@@ -10,17 +10,17 @@ from tasks.store import Store
 
 @dataclass(frozen=True)
 class Result:
-    """A run that has completed. Prefect can keep it: it holds texts and numbers alone."""
+    """A completed run. It holds only texts and numbers, so Prefect can store it."""
 
     name: str  # of the flow run
     artifacts: dict[str, str]  # URIs by stage
-    base: dict[str, float]  # metrics of the model that training started from, by name
-    tuned: dict[str, float]  # and of the model that was made
+    base: dict[str, float]  # metrics of the base model, by name
+    tuned: dict[str, float]  # metrics of the tuned model
     model: str | None  # in MLflow's registry, as are the next three
     version: str | None
     aliases: tuple[str, ...]
     reason: str  # for or against the promotion
-    mlflow_run: str | None  # id of this run in MLflow; of the training's if this run found everything made
+    mlflow_run: str | None  # id of this run in MLflow, or of the training if all stages were cached
     mlflow_url: str | None  # None without a server
 
 

@@ -1,6 +1,6 @@
-"""Prefect's report of a run in Markdown: what the tuned model answers, how training went, and how to serve the result.
+"""Prefect's report of a run in Markdown: answers of the tuned model, the training, and how to serve the result.
 
-Prefect gives a table some 720 pixels on a screen of 1,280 and cuts off what is wider. Cells are plain words that wrap.
+On a screen of 1,280 pixels Prefect gives a table about 720 and cuts off the rest. So cells are plain words that wrap.
 """
 
 import json
@@ -23,18 +23,18 @@ from tasks.store import Store
 
 ANSWERS = 8  # shown on the page; MLflow has the whole table
 PROMPT, ANSWER, FACT = 34, 18, 76  # characters of a line in a cell of each
-PICTURES = ("training.png", "loss.png")  # which trainings before have instead
+PICTURES = ("training.png", "loss.png")  # older trainings have loss.png
 
 Made = dict[str, Artifact]  # by the name of the stage
 
 
 def page(name: str, planned: Plan, outcomes: Outcomes, links: dict[str, str], store: Store) -> str:
-    """The report. `links` are addresses, or places that no browser opens, by what they show."""
+    """The report. `links` are addresses or paths by their titles."""
     made, run = outcomes.made, planned.run
     text = [f"# {words(name)}", "", *_headline(made)]
     if answers := _answers(store, made):
         text += ["", *table(("prompt", "tuned", "reference", "base"), map(_row, answers[:ANSWERS]))]
-        text += ["", f"{min(ANSWERS, len(answers))} of {len(answers)} that both were asked."]
+        text += ["", f"{min(ANSWERS, len(answers))} of {len(answers)} that both models answered."]
     if found := _evaluation(made):
         text += ["", "## Evaluation", *found]
     text += _training(store, made, outcomes.stages["train"])
@@ -43,7 +43,7 @@ def page(name: str, planned: Plan, outcomes: Outcomes, links: dict[str, str], st
     text += ["", "## Stages", *table(("stage", "state", "here", "made in", "artifact"), _stages(outcomes))]
     text += ["", "## Plan", "", f"{words(planned.verdict)}.", *_planned(outcomes, planned)]
     text += ["", fenced("\n".join(picture.lines(planned)))] if planned.stages else []
-    text += ["", "## Configuration", "", "As it was resolved:", "", fenced(_configuration(run))]
+    text += ["", "## Configuration", "", "All keys with their values:", "", fenced(_configuration(run))]
     return "\n".join(text) + "\n"
 
 
@@ -59,7 +59,7 @@ def _evaluation(made: Made) -> list[str]:
 
 
 def gains(made: Made) -> list[tuple[str, float | None, float]]:
-    """Metrics of the evaluation: name, the base's, the tuned model's. Drawn weights are no base to be evaluated."""
+    """Metrics of the evaluation: name, base, tuned model. Drawn weights are not evaluated as a base."""
     before, after = made.get("evaluate-base"), made.get("evaluate-tuned")
     if not after or not (before or _is_drawn(made)):
         return []
@@ -78,7 +78,7 @@ def of_base(value: float | None) -> str:
 
 
 def serving(made: Made) -> str:
-    """The command that serves what was made; "" where there is nothing to serve."""
+    """The command that serves the result; "" if there is no model to serve."""
     if promoted := made.get("promote"):
         result = promoted.result
         return f"python -m flows.serve {result['model']}@{result['version']}"
@@ -111,7 +111,7 @@ def _training(store: Store, made: Made, trained: Stage) -> list[str]:
 
 
 def _gang(store: Store, trained: Stage) -> list[str]:
-    """Lines about the gang, where the training took several hosts."""
+    """Lines about the gang of a training on several hosts."""
     told = timeline.read(store, trained.key.replace("/", "-"))
     return ["", gang.brief(told)] if told and told.attempts else []
 
@@ -150,7 +150,7 @@ def _trained(run: Run) -> str:
 
 
 def _spent(planned: Plan, made: Made) -> list[tuple[str, str]]:
-    """Hours and cost: of the training and of all stages, whoever made them; and what was planned."""
+    """Hours and cost of the training and of all stages, cached ones too; and the planned values."""
     if "train" not in made:
         return []
     of = {name: one.made["seconds"] / 3600 for name, one in made.items()}
@@ -183,7 +183,7 @@ def _stages(outcomes: Outcomes) -> list[tuple[str, ...]]:
 
 
 def _planned(outcomes: Outcomes, planned: Plan) -> list[str]:
-    """Plan beside the measured figures, unless those are of another time, and maybe of another layout."""
+    """Planned and measured figures. Cached stages are left out: they may have had another layout."""
     made = {name: one.artifact for name, one in outcomes.by_stage.items() if one.state == "Completed" and one.artifact}
     return table(
         ("", "planned", "measured", "measured / planned"),
@@ -192,7 +192,7 @@ def _planned(outcomes: Outcomes, planned: Plan) -> list[str]:
 
 
 def _configuration(run: Run) -> str:
-    """All keys, without where this host has its files."""
+    """All keys without the paths of this host."""
     return re.sub(r"^paths:\n(?: .*\n)*", "", as_yaml(run), flags=re.MULTILINE).rstrip()
 
 

@@ -55,16 +55,16 @@ def publish(planned: Plan, outcomes: Outcomes, store: Store, tracking: RunTracki
     create_markdown_artifact(text, key=f"report-{planned.run.name}", description=name)
     tracking.describe(run_page.verdict(made))
     for metric, base, tuned in run_page.gains(made):
-        tracking.tell(
+        tracking.whole.metrics(
             {f"evaluation/tuned/{metric}": tuned} | ({} if base is None else {f"evaluation/base/{metric}": base})
         )
     if trained := made.get("train"):
-        tracking.tell({told: trained.result[key] for key, told in TRAINED.items() if key in trained.result})
+        tracking.whole.metrics({told: trained.result[key] for key, told in TRAINED.items() if key in trained.result})
     print("\n".join(["", *lines(outcomes, links), ""]))
 
 
 def _links(run: Run, made: Made, store: Store, tracking: RunTracking) -> dict[str, str]:
-    """What the report leads to, by what it is."""
+    """Links of the report by title."""
     links = {"store": store.uri}
     if tuned := made.get("export"):
         alone = tuned.result["uri"] == tuned.result.get("adapter")
@@ -81,7 +81,7 @@ def _links(run: Run, made: Made, store: Store, tracking: RunTracking) -> dict[st
     if training := pages.trainings.get(tracking.training):
         links["MLflow, curves of the training"] = pages.curves(training)
         if compared := pages.compared(training):
-            links["MLflow, this training beside earlier ones"] = compared
+            links["MLflow, this training compared with earlier ones"] = compared
     links["MLflow, all trainings' losses"] = pages.charts()
     if promoted := made.get("promote"):
         links["MLflow, the registered version"] = pages.version(promoted.result["model"], promoted.result["version"])

@@ -1,4 +1,4 @@
-"""Stage train: training by Megatron-Bridge in processes of its own, from the newest complete checkpoint."""
+"""Stage train: training by Megatron-Bridge in separate processes, from the newest complete checkpoint."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 
@@ -10,13 +10,9 @@ from prefect import State, task
 
 from conf import auxiliary_losses
 from conf.rules import packed_base, schedule
-from conf.rules.gpus import takes
 from conf.schema import identity
 from conf.schema.run import Run
 from contract.faults import Fault, Stopped
-from tasks.gang import controller
-from tasks.gang.history import prefect_page
-from tasks.gang.history.timeline import History
 from tasks.gang.job import Job, training
 from tasks.pages import training_page
 from tasks.run import launch
@@ -27,6 +23,7 @@ from tasks.run.progress import Progress, newest
 from tasks.run.stage_run import OPTIONS, StageRun, may_pass
 from tasks.sources import adapters, released_config
 from tasks.stages import export
+from tasks.stages.run_job import run_job
 from tasks.tracking import plots
 
 STEP_EVERY = 5.0  # seconds between lines of steps in the log
@@ -37,12 +34,12 @@ def stage(run: Run, base: Stage, data: Stage, reference: Stage | None = None) ->
     if run.model.adapter:
         config["model"] = config.get("model", {}) | {"adapter": adapters.identity(run.model.adapter, runs_folder())}
     if packed_base.format_of(run) and packed_base.once_rounded(run, released_config.read(run)):
-        config["model"] |= {"codes": "as released"}  # those of before were made of rounded ones
+        config["model"] |= {"codes": "as released"}  # earlier versions made them from rounded weights
     if run.adapter.kind != "none" and run.adapter.experts == "shared":
-        # They are the same model at any ep since each counts once in the norm of gradients
-        # (trainer/patches/shared_experts.py). Those of before were so at ep 1 alone, whose artifacts this finds again.
+        # Each counts once in the norm of gradients (trainer/patches/shared_experts.py): ep does not change the model.
+        # In earlier versions that held for ep 1 only; this keeps their artifacts valid.
         config["layout"] = {"ep": 1}
-    if run.checkpoint.keep_best:  # the best is one of those that are saved
+    if run.checkpoint.keep_best:  # the best is one of the saved checkpoints
         config["checkpoint"] |= {"save_every": run.checkpoint.save_every}
     inputs = {"base": base.fingerprint, "data": data.fingerprint}
     inputs |= {"reference": reference.fingerprint} if reference else {}
@@ -50,14 +47,14 @@ def stage(run: Run, base: Stage, data: Stage, reference: Stage | None = None) ->
 
 
 def config_of(run: Run, trained: Run) -> dict[str, dict[str, Any]]:
-    """The keys in a training's identity. `trained` is the run with the values that training uses."""
+    """The keys in a training's identity. `trained` has the values that training uses."""
     config = identity.of(run, "train")
     for section, values in auxiliary_losses.identity(trained, released_config.read(run)).items():
         config[section] |= values
     return config
 
 
-# A checkpoint may lie behind what crashed: it is gone on with.
+# Retry after a crash too: training resumes from its last checkpoint.
 @task(name="train", **OPTIONS | {"retry_condition_fn": may_pass})
 def train(
     stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact, reference: Artifact | None = None
@@ -97,35 +94,24 @@ def train(
         for split, context in (("training", "training"), ("validation", "validation")):
             count = made["rows"][split]
             tracked.dataset(f"{run.name}-{split}", data.digest, store.link(f"{data.key}/files"), context, count)
-        several = takes(run, "train").engine is not None
-        say, stopped = _Thinned(work.say), stage_run.stopped(work, fenced=several)
 
         def live() -> tuple[str, str] | None:
             lines = plots.read(metrics)
             if not (line := training_page.headline(lines, run.train.steps)):
                 return None
-            if left := training_page.seconds_left(lines, run.train.steps):  # beside the curves, on MLflow's page
+            if left := training_page.seconds_left(lines, run.train.steps):  # next to the curves on MLflow's page
                 tracked.metrics({"progress/hours_left": left / 3600}, step=lines[-1]["step"])
             links = stage_run.tracking.links_of_training()
             picture = plots.together(lines, plots.OF_TRAINING)
             return training_page.page(run.name, lines, run.train.steps, picture, links), line
-
-        def stop() -> bool:
-            return stopped() or bool(stage_run.pointless)
 
         def tick() -> None:
             bar.update(newest(metrics, "step")[0], run.train.steps)
 
         try:
             with LivePage(f"training-{run.name}", live):
-                if several:
-                    gang = work.folder.name
-                    history = History(gang, run.name, stage_run.tracking.name)
-                    with prefect_page.told(history, metrics, store, tracked) as teller:
-                        controller.carry_out(training(run), work.folder, store, gang, say, stop, tick, teller)
-                else:
-                    launch.trainer("train", run, work.folder, say, stop, tick, turn=stage_run.turn(say))
-                    require_done(training(run))
+                run_job(stage_run, work, "train", run, tick, _Thinned(work.say), lambda: bool(stage_run.pointless))
+                require_done(training(run))
         except Stopped:
             if stage_run.pointless:
                 raise Fault(f"stopped: {stage_run.pointless}") from None
@@ -141,14 +127,14 @@ def train(
 
 
 def require_done(job: Job) -> None:
-    """Refuse a training that somebody else has told to end: it saves a checkpoint, and leaves in order."""
+    """Refuse a training that an outside signal ended: it has saved a checkpoint and exited in order."""
     if not job.is_done():
         where = f"step {job.newest()} of {job.run.train.steps}"
-        raise launch.Broken(f"training was told to end, from outside, at {where}; it can go on there")
+        raise launch.Broken(f"training was ended from outside at {where}; it can resume there")
 
 
 def _counted(run: Run) -> dict[str, object]:
-    """What counts the steps of the run, as its schedule has it."""
+    """Numbers of steps in the run's schedule."""
     return {
         "schedule.steps": run.train.steps,
         "schedule.warmup_steps": run.optimizer.warmup_steps,
@@ -158,7 +144,7 @@ def _counted(run: Run) -> dict[str, object]:
 
 
 class _Thinned:
-    """Filter that drops most lines of single steps, as the progress bar and MLflow have each of them."""
+    """Filter that drops most lines about single steps: the progress bar and MLflow have all of them."""
 
     def __init__(self, say):
         self.say, self.said = say, 0.0

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from conf.alternatives import DENSE, OF_EXPERTS, closest
-from conf.model_facts import CONVERTED, MODELS, facts_from_hf
+from conf import families
+from conf.alternatives import closest, releases
+from conf.families.unsupported import BRIDGED, REFUSED
+from conf.model_facts import MODELS, facts_from_hf
 from conf.planner.parameters import total
-from conf.rules.conversion import BRIDGED, BY_NAME, NOT_TAKEN, not_converted
+from conf.rules.conversion import not_converted
 
 KNOWN = {
     known["source"].removesuffix(" config.json"): known["config"]
@@ -19,10 +21,10 @@ SMALL = {"hidden_size": 640, "num_hidden_layers": 18, "num_attention_heads": 4, 
 SMALL |= {"head_dim": 256, "intermediate_size": 2048, "vocab_size": 262144}
 
 
-@pytest.mark.parametrize("name", sorted(KNOWN.keys() & (DENSE | OF_EXPERTS).keys()))
+@pytest.mark.parametrize("name", sorted(KNOWN.keys() & (releases(True) | releases(False)).keys()))
 def test_a_release_is_the_closest_to_itself_and_has_the_size_of_the_table(name):
     facts = facts_from_hf(KNOWN[name])
-    table = OF_EXPERTS if facts.experts else DENSE
+    table = releases(facts.experts > 0)
     assert total(facts) / 1e9 == pytest.approx(table[name], rel=0.03)
     assert f" is {name}, " in closest(KNOWN[name])
 
@@ -52,7 +54,9 @@ def test_the_families_that_megatron_bridge_knows_are_those_of_the_installed_rele
     files = [*Path(package.submodule_search_locations[0], "models").rglob("*.py")]
     text = "\n".join(file.read_text("utf-8") for file in files)
     names = dict(re.findall(r'^(_\w+_HF_CLASS_NAME) = "(\w+)"', text, re.MULTILINE))
-    assert set(BY_NAME) == {name for name in re.findall(r'\bsource="(\w+)",', text) if name in CONVERTED}
+    converted = {family.architecture: family for family in families.every().values() if not family.read_as}
+    by_name = {name for name, family in converted.items() if family.by_name}
+    assert by_name == {name for name in re.findall(r'\bsource="(\w+)",', text) if name in converted}
     registered = {names.get(name, name) for name in re.findall(r'\bsource="?(\w+?)"?,', text)}
     known = {name for name in registered if name.endswith("ForCausalLM")}
-    assert known - NOT_TAKEN.keys() - CONVERTED.keys() == BRIDGED
+    assert known - REFUSED.keys() - converted.keys() == BRIDGED

@@ -101,46 +101,46 @@ def test_an_unknown_name_is_told_the_known_ones():
 
 @pytest.mark.parametrize("value", [None, "92", 92.0, True, -1, 0, 2**40])
 def test_facts_that_are_no_sizes(value):
-    with pytest.raises(ValueError, match=r"^config.json: num_hidden_layers is .*, which is no size from 1 to \d+$"):
+    with pytest.raises(ValueError, match=r"^config.json: num_hidden_layers is .*, which is not a size from 1 to \d+$"):
         facts_from_hf(LLAMA | {"num_hidden_layers": value})
 
 
 @pytest.mark.parametrize(
     "config, line",
     [
-        ({}, "num_hidden_layers is null, which is no size"),
-        ({"architectures": ["GPT2LMHeadModel"], "n_embd": 8}, "n_head is null, which is no size"),
+        ({}, "num_hidden_layers is null, which is not a size"),
+        ({"architectures": ["GPT2LMHeadModel"], "n_embd": 8}, "n_head is null, which is not a size"),
         ({"architectures": ["T5ForConditionalGeneration"], "d_model": 8}, "num_hidden_layers is null, which is no"),
-        (LLAMA | {"vocab_size": -5}, "vocab_size is -5, which is no size from 1"),
+        (LLAMA | {"vocab_size": -5}, "vocab_size is -5, which is not a size from 1"),
         (
             LLAMA | {"num_attention_heads": 24},
             "num_attention_heads is 24, which does not divide hidden_size, 4096, and",
         ),
         (LLAMA | {"num_key_value_heads": 5}, "num_key_value_heads is 5, which does not divide num_attention_heads, 32"),
-        (LLAMA | {"num_nextn_predict_layers": 33}, "num_nextn_predict_layers is 33, beside 32 layers"),
+        (LLAMA | {"num_nextn_predict_layers": 33}, "num_nextn_predict_layers is 33, but there are 32 layers"),
         (LLAMA | {"head_dim": 33}, "head_dim is 33, and rotary embeddings turn pairs"),
         (
             LLAMA | {"head_dim": 20, "partial_rotary_factor": 0.25},
             "head_dim is 20, of which partial_rotary_factor 0.25 turns 5 numbers, and rotary embeddings turn pairs",
         ),
         (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, of 8 experts"),
-        (MOE | {"num_experts_per_tok": None}, "num_experts_per_tok is null, which is no size from 1"),
+        (MOE | {"num_experts_per_tok": None}, "num_experts_per_tok is null, which is not a size from 1"),
         (MOE | {"first_k_dense_replace": 33}, "first_k_dense_replace is 33, of 32 layers"),
-        (MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, which is no size from 1"),
-        (MOE | {"mlp_only_layers": [32]}, "mlp_only_layers is [32], which is no list of layers from 0 to 31"),
+        (MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, which is not a size from 1"),
+        (MOE | {"mlp_only_layers": [32]}, "mlp_only_layers is [32], which is not a list of layers from 0 to 31"),
         (
             MOE | {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 2},
-            "decoder_sparse_step is 2, and Megatron-Bridge builds Qwen3MoeForCausalLM with 1 alone",
+            "decoder_sparse_step is 2, and Megatron-Bridge builds Qwen3MoeForCausalLM only with 1",
         ),
         (
             MOE | {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [3]},
-            "mlp_only_layers is [3], and Megatron-Bridge builds Qwen3MoeForCausalLM with [] alone",
+            "mlp_only_layers is [3], and Megatron-Bridge builds Qwen3MoeForCausalLM only with []",
         ),
         (
             MOE | LATENT | {"architectures": ["DeepseekV3ForCausalLM"], "n_shared_experts": 0},
             "n_shared_experts is 0, and Megatron-Bridge builds this family with one or more",
         ),
-        (LLAMA | LATENT | {"v_head_dim": None}, "v_head_dim is null, which is no size from 1"),
+        (LLAMA | LATENT | {"v_head_dim": None}, "v_head_dim is null, which is not a size from 1"),
     ],
 )
 def test_what_is_no_model(config, line):

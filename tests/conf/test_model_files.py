@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from conf.model_facts import CONVERTED, MODELS
+from conf import families
+from conf.families.unsupported import REFUSED
+from conf.model_facts import MODELS
 from conf.model_files import safetensors_header
 from conf.planner import released_model
-from conf.rules.conversion import NOT_TAKEN, not_converted
-from conf.rules.function import FAMILIES
+from conf.rules.conversion import not_converted
 from contract.faults import Fault
 from tests.support import small_model
 from tests.support.small_model import SHARDS, read_shard, write_shard
@@ -45,8 +46,8 @@ def test_a_whole_model_is_accepted(model):
     assert (config["model_type"], facts.layers, facts.experts) == ("qwen3_moe", 2, 4)
 
 
-def test_every_architecture_that_is_converted_has_a_table_of_what_is_read_of_it():
-    assert CONVERTED.keys() == FAMILIES.keys()
+def test_every_family_says_which_keys_are_read():
+    assert all(family.read and family.architecture for family in families.every().values())
 
 
 def refused(model: Path) -> str:
@@ -107,12 +108,12 @@ def test_a_family_that_is_not_taken_has_a_reason_and_another_to_take(model):
     assert "the closest supported model" in said
 
 
-@pytest.mark.parametrize("architecture", NOT_TAKEN)
+@pytest.mark.parametrize("architecture", REFUSED)
 def test_every_family_that_is_not_taken_is_refused_in_a_line_with_its_reason(model, architecture):
     change(model, CONFIG, lambda config: config | {"architectures": [architecture]})
     said = refused(model)
-    assert f"{architecture} is not converted or trained here: {NOT_TAKEN[architecture]}" in said and "\n" not in said
-    assert architecture not in CONVERTED and "the closest supported model" in said
+    assert f"{architecture} is not converted or trained here: {REFUSED[architecture]}" in said and "\n" not in said
+    assert not families.named(architecture).architecture and "the closest supported model" in said
 
 
 @pytest.mark.parametrize("value", ["Qwen3MoeForCausalLM", 3, {"a": 1}, [3], [None], [[]], True])
@@ -128,7 +129,7 @@ def test_architectures_that_are_no_list_of_names(model, value):
         ("rms_norm_eps", None, "rms_norm_eps is null, which is no number above 0 and below 1"),
         ("rms_norm_eps", float("nan"), "NaN is no JSON number"),
         ("rms_norm_eps", float("inf"), "Infinity is no JSON number"),
-        ("num_hidden_layers", 2**24, "num_hidden_layers is 16777216, which is no size from 1 to 1024"),
+        ("num_hidden_layers", 2**24, "num_hidden_layers is 16777216, which is not a size from 1 to 1024"),
         ("num_hidden_layers", 1000, "but the weights have 2 layers"),
         ("moe_intermediate_size", 2**20, "but the weights have"),
         ("hidden_size", 2**20, "but model.embed_tokens.weight is [48, 16]"),

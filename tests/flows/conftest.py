@@ -13,7 +13,7 @@ from tests.support.toy_flows import LONG, Toys
 IMPORTS = """
 import boto3, botocore.config, matplotlib.backends.backend_agg, matplotlib.figure, psutil
 import prefect.flow_engine, prefect.runtime.flow_run, prefect.states, prefect.task_engine
-import flows.pipeline.command, tasks.stages.run_report, tasks.tracking.mlflow_sink
+import flows.run_command, tasks.stages.run_report, tasks.tracking.mlflow_sink
 """
 
 

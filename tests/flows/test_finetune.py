@@ -9,7 +9,7 @@ import boto3
 import pytest
 
 from flows.finetune import finetune
-from flows.pipeline.command import command
+from flows.run_command import command
 from tests.support.core_speed import slowdown
 from tests.support.flow_world import MARKER, ROOT, states, wait_for
 

@@ -76,7 +76,7 @@ def two(world):
             first.write(f"logs/{k}/rank{rank:05d}.out.00001", b"wo\n")
         first.write(f"logs/{k}/torchrun.log.00000", f"torchrun {k}\n".encode())
     first.write("logs/1/rank00003.err.00000", b"why\n")
-    world.end(first, "host: b no longer answers", "goes on from step 10")
+    world.end(first, "host: b no longer answers", "resumes from step 10")
     second = world.attempt(2)
     for piece in range(21):
         lines = "".join(f"line {piece * 10 + i} \N{SNOWMAN}\n" for i in range(10)).encode()
@@ -94,7 +94,7 @@ def test_without_arguments_it_lists_gangs(two):
     code, output, _ = two.ask()
     head, hosts, first, second = output.splitlines()
     assert code == 0 and head == f"{GANG}  tiny  tiny-1121  done" and hosts == "    hosts a, b"
-    assert first.startswith("      1  ") and first.endswith("host: b no longer answers; goes on from step 10")
+    assert first.startswith("      1  ") and first.endswith("host: b no longer answers; resumes from step 10")
     assert second.startswith("      2  ") and second.endswith("  done")
 
 
@@ -212,7 +212,7 @@ def test_follow_goes_on_with_the_next_attempt(world):
     wait_for("step 1\n")
     first.write("logs/0/rank00000.out.00001", b"ep 2\n")
     wait_for("step 1\nstep 2\n")
-    world.end(first, "host: b no longer answers", "goes on from step 0")
+    world.end(first, "host: b no longer answers", "resumes from step 0")
     second = world.attempt(2)
     second.write("logs/0/rank00000.out.00000", b"step 3\nlast")
     with world.teller.over():

@@ -90,7 +90,7 @@ def test_the_report_leads_to_mlflow_s_losses_of_several_trainings(place: World, 
     """One click from the report; the loss is what MLflow shows first."""
     output = place.run("optimizer.lr=2e-3", "--until", "train")
     page.goto(report_of(place, output))
-    page.get_by_text("MLflow, this training beside earlier ones").wait_for(timeout=LONG)
+    page.get_by_text("MLflow, this training compared with earlier ones").wait_for(timeout=LONG)
     charts = page.get_by_text("MLflow, all trainings' losses").get_attribute("href")
     page.goto(charts)
     page.get_by_text("loss/training", exact=True).first.wait_for(timeout=LONG)

@@ -8,7 +8,7 @@ import pytest
 from prefect.exceptions import FailedRun
 
 from conf.load import load
-from flows.pipeline import every_stage
+from flows import run_flow
 from tasks.stages import plan
 
 
@@ -20,10 +20,10 @@ def test_a_file_in_the_place_of_a_folder_ends_the_flow_in_a_line(monkeypatch, tm
     (tmp_path / "file").touch()
     planned = plan.settle(load("tiny", []))
     asked = SimpleNamespace(result=lambda: planned)
-    monkeypatch.setattr(every_stage, "plan", SimpleNamespace(submit=lambda run, last: asked))
-    monkeypatch.setattr(every_stage, "flow_run", SimpleNamespace(id=str(uuid4()), name="toy"))
+    monkeypatch.setattr(run_flow, "plan", SimpleNamespace(submit=lambda run, last: asked))
+    monkeypatch.setattr(run_flow, "flow_run", SimpleNamespace(id=str(uuid4()), name="toy"))
     monkeypatch.setenv(variable, f"{tmp_path}/file{below}")
-    state = every_stage.make("tiny", [], None, None)
+    state = run_flow.run_flow("tiny", [], None, None)
     assert state.is_failed() and state.message is not None
     assert state.message.endswith(f"{tmp_path}/file{below} must be a folder that can be written")
     assert "Not a directory" in state.message or "File exists" in state.message

@@ -85,13 +85,13 @@ def runs_due(place: World, due: datetime) -> list[dict]:
 def test_a_cron_a_minute_ahead_runs_before_and_after_a_second_make_up(services, tmp_path):
     place = of(services, tmp_path, services("up"))
     tiny = deployment(place, "tiny")
-    edit(place, f"deployments/{tiny['id']}", "PATCH", {"parameters": {"conf": "tiny", "last": "download"}})
+    edit(place, f"deployments/{tiny['id']}", "PATCH", {"parameters": {"conf": "tiny", "until_stage": "download"}})
     before = tiny["schedules"]
     for again in (False, True):
         due = a_minute_ahead(place)
         if again:
             before = deployment(place, "tiny")["schedules"]
-            assert 'parameters stays as edited, {"conf": "tiny", "last": "download"}' in services("up")
+            assert 'parameters stays as edited, {"conf": "tiny", "until_stage": "download"}' in services("up")
             assert deployment(place, "tiny")["schedules"] == before
         (run,) = wait_for(lambda due=due: runs_due(place, due), 400)
         assert (run["auto_scheduled"], run["created_by"]["type"]) == (True, "SCHEDULE")

@@ -7,6 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from conf.model_facts import shapes
 from trainer.rehearsal import tiny_models
 
 # 2 layers, 4 experts; heads of 8. Nothing below can serve it, all that reads its files can.
@@ -44,11 +45,11 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz .:?0123456789"
 
 def write(folder: Path, config: dict[str, Any] = CONFIG) -> None:
     folder.mkdir(parents=True)
-    shapes = tiny_models.model_shapes(config)
-    names = list(shapes)
+    released = shapes(config)
+    names = list(released)
     parts = dict(zip(SHARDS, (names[: len(names) // 2], names[len(names) // 2 :]), strict=True))
     for shard, part in parts.items():
-        header, content = tensors({name: shapes[name] for name in part})
+        header, content = tensors({name: released[name] for name in part})
         write_shard(folder / shard, header, content)
     index = {"metadata": {}, "weight_map": {name: shard for shard, part in parts.items() for name in part}}
     files = {"config.json": config, "model.safetensors.index.json": index}

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tasks.stages import pipeline
+from flows.pipeline import PIPELINE
 from tests.support import toy_trainer
 from tests.support.flow_world import CONF, World
 from tests.support.preloaded import Preloaded, Started
@@ -79,7 +79,7 @@ class Toys:
             for run in runs
         }
         tags = parent.data.tags
-        for stage in pipeline.ORDER:  # those without a run of their own
+        for stage in PIPELINE.names:  # those without a run of their own
             if f"finetune.{stage}.begun" in tags:
                 state = tags.get(f"finetune.{stage}.state", parent.info.status)
                 found[stage] = (state, tags.get(f"finetune.{stage}.reason", tags.get("finetune.reason", "")))

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from conf.model_facts import ALIASES, facts_from_hf
+from conf import families
+from conf.model_facts import facts_from_hf
 from conf.planner.parameters import total
 from conf.rules.conversion import obstacles
 from trainer.rehearsal.tiny_models import KINDS
@@ -19,7 +20,7 @@ def drawn(config: dict[str, Any]) -> int:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, rest = config["model_type"], {key: value for key, value in config.items() if key != "model_type"}
-    described = AutoConfig.for_model(ALIASES.get(kind, kind), **rest)
+    described = AutoConfig.for_model(families.every()[kind].read_as or kind, **rest)
     with torch.device("meta"):
         return sum(one.numel() for one in AutoModelForCausalLM.from_config(described).parameters())
 

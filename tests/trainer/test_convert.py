@@ -204,9 +204,9 @@ def test_a_parameter_that_nothing_fills_is_named(start, tmp_path):
 def test_what_is_there_already_is_left_alone_and_what_changed_is_replaced(start, tmp_path):
     assert "holds all 39 tensors" in start("convert", "llama").output
     mark = (tmp_path / "base/complete.json").stat()
-    assert "already there, from these 39 tensors" in start("convert", "llama").output
+    assert "already exists, from these 39 tensors" in start("convert", "llama").output
     rewrite(tmp_path / "model", lambda tensors: None)  # other files, the same tensors
-    assert "already there, from the same 39 tensors" in start("convert", "llama").output
+    assert "already exists, from the same 39 tensors" in start("convert", "llama").output
     assert (tmp_path / "base/complete.json").stat().st_mtime_ns == mark.st_mtime_ns
 
     rewrite(tmp_path / "model", extra)
@@ -231,7 +231,7 @@ def test_a_base_of_an_earlier_version_is_left_alone_and_exported(start, tmp_path
     (base / released.SOURCE).write_text(json.dumps(rows))
     checkpoints.mark(base, **facts | {"digest": released.digest(model, {name: row[2] for name, row in rows.items()})})
     rewrite(tmp_path / "model", lambda tensors: None)  # other files, the same tensors
-    assert "already there, from the same 39 tensors" in start("convert", "llama").output
+    assert "already exists, from the same 39 tensors" in start("convert", "llama").output
     exported = start("export", "llama")
     assert exported.code == 0, exported.output
 

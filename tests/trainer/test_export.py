@@ -262,7 +262,7 @@ def test_a_release_that_changed_after_the_conversion_is_noticed(configure, ranks
     ("override", "said"),
     [
         ("export.checkpoint=5", "export.checkpoint: 5 is not complete in"),
-        ("paths.output=nowhere", "no complete checkpoint; one is made by python -m trainer.train"),
+        ("paths.output=nowhere", "no complete checkpoint; python -m trainer.train makes one"),
     ],
 )
 def test_a_checkpoint_that_is_not_there_is_asked_for(override, said, configure, ranks, exported, work, tmp_path):

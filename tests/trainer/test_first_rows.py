@@ -85,7 +85,7 @@ def test_what_the_caller_says_is_no_guess(look):
 
 
 def test_three_columns_of_text_are_nobody_s_guess(look):
-    with pytest.raises(Fault, match=r"rows.csv:2: no columns that are known: there are a \(text\), b \(text\), c"):
+    with pytest.raises(Fault, match=r"rows.csv:2: no known columns: the columns are a \(text\), b \(text\), c"):
         look([{"a": f"some words {n}", "b": f"other words {n}", "c": f"more words {n}"} for n in range(30)])
 
 
@@ -148,4 +148,4 @@ def test_ids_numbers_and_dates_are_no_texts():
     rows = [f"T-{n}" for n in range(30)], [str(n) for n in range(30)], [f"2026-01-{n:02}" for n in range(30)]
     assert not any(first_rows._is_text(values) for values in rows)
     assert first_rows._is_text(["billing", "shipping"] * 15)
-    assert first_rows._told(Bad("empty", "a")) == "a: empty"
+    assert first_rows._described(Bad("empty", "a")) == "a: empty"

@@ -91,7 +91,7 @@ def test_two_processes_write_the_same_files_as_one_and_what_is_there_is_left_alo
     assert once("convert", "glm4-moe", *asked, *TWO, "layout.tp=1", "layout.ep=2").code == 0
     assert content(tmp_path / "base") == expected
     again = once("convert", "glm4-moe", *asked)
-    assert again.code == 0 and "is already there" in again.output
+    assert again.code == 0 and "already exists" in again.output
 
 
 def test_a_base_in_another_format_is_refused_in_one_line(configure, tmp_path):

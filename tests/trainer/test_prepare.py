@@ -187,12 +187,12 @@ def test_nothing_is_done_twice_and_what_changed_is_noticed(place):
     write(place.folder / "rows.jsonl", rows(100))
     assert place.run()[0] == 0
     before = {file.name: file.stat().st_mtime_ns for file in place.data.iterdir()}
-    assert "is prepared already" in place.run("data.workers=3")[1]
+    assert "is already prepared" in place.run("data.workers=3")[1]
     assert {file.name: file.stat().st_mtime_ns for file in place.data.iterdir()} == before
     for change in (lambda: flip(place.data / "training.idx.parquet"), lambda: flip(place.folder / "rows.jsonl", 20)):
         was = digests(place.data)
         change()
-        assert "is prepared already" not in place.run()[1]
+        assert "is already prepared" not in place.run()[1]
         assert len(was) == len(digests(place.data))
 
 
@@ -354,7 +354,7 @@ def test_what_a_kill_after_the_last_step_left_is_removed(place, of_this, stays):
     if not of_this:
         (left / "identity.json").write_text("{}")
     code, output = place.run()
-    assert code == 0 and "is prepared already" in output
+    assert code == 0 and "is already prepared" in output
     assert left.exists() == stays
 
 

@@ -227,9 +227,9 @@ def test_command_says_what_megatron_refuses(command):
     [
         ("layout.tpp=2", "layout.tpp"),
         ("layout.nodes=-1", "layout.nodes: -1 is too small"),
-        ("model.source=tiny://mine", "model.source: tiny://mine is no tiny model; there are glm4-moe, "),
-        ("--steps=-1", "--steps: -1 is no number of steps"),
-        ("model.source=me/mine", "model.source: me/mine is in no file of conf/models, and "),
+        ("model.source=tiny://mine", "model.source: tiny://mine is not a tiny model; known: glm4-moe, "),
+        ("--steps=-1", "--steps: -1 is negative; 0 takes no steps"),
+        ("model.source=me/mine", "model.source: me/mine is not in conf/models, and "),
     ],
 )
 def test_command_refuses_in_one_line(command, override, line):

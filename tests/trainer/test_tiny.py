@@ -182,7 +182,7 @@ def test_no_rows_are_no_data(tmp_path, monkeypatch, capsys, rows):
     monkeypatch.setattr("sys.argv", ["tiny", "data", str(tmp_path / "data"), f"--rows={rows}"])
     with pytest.raises(SystemExit) as end:
         tiny.main()
-    assert end.value.code == 2 and f"--rows: {rows} is no number of rows, from 1 on" in capsys.readouterr().err
+    assert end.value.code == 2 and f"--rows: {rows} is not a positive number of rows" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -129,7 +129,7 @@ def test_finished_it_says_so_and_does_nothing(undisturbed, ranks):
     run, whole = undisturbed
     again = ranks("train", run)
     assert again.code == 0
-    assert "step 6 of 6 is already there" in again.output
+    assert "step 6 of 6 already exists" in again.output
     assert again.metrics == whole.metrics
 
 

@@ -76,8 +76,8 @@ def test_results_without_a_place_go_to_the_folder_of_runs(tmp_path, monkeypatch)
     [
         ("--steps 2", "--steps: 2, but the first 2 are not measured"),
         ("--steps 4 train.precision=bf16 train.cuda_graphs=true", "--steps: 4, but the first 4 are not measured"),
-        ("--layers 5", "--layers: 5 is no number of layers from 1 to 4"),
-        ("--layers 1", "--layers: 1 leaves no dense layer, of 4"),
+        ("--layers 5", "--layers: 5 is not between 1 and 4"),
+        ("--layers 1", "--layers: 1 leaves no dense layer of 4"),
         ("layout.ep=3 layout.gpus_per_node=3", "layout.ep: 3 does not divide the 8 experts"),
         ("--gpu h300", "gpu: 'h300' is none of "),
         ("--profile-to conf", "conf is there already, and not empty"),

@@ -186,14 +186,14 @@ def check_evaluate(run: Run) -> None:
             raise Fault(f"evaluate.tasks: {name}: no such file in {Path.cwd()}")
     if "held_out" in tasks and (Path(run.paths.data) / prepared.MANIFEST).exists() and held_out_texts.are_prepared(run):
         held_out_texts.require(run)
-        prepared.check_asked(prompts.folder(run))
+        prepared.check_questions(prompts.folder(run))
     elif "held_out" in tasks:
         file = Path(run.paths.data) / "test.jsonl"
         if not file.exists() or not file.stat().st_size:
             what = "empty" if file.exists() else "no such file"
             raise Fault(f"{file}: {what}; a larger share of data.test, or evaluate.tasks without held_out, would do")
         prompts.record(run)  # is there
-        prepared.check_asked(prompts.folder(run))
+        prepared.check_questions(prompts.folder(run))
 
 
 def check_model(run: Run, key: str = "paths.model") -> ModelFacts:

@@ -1,7 +1,7 @@
-"""Preparation of data that are tokens already: megatron-core's indexed data sets, checked, counted, and not rewritten.
+"""Preparation of tokenized data: megatron-core's indexed data sets, checked and counted, but not rewritten.
 
-Every split is a range of each data set's documents, as Megatron's `--split` has it. Several data sets are one of its
-blends, whose samples come in the proportion of weights. A source of several files shares its weight among them by
+Every split is a range of each data set's documents, like Megatron's `--split`. Several data sets form one of its
+blends, whose samples come in the proportion of the weights. A source of several files divides its weight among them by
 their tokens.
 """
 
@@ -28,47 +28,47 @@ from trainer.data.write import report
 from trainer.data.write.progress import Progress
 from trainer.startup.console import say
 
-FILE = "blend.json"  # the data sets beside it, the weight of each, and the shares of the splits, as core takes them
+FILE = "blend.json"  # names and weights of the data sets in its folder, and core's split
 SHOWN = 200  # tokens of the example
 OF_ROWS = {"rows": None, "duplicates": "keep", "near_copies": "keep", "leaks": "keep", "stop": None}
 
 
 def is_of(parts: Sequence[Part]) -> bool:
-    """Whether the sources are indexed data sets. Raises a Fault where some are and others are not."""
-    found = [sources.are_indexed(part) for part in parts]
-    if any(found) and not all(found):
-        raise Fault("data.mixture: .bin/.idx are tokens already and cannot be mixed with rows; prepare those first")
-    return all(found)
+    """Whether the sources are indexed data sets. Raise a Fault if only some of them are."""
+    indexed_sources = [sources.are_indexed(part) for part in parts]
+    if any(indexed_sources) and not all(indexed_sources):
+        raise Fault("data.mixture: .bin/.idx are already tokens and cannot be mixed with rows; prepare the rows first")
+    return all(indexed_sources)
 
 
-def prepare(run: Run, parts: Sequence[Part], tokenizer: Any, made: Path) -> dict[str, Any]:
-    """Check the data sets, and put them with their blend into the folder. Returns the report."""
+def prepare(run: Run, parts: Sequence[Part], tokenizer: Any, folder: Path) -> dict[str, Any]:
+    """Check the data sets, and put them and their blend into the folder. Return the report."""
     _check_keys(run.data, parts)
-    found = [[indexed.open_pair(prefix) for prefix in _prefixes(part)] for part in parts]
+    data_sets = [[indexed.open_pair(prefix) for prefix in _prefixes(part)] for part in parts]
     vocabulary = _vocabulary(run, tokenizer)
-    progress = Progress(made.parent / "progress.jsonl", sum(data.bytes for data in itertools.chain(*found)))
-    for number, data in enumerate(itertools.chain(*found)):
+    progress = Progress(folder.parent / "progress.jsonl", sum(data.bytes for data in itertools.chain(*data_sets)))
+    for number, data in enumerate(itertools.chain(*data_sets)):
         say(f"prepare: {data.prefix}: {len(data.lengths):,} documents, {len(data.tokens):,} tokens")
         indexed.check_ids(data, vocabulary, lambda size, number=number: progress.update(number, size, 0, True))
     split = shares(run.data)
     blend = []
-    for number, (data, weight) in enumerate(_weighed(parts, found)):
+    for number, (data, weight) in enumerate(_weighed(parts, data_sets)):
         _check_splits(data, split)
         name = f"{number}-{data.prefix.name}"
         for ending in (indexed_files.BIN, indexed_files.IDX):
-            _place(data.prefix.with_name(data.prefix.name + ending), made / f"{name}{ending}")
+            _place(data.prefix.with_name(data.prefix.name + ending), folder / f"{name}{ending}")
         blend.append({"prefix": name, "weight": weight})
-    (made / FILE).write_text(json.dumps({"data_sets": blend, "split": split}, indent=1) + "\n")
-    return _report(run, parts, found, tokenizer)
+    (folder / FILE).write_text(json.dumps({"data_sets": blend, "split": split}, indent=1) + "\n")
+    return _report(run, parts, data_sets, tokenizer)
 
 
 def shares(data: Data) -> str:
-    """Shares of training, validation and test, as core's `split` takes them: plain decimals."""
+    """Return the shares of training, validation and test in the format of core's `split`: plain decimals."""
     return ",".join(f"{share:.10f}" for share in (1 - data.validation - data.test, data.validation, data.test))
 
 
 def ranges(split: str, count: int) -> list[range]:
-    """Documents of each split, rounded as core rounds them."""
+    """Return the documents of each split, rounded like core."""
     values = np.array([float(share) for share in split.split(",")])
     ends = [0.0, *itertools.accumulate((values / values.sum()).tolist())]
     return [range(round(start * count), round(end * count)) for start, end in itertools.pairwise(ends)]
@@ -77,7 +77,7 @@ def ranges(split: str, count: int) -> list[range]:
 def _check_keys(data: Data, parts: Sequence[Part]) -> None:
     for key, absent in OF_ROWS.items():
         if getattr(data, key) != absent:
-            raise Fault(f"data.{key}: is for rows; {parts[0].source} holds tokens, of which all are taken as they are")
+            raise Fault(f"data.{key}: is for rows; {parts[0].source} holds tokens, which are used without changes")
     for part in parts:
         if part.shape not in ("auto", "text"):
             raise Fault(f"data.shape: {part.shape}: {part.source} holds tokens of texts; leave it out")
@@ -89,19 +89,19 @@ def _prefixes(part: Part) -> list[Path]:
 
 
 def _vocabulary(run: Run, tokenizer: Any) -> int:
-    """Number of ids that the model has, which may be more than the tokenizer's."""
+    """Return the number of ids of the model, which may exceed the tokenizer's."""
     try:
-        found = config_json.read(Path(run.paths.model) / config_json.NAME).get("vocab_size")
-    except Fault:  # the tokenizer alone lies there
-        found = None
-    return found if isinstance(found, int) else len(tokenizer)
+        size = config_json.read(Path(run.paths.model) / config_json.NAME).get("vocab_size")
+    except Fault:  # the folder has only a tokenizer
+        size = None
+    return size if isinstance(size, int) else len(tokenizer)
 
 
-def _weighed(parts: Sequence[Part], found: Sequence[Sequence[Indexed]]) -> list[tuple[Indexed, float]]:
+def _weighed(parts: Sequence[Part], data_sets: Sequence[Sequence[Indexed]]) -> list[tuple[Indexed, float]]:
     weighed = []
-    for part, some in zip(parts, found, strict=True):
-        total = sum(len(data.tokens) for data in some)
-        weighed += [(data, part.weight * len(data.tokens) / total) for data in some]
+    for part, of_part in zip(parts, data_sets, strict=True):
+        total = sum(len(data.tokens) for data in of_part)
+        weighed += [(data, part.weight * len(data.tokens) / total) for data in of_part]
     return weighed
 
 
@@ -109,15 +109,15 @@ def _check_splits(data: Indexed, split: str) -> None:
     shares = zip(SPLITS, ranges(split, len(data.lengths)), split.split(","), strict=True)
     for name, documents, share in shares:
         if float(share) and not int(data.lengths[documents.start : documents.stop].sum(dtype=np.int64)):
-            mend = "a larger share would do" if name != "training" else "smaller other shares would do"
+            advice = "increase this share" if name != "training" else "decrease the other shares"
             raise Fault(
-                f"data.{name}: no tokens of {data.prefix} fall to it, which has {len(data.lengths)} documents; "
-                f"{mend}{', or 0' if name != 'training' else ''}"
+                f"data.{name}: gets no tokens of {data.prefix}, which has {len(data.lengths)} documents; "
+                f"{advice}{', or set it to 0' if name != 'training' else ''}"
             )
 
 
 def _place(source: Path, target: Path) -> None:
-    """Give the file a name in the folder: a link where both are on one disk, else a copy."""
+    """Put the file into the folder: as a hard link if both are on one disk, else as a copy."""
     real = os.path.realpath(source)
     try:
         os.link(real, target)
@@ -125,21 +125,27 @@ def _place(source: Path, target: Path) -> None:
         shutil.copyfile(real, target)
 
 
-def _report(run: Run, parts: Sequence[Part], found: Sequence[Sequence[Indexed]], tokenizer: Any) -> dict[str, Any]:
-    every, split = [*itertools.chain(*found)], shares(run.data)
+def _report(run: Run, parts: Sequence[Part], data_sets: Sequence[Sequence[Indexed]], tokenizer: Any) -> dict[str, Any]:
+    every, split = [*itertools.chain(*data_sets)], shares(run.data)
     lengths: dict[str, np.ndarray] = {}
     for name, at in zip(SPLITS, range(len(SPLITS)), strict=True):
         picked = [(data, ranges(split, len(data.lengths))[at]) for data in every]
-        lengths[name] = np.concatenate([data.lengths[some.start : some.stop] for data, some in picked])
-    tokens = {name: report.lengths(some, some) for name, some in lengths.items()}
+        lengths[name] = np.concatenate(
+            [data.lengths[part_lengths.start : part_lengths.stop] for data, part_lengths in picked]
+        )
+    tokens = {name: report.lengths(part_lengths, part_lengths) for name, part_lengths in lengths.items()}
     rows = sum(len(data.lengths) for data in every)
-    read = [(part, sum(len(data.lengths) for data in some), len(some)) for part, some in zip(parts, found, strict=True)]
+    read = [
+        (part, sum(len(data.lengths) for data in part_lengths), len(part_lengths))
+        for part, part_lengths in zip(parts, data_sets, strict=True)
+    ]
     return {
         "sources": [
             {"source": part.source, "shape": "tokens", "reason": f"{count} of Megatron's .bin/.idx", "rows": documents}
             for part, documents, count in read
         ],
-        "rows": {"read": rows, "kept": rows, "not_chosen": 0} | {name: len(some) for name, some in lengths.items()},
+        "rows": {"read": rows, "kept": rows, "not_chosen": 0}
+        | {name: len(part_lengths) for name, part_lengths in lengths.items()},
         "dropped": {},
         "tokens": tokens,
         "learned_share": 1.0,
@@ -155,10 +161,10 @@ def _example(data: Indexed, tokenizer: Any) -> dict[str, Any]:
 
 
 def _without_ends(data: Indexed, end: int) -> str:
-    """What is odd about the ends of documents. Another tokenizer's ids may all be within the vocabulary."""
+    """Return a warning if documents lack the end token: they may be from another tokenizer with the same id range."""
     last = indexed.last_ids(data)
     lacking = int((last != end).sum())
     if not lacking:
         return ""
     which = f"{lacking:,} of {len(last):,} documents do not end in the tokenizer's end of text, {end}"
-    return f"{data.prefix.name}: {which}: was it made with this tokenizer?"
+    return f"{data.prefix.name}: {which}: was this tokenizer used?"

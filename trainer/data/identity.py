@@ -1,7 +1,7 @@
-"""Identity of prepared data: everything that they depend on; and which of them are made already, wholly or in part.
+"""Identity of prepared data: everything they depend on; it decides whether existing data or parts can be used.
 
-<paths.data>/prepared.json    written last; the identity of what is there, and the digest of each file
-<preparing>/identity.json     of what an interrupted preparation was after
+<paths.data>/prepared.json    written last: the identity of the data, and the digest of each file
+<preparing>/identity.json     the identity of an interrupted preparation
 """
 
 # pyright: reportArgumentType=false
@@ -23,7 +23,7 @@ from trainer.data.read import sources
 from trainer.data.tokens import tokenizer
 from trainer.data.write import packing
 
-VERSION = 1  # of what is written; what another one has written is made anew
+VERSION = 1  # of the output; data of another version are prepared again
 MANIFEST = "prepared.json"
 
 
@@ -33,67 +33,69 @@ def of(run: Run, parts: Sequence[Part], splits: Sequence[int | None]) -> dict[st
         settings["multiple"] = packing.multiple(run)
     if run.data.template.endswith(".jinja"):
         settings["template_file"] = checksums.of_file(Path(run.data.template))
-    given = [
+    part_records = [
         {**part.model_dump(mode="json"), "given_split": split, "files": files(part)}
         for part, split in zip(parts, splits, strict=True)
     ]
     tokens = tokenizer.digest(Path(run.paths.model))
-    return {"version": VERSION, "settings": settings, "tokenizer": tokens, "sources": given}
+    return {"version": VERSION, "settings": settings, "tokenizer": tokens, "sources": part_records}
 
 
 def files(part: Part) -> list[dict[str, Any]]:
-    """Files of a local source."""
-    found = sources.files(part.source) if part.source and sources.is_local(part.source) else []
-    return [{"path": str(path), "size": path.stat().st_size, "sha256": checksums.of_file(path)} for path in found]
+    """Return the files of a local source with size and digest."""
+    paths = sources.files(part.source) if part.source and sources.is_local(part.source) else []
+    return [{"path": str(path), "size": path.stat().st_size, "sha256": checksums.of_file(path)} for path in paths]
 
 
 def unchanged(identity: dict[str, Any], parts: Sequence[Part]) -> None:
     for part, entry in zip(parts, identity["sources"], strict=True):
         if files(part) != entry["files"]:
-            raise Fault(f"data.source: {part.source}: changed while it was read; start again when nobody writes to it")
+            raise Fault(
+                f"data.source: {part.source}: changed while it was read; start again when its files are complete"
+            )
 
 
 def is_made(out: Path, identity: dict[str, Any]) -> bool:
     try:
-        made = json.loads((out / MANIFEST).read_text())
+        manifest = json.loads((out / MANIFEST).read_text())
     except (OSError, ValueError):
         return False
-    entries = {out / name: entry for name, entry in made.get("files", {}).items()}
-    return {key: made.get(key) for key in identity} == identity and all(
+    entries = {out / name: entry for name, entry in manifest.get("files", {}).items()}
+    return {key: manifest.get(key) for key in identity} == identity and all(
         file.is_file() and file.stat().st_size == entry["size"] and checksums.of_file(file) == entry["sha256"]
         for file, entry in entries.items()
     )
 
 
 def begin(folder: Path, identity: dict[str, Any]) -> Path:
-    """The folder to write into. Work of an earlier attempt is kept if it had the same identity."""
+    """Return the folder to write into. Chunks of an earlier attempt are kept if it had the same identity."""
     file, text = folder / "identity.json", _text(identity)
     if not (file.exists() and file.read_text() == text):
         output_marks.remove(folder, PREPARING)
         output_marks.begin(folder, PREPARING)
         file.write_text(text)
-    made = folder / "files"
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir()
-    return made
+    output = folder / "files"
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir()
+    return output
 
 
 def clear_up(folder: Path, identity: dict[str, Any]) -> None:
-    """Remove what is left of a preparation that was killed once its data had their name."""
+    """Remove the rest of a preparation that was killed after its data had been renamed."""
     file = folder / "identity.json"
     if not file.exists() or file.read_text() == _text(identity):
         with contextlib.suppress(output_marks.Foreign):
             output_marks.remove(folder, PREPARING)
 
 
-def finish(made: Path, identity: dict[str, Any], facts: dict[str, Any], out: Path) -> None:
-    """Give the finished folder the name `out`. A folder that had the name before is removed."""
+def finish(output: Path, identity: dict[str, Any], facts: dict[str, Any], out: Path) -> None:
+    """Rename the finished folder to `out`, replacing a previous one."""
     entries = {
-        file.name: {"size": file.stat().st_size, "sha256": checksums.of_file(file)} for file in sorted(made.iterdir())
+        file.name: {"size": file.stat().st_size, "sha256": checksums.of_file(file)} for file in sorted(output.iterdir())
     }
-    write(made / MANIFEST, identity | facts | {"files": entries})
-    output_marks.put_in_place(made, out, DATA)
-    output_marks.remove(made.parent, PREPARING)
+    write(output / MANIFEST, identity | facts | {"files": entries})
+    output_marks.put_in_place(output, out, DATA)
+    output_marks.remove(output.parent, PREPARING)
 
 
 def _text(identity: dict[str, Any]) -> str:

@@ -1,9 +1,9 @@
-"""Texts made by rules, for models that are trained from nothing: short stories whose sentences depend on one another.
+"""Synthetic texts for models trained from scratch: short stories whose sentences depend on one another.
 
     python -m trainer.data.made_texts OUT.jsonl [--rows N] [--seed N]
 
-Who does something, where and with what stays the same through a story, so that a model that attends to what was said
-is better than one that counts words. Equal arguments give equal bytes.
+Person, place and object stay the same through a story, so a model with attention predicts it better than one that
+counts words. Equal arguments give equal bytes.
 """
 
 import argparse
@@ -25,12 +25,12 @@ TIMES = ["in the morning", "at noon", "in the evening", "before the rain", "afte
 
 
 def texts(rows: int, seed: int) -> list[str]:
-    """Stories, each of another text."""
+    """Return distinct stories."""
     rng = random.Random(seed)
-    found: dict[str, None] = {}
-    while len(found) < rows:
-        found[_story(rng)] = None
-    return list(found)
+    stories: dict[str, None] = {}
+    while len(stories) < rows:
+        stories[_story(rng)] = None
+    return list(stories)
 
 
 def _story(rng: random.Random) -> str:

@@ -24,60 +24,66 @@ from trainer.data.write.spool import Spool
 from trainer.startup.console import say
 
 
-def given(run: Run, folder: Path, out: Path) -> None:
-    """Prepare files made by hand and split already: training.jsonl, and validation.jsonl and test.jsonl if there."""
-    found = {number: folder / f"{name}.jsonl" for number, name in enumerate(choose.SPLITS)}
-    found = {number: file for number, file in found.items() if file.exists()}
-    prepare(run, [Part(source=str(file)) for file in found.values()], list(found), out)
+def prepare_splits(run: Run, folder: Path, out: Path) -> None:
+    """Prepare existing splits written by hand: training.jsonl, and validation.jsonl and test.jsonl if they exist."""
+    files = {number: folder / f"{name}.jsonl" for number, name in enumerate(choose.SPLITS)}
+    files = {number: file for number, file in files.items() if file.exists()}
+    prepare(run, [Part(source=str(file)) for file in files.values()], list(files), out)
 
 
 def prepare(run: Run, parts: Sequence[Part], splits: Sequence[int | None], out: Path) -> None:
-    """Prepare the data. `splits` holds the split that all of a part belongs to, where that is given."""
+    """Prepare the data. `splits` has the split of each part that is a split already, else None."""
     start = time.monotonic()
     if not parts:
         raise Fault("data.source: required: a file, a folder, a Hub data set, or tiny://tickets")
-    wanted = identity.of(run, parts, splits)
-    tokens_already = blend.is_of(parts)
-    if identity.is_made(out, wanted):
-        identity.clear_up(_beside(Path(os.path.realpath(out))), wanted)
-        say(f"prepare: {out} is prepared already")
+    required = identity.of(run, parts, splits)
+    are_tokens = blend.is_of(parts)
+    if identity.is_made(out, required):
+        identity.clear_up(_unfinished(Path(os.path.realpath(out))), required)
+        say(f"prepare: {out} is already prepared")
         return
     tokens = tokenizer.load(Path(run.paths.model), run.model.trust_remote_code)
     if tokens.eos_token_id is None:
-        raise Fault(f"paths.model: {run.paths.model}: the tokenizer names no eos_token, which pads sequences")
+        raise Fault(f"paths.model: {run.paths.model}: the tokenizer has no eos_token, which pads sequences")
     out = Path(os.path.realpath(out))
-    folder = _beside(out)
+    folder = _unfinished(out)
     check_one(out, DATA)
     check_one(folder, PREPARING)
     output_marks.recover(out, DATA)
-    made = identity.begin(folder, wanted)
-    report = blend.prepare(run, parts, tokens, made) if tokens_already else _of_rows(run, parts, splits, tokens, made)
-    identity.unchanged(wanted, parts)
-    identity.write(made / "report.json", report)
-    identity.write(made / "template.json", report["template"])
-    identity.finish(made, wanted, _facts(report, tokens), out)
+    folder_of_files = identity.begin(folder, required)
+    report = (
+        blend.prepare(run, parts, tokens, folder_of_files)
+        if are_tokens
+        else _of_rows(run, parts, splits, tokens, folder_of_files)
+    )
+    identity.unchanged(required, parts)
+    identity.write(folder_of_files / "report.json", report)
+    identity.write(folder_of_files / "template.json", report["template"])
+    identity.finish(folder_of_files, required, _facts(report, tokens), out)
     _tell(report, time.monotonic() - start)
 
 
-def _beside(out: Path) -> Path:
-    """The folder of a preparation that is not finished."""
+def _unfinished(out: Path) -> Path:
+    """Return the folder of an unfinished preparation."""
     return out.with_name(f"{out.name}-preparing")
 
 
-def _of_rows(run: Run, parts: Sequence[Part], splits: Sequence[int | None], tokens: Any, made: Path) -> dict[str, Any]:
+def _of_rows(
+    run: Run, parts: Sequence[Part], splits: Sequence[int | None], tokens: Any, output: Path
+) -> dict[str, Any]:
     """Write the files of rows, and return the report."""
-    folder = made.parent
-    found = [_shape(part) for part in parts]
-    kind = _kind(found)
+    folder = output.parent
+    part_shapes = [_shape(part) for part in parts]
+    kind = _kind(part_shapes)
     data = _of_answers(run) if kind == "preference" else run.data
     template = templates.choose(data, tokens, kind)
-    plan = Plan(run.data, tuple(found), tuple(splits), template, packing.multiple(run), folder)
-    done = work.run(plan, parts, Progress(folder / "progress.jsonl", sum(map(sources.total, parts))))
+    plan = Plan(run.data, tuple(part_shapes), tuple(splits), template, packing.multiple(run), folder)
+    results = work.run(plan, parts, Progress(folder / "progress.jsonl", sum(map(sources.total, parts))))
     say("prepare: write")
-    report = outputs.write(plan, Spool(done.paths), done, made)
+    report = outputs.write(plan, Spool(results.paths), results, output)
     report["sources"] = [
         {"source": part.source, "shape": shape.kind, "reason": shape.reason, "rows": rows}
-        for part, shape, rows in zip(parts, found, done.rows, strict=True)
+        for part, shape, rows in zip(parts, part_shapes, results.rows, strict=True)
     ]
     return report
 
@@ -89,24 +95,24 @@ def _shape(part: Part) -> shapes.Shape:
     return shape
 
 
-def _kind(found: Sequence[shapes.Shape]) -> str:
-    kinds = {shape.kind for shape in found}
+def _kind(part_shapes: Sequence[shapes.Shape]) -> str:
+    kinds = {shape.kind for shape in part_shapes}
     if "text" in kinds and len(kinds) > 1:
         raise Fault("data.mixture: texts for pretraining cannot be mixed with rows that have answers")
     if "preference" in kinds and len(kinds) > 1:
-        raise Fault("data.mixture: rows with a chosen and a rejected answer cannot be mixed with rows that have one")
+        raise Fault("data.mixture: rows with a chosen and a rejected answer cannot be mixed with rows of one answer")
     return next(kind for kind in ("text", "preference", "messages", "pairs") if kind in kinds)
 
 
 def _of_answers(run: Run) -> Data:
-    """Settings for two answers to one prompt, of which the answers alone count."""
+    """Return the settings for two answers to one prompt: only the answers are learned."""
     if lines := list(objectives.of_pairs(run.data)):
         raise Fault("\n".join(f"{key}: {problem}" for key, problem in lines))
     return run.data.model_copy(update={"loss_on": "answer"})
 
 
 def _facts(report: dict[str, Any], tokens: Any) -> dict[str, Any]:
-    """Facts that training has to know."""
+    """Return the facts that training needs."""
     kind = report["template"]["kind"]
     rows = {name: report["rows"][name] for name in choose.SPLITS}
     packed = {name: entry["sequences"] for name, entry in report.get("packing", {}).items()}

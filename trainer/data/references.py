@@ -3,9 +3,9 @@
     <split>.npy                        dpo: float32 [rows, 2], log-probability of the chosen answer and of the rejected
     <split>-values.npy, -ids.npy       distill: float32 and int32 [learned tokens, top k], log-probabilities and tokens
     <split>-starts.npy                 int64 [rows + 1], where the tokens of each row begin
-    references.json                    written last: of which rows, by which base, or by which teacher how many tokens
+    references.json                    written last: the rows, and the base (dpo), or the teacher and its settings
 
-A training whose rows or base are others refuses them.
+Training refuses references of other rows or of another base.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ from trainer.data import prepared
 from trainer.data.identity import MANIFEST
 
 MARK = REFERENCE.mark
-ARRAYS = ("values", "ids")  # what is said at each place; dpo has values alone
-AGAIN = "python -m trainer.reference makes it"
+ARRAYS = ("values", "ids")  # files of arrays; dpo has only values
+AGAIN = "python -m trainer.reference writes it"
 
 
 @dataclass(frozen=True)
 class Likeliest:
-    """Tokens that a teacher holds likeliest, of all rows of a split."""
+    """A teacher's most likely tokens, for all rows of a split."""
 
     values: np.ndarray
     ids: np.ndarray
@@ -44,13 +44,13 @@ class Likeliest:
         return self.values.shape[1]
 
     def of(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probabilities and tokens at the places of a row that are learned."""
+        """Return log-probabilities and tokens at the learned positions of a row."""
         part = slice(int(self.starts[row]), int(self.starts[row + 1]))
         return self.values[part], self.ids[part]
 
 
-def wanted(run: Run) -> dict[str, Any]:
-    """The facts of the references that a run needs. A training does not have the teacher's base."""
+def required_facts(run: Run) -> dict[str, Any]:
+    """Return the facts of the references that a run needs. Training does not have the teacher's base."""
     facts = {"objective": run.train.objective, "rows": checksums.of_file(prepared.folder(run) / MANIFEST)}
     facts["precision"] = run.train.precision
     if objectives.has_teacher(run):
@@ -60,44 +60,45 @@ def wanted(run: Run) -> dict[str, Any]:
 
 
 def _adapter(run: Run) -> dict[str, str]:
-    """Digest of the adapter that training starts from. One that goes on needs that no more."""
+    """Return the digest of the adapter that training starts from, if it is still needed."""
     if not objectives.has_starting_adapter(run):
         return {}
     weights = Path(str(run.model.adapter)).expanduser() / "adapter_model.safetensors"
     return {"adapter": checksums.of_file(weights)} if weights.exists() else {}
 
 
-def made_of(run: Run) -> dict[str, Any]:
-    """The same with all that the command which asks knows: whose teacher's base it is, too."""
+def recorded_facts(run: Run) -> dict[str, Any]:
+    """Return the required facts and, for a teacher, the digest of its base, which only trainer.reference knows."""
     if not objectives.has_teacher(run):
-        return wanted(run)
-    return wanted(run) | {"teacher": (checkpoints.read_mark(Path(run.paths.teacher_base)) or {}).get("digest")}
+        return required_facts(run)
+    return required_facts(run) | {"teacher": (checkpoints.read_mark(Path(run.paths.teacher_base)) or {}).get("digest")}
 
 
 def begin(folder: Path) -> None:
-    """Drop the mark of what was there before: from now on its files may be others."""
+    """Remove the mark of earlier references, because their files will be overwritten."""
     (folder / MARK).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def written(folder: Path, split: str, starts: np.ndarray) -> Iterator[Callable[..., None]]:
-    """Yield put(place, values[, ids]), which writes what is said from this place on. Files are there whole or not.
+    """Yield put(place, values[, ids]), which writes arrays from this place on. Files appear only when they are
+    complete.
 
-    `starts` says where the places of each row begin. Where each row has one, and there are no ids, it is dpo's file.
+    `starts` has the beginning of each row's places. Without ids, the only file is dpo's.
     """
     with contextlib.ExitStack() as stack:
         files: list[tuple[BinaryIO, int]] = []
 
-        def put(place: int, *found: np.ndarray) -> None:
+        def put(place: int, *arrays: np.ndarray) -> None:
             if not files:
-                names = [f"{split}-{name}.npy" for name in ARRAYS] if len(found) > 1 else [f"{split}.npy"]
-                for name, array in zip(names, found, strict=True):
+                names = [f"{split}-{name}.npy" for name in ARRAYS] if len(arrays) > 1 else [f"{split}.npy"]
+                for name, array in zip(names, arrays, strict=True):
                     file = stack.enter_context(open_atomically(folder / name, durable=True))
                     shape = (int(starts[-1]), *array.shape[1:])
                     _write_header(file, shape, array.dtype)
                     files.append((file, file.tell()))
-            for (file, begins), array in zip(files, found, strict=True):
-                file.seek(begins + place * array.nbytes // max(len(array), 1))
+            for (file, data_start), array in zip(files, arrays, strict=True):
+                file.seek(data_start + place * array.nbytes // max(len(array), 1))
                 file.write(np.ascontiguousarray(array).data)
 
         yield put
@@ -106,9 +107,9 @@ def written(folder: Path, split: str, starts: np.ndarray) -> Iterator[Callable[.
                 np.save(file, starts)
 
 
-def _write_header(file: BinaryIO, shape: tuple[int, ...], kind: np.dtype) -> None:
-    described = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, described)
+def _write_header(file: BinaryIO, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
 
 
 def finish(folder: Path, facts: dict[str, Any]) -> None:
@@ -124,15 +125,15 @@ def read(folder: Path, split: str) -> np.ndarray | Likeliest:
 
 def is_made(run: Run) -> bool:
     path = Path(run.paths.reference) / MARK
-    return regular_files.is_there(path) and json_object.read(path) == made_of(run)
+    return regular_files.is_there(path) and json_object.read(path) == recorded_facts(run)
 
 
 def check(run: Run) -> None:
-    """Refuse references that are missing, or of other rows or another base than the run's."""
+    """Raise a Fault if references are missing, or of other rows or of another base than the run's."""
     place = Path(run.paths.reference)
     if not regular_files.is_there(place / MARK):
         raise Fault(f"paths.reference: {place}: no {MARK}; {AGAIN}")
-    found, now = json_object.read(place / MARK), wanted(run)
-    for key, value in now.items():
-        if found.get(key) != value:
-            raise Fault(f"paths.reference: {place}: was made for another {key} than this run has; {AGAIN} again")
+    recorded, required = json_object.read(place / MARK), required_facts(run)
+    for key, value in required.items():
+        if recorded.get(key) != value:
+            raise Fault(f"paths.reference: {place}: was written for another {key} than this run's; {AGAIN} again")

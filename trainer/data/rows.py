@@ -1,9 +1,9 @@
-"""Types that the files of this folder pass to one another: rows of a source, canonical rows, and rows that are bad.
+"""Types of rows: rows of a source, canonical rows, and bad rows.
 
-A canonical row is one of four dicts; content() is what it is known by, for splits, duplicates and subsets:
+A canonical row is one of four dicts. Its content() identifies it for splits, duplicates and subsets:
 
     {"input": str, "output": str}                          a prompt and its answer
-    {"messages": [{"role", "content", ...}, ...], "tools": [...]}    a conversation; tools only where there are some
+    {"messages": [{"role", "content", ...}, ...], "tools": [...]}    a conversation; the key tools is optional
     {"text": str}                                          for pretraining
     {"chosen": row, "rejected": row}                       two answers to one prompt, each a row of the first two kinds
 """
@@ -20,17 +20,17 @@ Row = dict[str, Any]
 class Bad:
     """Reason why a row cannot be used."""
 
-    reason: str  # few words, the same for all rows with this fault: rows are counted by it
+    reason: str  # a few words, the same for all rows with this fault; rows are counted by reason
     field: str = ""  # the column or the place within the row
-    shown: str = ""  # the value, or what the parser said
+    shown: str = ""  # the value, or the parser's message
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a chunk as they lie in the source, in order. One that cannot be parsed is Bad."""
+    """Rows of a chunk in the order of the source. A row that cannot be parsed is Bad."""
 
     values: list[Row | Bad]
-    place: Callable[[int], str]  # of a row by its position here: "file.jsonl:17", "file.parquet row 17"
+    place: Callable[[int], str]  # location of a row by its index here: "file.jsonl:17", "file.parquet row 17"
 
 
 def content(row: Row) -> bytes:

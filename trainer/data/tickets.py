@@ -1,14 +1,15 @@
-"""Tickets to a shop and the team that each belongs to: a task that the tiny model learns in half a minute.
+"""Synthetic data: tickets to a shop and the team of each, a task that the tiny model learns in half a minute.
 
     python -m trainer.data.tickets OUT.jsonl [--rows N] [--seed N]
 
-Each row is a customer's sentence among a name, an order number and a greeting that differ from row to row; no row
-occurs twice. A model that has not seen the task names none of the teams. Equal arguments give equal bytes.
+Each row is a customer's sentence with a name, an order number and sometimes a greeting, which vary; no row occurs
+twice. A model that has not seen the task names none of the teams. Equal arguments give equal bytes.
 """
 
 import argparse
 import json
 import random
+import re
 from pathlib import Path
 
 TEAMS = {
@@ -23,61 +24,44 @@ TEAMS = {
     "accounts": ["I cannot log in", "my password does not work", "please change my address", "delete my profile"],
     "sales": ["is there a discount for ten", "when is it in stock", "can I have a quote", "is there a larger model"],
 }
-NAMES = [
-    "Ada",
-    "Ben",
-    "Cleo",
-    "Dan",
-    "Eva",
-    "Finn",
-    "Gus",
-    "Hana",
-    "Ivo",
-    "Jana",
-    "Kai",
-    "Lea",
-    "Max",
-    "Nina",
-    "Otto",
-    "Pia",
-]
+NAMES = re.findall(r"\w+", "Ada Ben Cleo Dan Eva Finn Gus Hana Ivo Jana Kai Lea Max Nina Otto Pia")
 GREETINGS = ["Thanks", "Best", "Yours", "Regards"]
 
 
 def tickets(rows: int, seed: int) -> dict[str, str]:
-    """Tickets, and the team of each."""
+    """Return tickets, and the team of each."""
     rng = random.Random(seed)
-    found: dict[str, str] = {}
-    while len(found) < rows:
+    teams: dict[str, str] = {}
+    while len(teams) < rows:
         team = rng.choice(list(TEAMS))
         text, name, order = rng.choice(TEAMS[team]), rng.choice(NAMES), rng.randrange(1000, 10000)
         if rng.random() < 0.5:
             ticket = f"{name} writes: {text}, order {order}."
         else:
             ticket = f"Order {order}: {text}. {rng.choice(GREETINGS)}, {name}"
-        found[f"{ticket} Team:"] = team
-    return found
+        teams[f"{ticket} Team:"] = team
+    return teams
 
 
-def with_mistakes(found: dict[str, str], seed: int, right: float = 0.3) -> dict[str, str]:
-    """The same tickets, with the next team in the place of the right one in most of them.
+def with_mistakes(right_teams: dict[str, str], seed: int, right: float = 0.3) -> dict[str, str]:
+    """Return the same tickets, most of them with the next team instead of the right one.
 
-    A model that has learned these knows the teams' names, and gives each ticket to the wrong one where it is sure. What
-    rewards teach it then shows in greedy answers as well (conf/tiny-rl.yaml).
+    A model trained on these knows the teams' names, and assigns most tickets to the wrong team. What rewards then teach
+    it also shows in greedy answers (conf/tiny-rl.yaml).
     """
     rng, teams = random.Random(seed), list(TEAMS)
     return {
         ticket: team if rng.random() < right else teams[(teams.index(team) + 1) % len(teams)]
-        for ticket, team in found.items()
+        for ticket, team in right_teams.items()
     }
 
 
-def with_worse(found: dict[str, str], seed: int) -> list[dict[str, str]]:
-    """The same tickets as comparisons: the right team is chosen, and any other rejected."""
+def with_worse(teams: dict[str, str], seed: int) -> list[dict[str, str]]:
+    """Return the same tickets as comparisons: the right team is chosen, and any other rejected."""
     rng = random.Random(seed)
     return [
-        {"prompt": ticket, "chosen": team, "rejected": rng.choice([one for one in TEAMS if one != team])}
-        for ticket, team in found.items()
+        {"prompt": ticket, "chosen": team, "rejected": rng.choice([other for other in TEAMS if other != team])}
+        for ticket, team in teams.items()
     ]
 
 

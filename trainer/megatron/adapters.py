@@ -1,13 +1,13 @@
-"""LoRA and DoRA as this project trains them: Megatron-Bridge's, made independent of how the model is cut.
+"""LoRA and DoRA: Megatron-Bridge's classes, with initial values that do not depend on the layout.
 
-Initial values. Bridge draws each rank's piece of A from that rank's random stream, so the adapter that a run starts
-from depends on its layout and its device. Here the whole A of a layer is drawn on the CPU from a generator seeded by
-the layer's name (and expert), and every rank keeps its piece: the same on 1 process and on 32 GPUs. adapter.init names
-the distribution: Bridge's or PEFT's. B starts at zero; only comparisons of layouts draw it too (SPREAD_OF_B), as zeros
-hide what B multiplies.
+Initial values. Bridge draws each rank's part of A from that rank's random stream, so the initial adapter depends on the
+layout and the device. Here the whole A of a layer is drawn on the CPU, from a generator seeded by the layer's name (and
+expert), and each rank keeps its part. 1 process and 32 GPUs therefore start from the same adapter. adapter.init selects
+the distribution: Bridge's or PEFT's. B starts at zero. Comparisons of layouts draw B too (SPREAD_OF_B), because zeros
+would hide errors in the factor of B.
 
-What they cost more than they have to is left out by lean_adapters.py. What else Bridge's adapters get wrong is repaired
-in trainer/patches: expert_adapters.py, shared_experts.py, dora.py, sequence_parallel.py and recompute.py.
+lean_adapters.py replaces the expensive parts of Bridge's adapters. Bugs of Bridge's adapters are fixed in
+trainer/patches: expert_adapters.py, shared_experts.py, dora.py, sequence_parallel.py and recompute.py.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -29,7 +29,7 @@ from megatron.core import parallel_state
 from trainer.megatron import frozen_experts, frozen_norms, lean_adapters
 from trainer.patches import dora, expert_adapters, recompute, sequence_parallel, shared_experts
 
-SPREAD_OF_B = 0.0  # as a part of A's; benchmarks/layouts.py and tests set another
+SPREAD_OF_B = 0.0  # B's spread relative to A's; benchmarks/layouts.py and tests set another value
 
 
 @dataclass
@@ -37,7 +37,7 @@ class LoRA(bridge_lora.LoRA):
     seed: int = 0
     init: str = "xavier"
     lean: bool = True
-    start = None  # no field: fills adapters that do not start as drawn (model.adapter)
+    start = None  # not a field: fills adapters that continue an existing one (model.adapter)
 
     def __call__(self, model, training: bool = True):
         expert_adapters.install()
@@ -80,7 +80,7 @@ class DoRA(bridge_dora.DoRA):
 
 
 def _set_magnitudes(model) -> None:
-    """Set the magnitudes to the norms of what has been drawn since Bridge set them."""
+    """Set the magnitudes to the norms of the initial values, which were drawn after Bridge had set them."""
     for chunk in model if isinstance(model, list) else [model]:
         for module in chunk.modules():
             if isinstance(module, DoRALinear):
@@ -102,13 +102,13 @@ def draw_initial_values(model, seed: int, init: str) -> None:
 
 @torch.no_grad()
 def fill(model, matrix: Callable[[str, list[int]], torch.Tensor]) -> None:
-    """Fill every A and B with this rank's piece of the matrix of its name and shape."""
+    """Fill every A and B with this rank's part of a matrix, which `matrix` returns by name and shape."""
     for whole, parameter, parts in _matrices(model):
         parameter.copy_(_piece(whole, parameter, lambda name, *cut: matrix(name, _whole_shape(*cut)), parts))
 
 
 def _matrices(model) -> Iterator[tuple[str, Any, int]]:
-    """Every A and B with its name in the whole model, and of how many matrices below one another it consists."""
+    """Yield every A and B: its name in the whole model, the parameter, and how many matrices are stacked in it."""
     chunks = model if isinstance(model, list) else [model]
     for stage, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
@@ -119,9 +119,9 @@ def _matrices(model) -> Iterator[tuple[str, Any, int]]:
 
 
 def _piece(name: str, parameter, matrix: Callable[..., torch.Tensor], parts: int = 1) -> torch.Tensor:
-    """Piece that this rank holds of a matrix that is made whole, of the name.
+    """Return this rank's part of the whole matrix `name`, which `matrix` makes.
 
-    `parts` is the number of matrices, each of which is cut, that the parameter holds one below the other.
+    `parts` is the number of matrices stacked in the parameter; each of them is cut separately.
     """
     if ".experts." in name:
         group = parallel_state.get_expert_tensor_parallel_group()
@@ -132,24 +132,25 @@ def _piece(name: str, parameter, matrix: Callable[..., torch.Tensor], parts: int
         dim = parameter.partition_dim
         return _cut(matrix(name, parameter, dim, ways), dim, ways, group, parts)
     first = parallel_state.get_expert_model_parallel_rank() * len(parameter)
-    dim = parameter.partition_dim - 1  # [experts, rank, in]: the cut is in the matrix behind the experts
-    pieces = (
-        _cut(matrix(f"{name}{first + i}", one, dim, ways), dim, ways, group, parts) for i, one in enumerate(parameter)
-    )
-    return torch.stack(list(pieces))
+    dim = parameter.partition_dim - 1  # [experts, rank, in]: `partition_dim` counts without the first axis
+    pieces = [
+        _cut(matrix(f"{name}{first + i}", expert, dim, ways), dim, ways, group, parts)
+        for i, expert in enumerate(parameter)
+    ]
+    return torch.stack(pieces)
 
 
 def _draw(seed: int, init: str, name: str, like, dim: int, ways: int) -> torch.Tensor:
     shape = _whole_shape(like, dim, ways)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
-    if init == "kaiming":  # PEFT's: kaiming_uniform_(a=sqrt(5)) of [rank, inputs]
+    if init == "kaiming":  # as PEFT: kaiming_uniform_(a=sqrt(5)) of [rank, inputs]
         return (2 * torch.rand(shape, generator=generator, device="cpu") - 1) / math.sqrt(shape[1])
     return torch.randn(shape, generator=generator, device="cpu") * math.sqrt(2 / sum(shape))
 
 
 def _whole_shape(like, dim: int, ways: int) -> list[int]:
-    """Shape of the matrix of which a rank holds a piece like this one."""
+    """Return the shape of the whole matrix; each rank holds a part of the shape of `like`."""
     shape = list(like.shape)
     shape[dim] *= ways
     return shape

@@ -1,16 +1,17 @@
-"""Products of frozen experts as one kernel whose sizes stay on the GPU, so that the host neither counts nor waits.
+"""Grouped products of frozen experts without synchronization between host and GPU.
 
-Transformer Engine's grouped product takes a list of every expert's weight and of its number of tokens. With 128 experts
-the host needs milliseconds to make and keep such lists, in each of a layer's two products, forward, again and backward;
-and it has waited for the GPU to know the numbers, so nothing is queued meanwhile. torch's grouped product reads where
-each expert's tokens end on the GPU, and the weights of a layer as one tensor. Frozen ones are laid behind one another
-in the first forward pass; each stays a parameter of its own name, a view of its part.
+Transformer Engine's grouped product takes lists: every expert's weight and its number of tokens. With 128 experts the
+host needs milliseconds to build such lists, for each of a layer's two products, in the forward pass, its recomputation
+and the backward pass. The host also waits until the GPU knows the numbers, and meanwhile nothing is queued. torch's
+grouped product reads on the GPU where each expert's tokens end, and takes the weights of a layer as one tensor. Frozen
+weights are stacked into such a tensor in the first forward pass; each parameter keeps its name and becomes a view of
+its part.
 
-On one rank of experts there is more to leave out (OneRank): tokens that are sorted by expert already are sorted no
-second time, and the numbers do not come to the host. What else asks for them (an adapter of each expert) waits.
+If one rank holds all experts, OneRank saves more: tokens are sorted by expert only once, and the numbers are not copied
+to the host. Other code that needs the numbers, such as adapters of each expert, waits for the copy.
 
-It is for bf16 on Hopper, where torch has the kernel; OF_TYPE lets tests have it in fp32 on a CPU. Packed weights and
-FP8 stay Transformer Engine's.
+This requires bf16 on Hopper, for which torch has the kernel; tests set OF_TYPE to run in fp32 on a CPU. Packed weights
+and FP8 keep Transformer Engine's product.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
@@ -34,13 +35,13 @@ OF_TYPE = torch.bfloat16
 
 
 class Counts:
-    """Numbers of tokens of a layer's experts, in the order of the tokens."""
+    """Number of tokens of each expert of a layer, in the order of the tokens."""
 
     def __init__(self, tokens: torch.Tensor | list[int]):
         self.tokens = tokens
 
     def tolist(self) -> "Counts":
-        """Itself: megatron-core asks for a list, only to hand it on to the layers."""
+        """Return itself: megatron-core calls this only to pass the result to the layers."""
         return self
 
     @functools.cached_property
@@ -48,7 +49,7 @@ class Counts:
         return self.tokens.tolist() if isinstance(self.tokens, torch.Tensor) else [*self.tokens]
 
     def ends(self, place: torch.device) -> torch.Tensor:
-        """Number of tokens of each expert and those before it."""
+        """Return the cumulative number of tokens: for each expert, where its tokens end."""
         if isinstance(self.tokens, torch.Tensor) and self.tokens.device == place:
             return self._ends
         return ends(tuple(self.on_host), place)
@@ -58,7 +59,7 @@ class Counts:
         return self.tokens.cumsum(0, dtype=torch.int32)
 
     def expert(self, rows: torch.Tensor) -> torch.Tensor:
-        """The expert of each row."""
+        """Return the expert of each row."""
         if (kept := vars(self).get("_expert")) is None:
             numbers = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
             kept = self._expert = torch.searchsorted(self.ends(rows.device), numbers, right=True)
@@ -67,28 +68,28 @@ class Counts:
 
 @functools.lru_cache(maxsize=256)
 def ends(sizes: tuple[int, ...], place: torch.device) -> torch.Tensor:
-    """Ends of each expert's tokens. Kept for a layer's other products, and for when it is computed again."""
-    found = torch.tensor([*accumulate(sizes)], dtype=torch.int32)
-    return found.pin_memory().to(place, non_blocking=True) if place.type == "cuda" else found
+    """Return where each expert's tokens end. The cache serves the layer's other products and its recomputation."""
+    offsets = torch.tensor([*accumulate(sizes)], dtype=torch.int32)
+    return offsets.pin_memory().to(place, non_blocking=True) if place.type == "cuda" else offsets
 
 
 def install(model) -> None:
-    """Have this product made wherever a layer's experts are frozen and can have it."""
+    """Use this product in every layer whose experts are frozen and that fulfils the conditions."""
     if not has_kernel():
         return
     for chunk in model if isinstance(model, list) else [model]:
-        for layer in chunk.modules():
-            if isinstance(layer, MoELayer) and isinstance(layer.experts, TEGroupedMLP):
-                _take(layer)
+        for moe in chunk.modules():
+            if isinstance(moe, MoELayer) and isinstance(moe.experts, TEGroupedMLP):
+                _take(moe)
 
 
 def _take(layer: MoELayer) -> None:
     experts, dispatcher = layer.experts, layer.token_dispatcher
-    grouped = [getattr(one, "to_wrap", one) for one in (experts.linear_fc1, experts.linear_fc2)]
-    if layer.config.fp8 or not all(_fits(one) for one in grouped):
+    grouped = [getattr(product, "to_wrap", product) for product in (experts.linear_fc1, experts.linear_fc2)]
+    if layer.config.fp8 or not all(_fits(product) for product in grouped):
         return
-    for one in grouped:
-        one.forward = functools.partial(_forward, one)
+    for product in grouped:
+        product.forward = functools.partial(_forward, product)
     experts._apply_bias = _add_bias
     plain = type(dispatcher) is MoEAlltoAllTokenDispatcher and dispatcher.shared_experts is None
     if plain and (dispatcher.ep_size, dispatcher.tp_size) == (1, 1) and not dispatcher.drop_and_pad:
@@ -98,11 +99,11 @@ def _take(layer: MoELayer) -> None:
 def _fits(grouped: nn.Module) -> bool:
     weights = [grouped.get_parameter(f"weight{i}") for i in range(grouped.num_gemms)]
     return all(
-        type(one) is nn.Parameter
-        and one.dtype == OF_TYPE
-        and not one.requires_grad
-        and not any(n % 8 for n in one.shape)
-        for one in weights
+        type(weight) is nn.Parameter
+        and weight.dtype == OF_TYPE
+        and not weight.requires_grad
+        and not any(n % 8 for n in weight.shape)
+        for weight in weights
     )
 
 
@@ -111,7 +112,7 @@ def has_kernel() -> bool:
 
 
 def _forward(layer: nn.Module, x: torch.Tensor, counts: Counts | list[int]) -> tuple[torch.Tensor, Any]:
-    """What TEGroupedLinear.forward does."""
+    """Replace TEGroupedLinear.forward."""
     counts = counts if isinstance(counts, Counts) else Counts(counts)
     output = _Product.apply(x, stacked(layer, "weight"), counts.ends(x.device))
     if not layer.use_bias:
@@ -124,19 +125,19 @@ def _forward(layer: nn.Module, x: torch.Tensor, counts: Counts | list[int]) -> t
 
 @torch.no_grad()
 def stacked(layer: nn.Module, name: str) -> torch.Tensor:
-    """A layer's weights, or its biases, as one tensor of which each is a part."""
+    """Return a layer's weights, or its biases, as one tensor; each parameter is a view of its part."""
     first, kept = layer.get_parameter(f"{name}0"), vars(layer).get(f"stacked_{name}")
     if kept is None or kept.data_ptr() != first.data_ptr():
         every = [layer.get_parameter(f"{name}{i}") for i in range(layer.num_gemms)]
-        kept = torch.stack([one.data for one in every])
-        for one, part in zip(every, kept, strict=True):
-            one.data = part
+        kept = torch.stack([parameter.data for parameter in every])
+        for parameter, part in zip(every, kept, strict=True):
+            parameter.data = part
         vars(layer)[f"stacked_{name}"] = kept
     return kept
 
 
 class _Product(torch.autograd.Function):
-    """Each expert's tokens times its frozen weight."""
+    """Multiply each expert's tokens by its frozen weight."""
 
     @staticmethod
     def forward(ctx, x, weight, ends):
@@ -150,7 +151,7 @@ class _Product(torch.autograd.Function):
 
 
 def _add_bias(output, bias, counts: Counts | list[int], probabilities):
-    """What TEGroupedMLP._apply_bias does expert by expert: add each token's bias, weighted as its output is."""
+    """Add each token's bias, weighted like its output, as TEGroupedMLP._apply_bias does expert by expert."""
     if bias is None:
         return output
     counts = counts if isinstance(counts, Counts) else Counts(counts)
@@ -160,7 +161,7 @@ def _add_bias(output, bias, counts: Counts | list[int], probabilities):
 
 @functools.cache
 def _weighted_sum():
-    """One kernel, where there is a compiler."""
+    """Return the function, compiled to one kernel if a compiler is available."""
 
     @jit.jit_fuser
     def weighted_sum(rows, bias, expert, probabilities):
@@ -170,7 +171,7 @@ def _weighted_sum():
 
 
 class OneRank(MoEAlltoAllTokenDispatcher):
-    """Dispatcher of a rank that has every expert: tokens are sorted once, and their numbers stay where they are."""
+    """Dispatcher for a rank that holds every expert: tokens are sorted once, and their numbers stay on the GPU."""
 
     def _maybe_dtoh_and_synchronize(self, point, tokens_per_expert=None):
         return tokens_per_expert

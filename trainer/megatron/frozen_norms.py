@@ -1,9 +1,9 @@
-"""RMS norms that are frozen, as one call of Transformer Engine's kernel.
+"""Frozen RMS norms as one call of Transformer Engine's kernel.
 
-A norm that stands by itself (of queries, of keys, before the experts) is one of Transformer Engine's operations, which
-are put together anew in each call, so that they can be fused with others: the host needs a third of a millisecond to
-start one kernel, in a layer of Qwen3 three times, and as often again where the layer is recomputed. Here the same
-kernels are called; the numbers are the same to the last bit. What is trained stays as it is.
+A separate norm (of queries, of keys, before the experts) is one of Transformer Engine's operations. These are assembled
+in every call, for fusion with others, so the host needs a third of a millisecond to start one kernel: three times per
+layer of Qwen3, and again when the layer is recomputed. Here the same kernels are called directly, with bit-identical
+results. Trained norms stay unchanged.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false, reportMissingImports=false
@@ -17,7 +17,7 @@ from trainer.startup import device
 
 
 def install(model) -> None:
-    """Have every frozen RMS norm of the model called so, where there is a GPU."""
+    """Replace the forward pass of every frozen RMS norm of the model, if a GPU is available."""
     if not device.has_gpu():
         return
     from transformer_engine.pytorch import RMSNorm
@@ -41,17 +41,15 @@ class _Norm(torch.autograd.Function):
         from transformer_engine_torch import rmsnorm_fwd
 
         rows = x.contiguous().view(-1, len(weight))
-        found, _, spread = rmsnorm_fwd(
-            rows, weight, epsilon, None, None, TE_DType[x.dtype], margins["forward"], centered
-        )
+        out, _, spread = rmsnorm_fwd(rows, weight, epsilon, None, None, TE_DType[x.dtype], margins["forward"], centered)
         ctx.save_for_backward(rows, spread, weight)
         ctx.options = margins["backward"], centered
-        return found.view(x.shape)
+        return out.view(x.shape)
 
     @staticmethod
     def backward(ctx, gradient):
         from transformer_engine_torch import rmsnorm_bwd
 
         rows, spread, weight = ctx.saved_tensors
-        found, _ = rmsnorm_bwd(gradient.contiguous().view(rows.shape), rows, spread, weight, *ctx.options)
-        return found.view(gradient.shape), None, None, None, None
+        out, _ = rmsnorm_bwd(gradient.contiguous().view(rows.shape), rows, spread, weight, *ctx.options)
+        return out.view(gradient.shape), None, None, None, None

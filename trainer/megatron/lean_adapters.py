@@ -1,24 +1,27 @@
-"""LoRA that costs what its rank costs: the same function as Megatron-Bridge's layers, with less around it.
+"""LoRA at a cost in proportion to its rank: the same function as Megatron-Bridge's layers, with less communication and
+memory traffic.
 
-Between GPUs goes nothing but what is of the adapter's rank. Both of a layer's collectives commute with B's product, so
-they can stand before it; i is a tensor-parallel rank, s the scale:
+Only tensors of the adapter's rank are sent between GPUs. Both of a layer's collectives commute with B's product, so
+they run before it. For tensor-parallel rank i and scale s:
 
     column (qkv, fc1)     h = gather(x_i A'), y_i += s h B_i'               A is whole on every rank, B is cut
     row (proj, fc2)       h = reduce_scatter(x_i A_i'), y_i += s h B'       A is cut, B is whole on every rank
     a layer that is whole     y_i += s (x_i A') B'                          both are whole
 
-Bridge gathers x itself in front of the first, and B's columns behind the second: of 67 MB where h has 0.3, for 4096
-tokens of Llama-70B at rank 32. It also makes the product, scales it and adds it to y in three passes over what is as
-large as y. Here B's product is added where y stands, in one.
+Bridge gathers x itself for the first, and gathers B's columns after the second. That is 67 MB instead of 0.3 MB for h,
+for 4096 tokens of Llama-70B at rank 32. Bridge also computes the product, scales it and adds it to y in three passes
+over data of the size of y. Here B's product is added to y in place, in one pass.
 
-What is whole has a part of its gradient on each rank wherever sequences are cut (layout.sp): that of the rank's own
-tokens. megatron-core sums what is marked so, once a step. Without sp all ranks have all tokens, and the same gradient.
+With sequence parallelism (layout.sp), a whole matrix has only a part of its gradient on each rank: that of the rank's
+own tokens. The parameter is marked, and megatron-core sums its gradient once per step. Without sp all ranks have all
+tokens, and the same gradient.
 
-Adapters of experts that are cut (etp > 1) and DoRA stay as they are; those of each expert are lean_experts.py's.
+Adapters of experts that are cut (etp > 1) and DoRA keep Bridge's implementation. lean_experts.py has the adapters of
+each expert.
 
-Checkpoints are the same: names, and shapes of whole tensors. So are weights that Bridge merges or exports from the
-model as it is trained, once it knows which matrices are whole on every rank (tell_bridge). Losses are those of Bridge's
-layers but for rounding; with dropout, of other draws. adapter.lean: false takes Bridge's.
+Checkpoints are the same: names, and shapes of whole tensors. So are the weights that Bridge merges or exports from a
+model in training, after tell_bridge() has marked the matrices that are whole on every rank. Losses equal those of
+Bridge's layers except for rounding; with dropout the random draws differ. adapter.lean: false selects Bridge's layers.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -43,41 +46,42 @@ from trainer.patches.shared_experts import Adapter
 
 
 def install() -> None:
-    """Let Bridge's LoRA make adapters of this module. Layers take them by with_lean_adapter()."""
+    """Let Bridge's LoRA build the adapters of this module; with_lean_adapter() wraps the layers."""
     lora.ParallelLinearAdapter = LeanAdapter
     tell_bridge()
 
 
 def tell_bridge() -> None:
-    """Have Bridge gather no matrix that is whole on every rank, when it merges or exports adapters."""
+    """Make Bridge not gather matrices that are whole on every rank when it merges or exports adapters."""
     build = MegatronPeftBridge.build_adapter_conversion_tasks
     if getattr(build, "knows_lean", False):
         return
 
     @functools.wraps(build)
     def build_tasks(*args, **kwargs):
-        found = build(*args, **kwargs)
-        return {base: [_as_lean(task) for task in tasks] for base, tasks in found.items()}
+        tasks_of = build(*args, **kwargs)
+        return {base: [_as_lean(task) for task in tasks] for base, tasks in tasks_of.items()}
 
     build_tasks.knows_lean = True
     MegatronPeftBridge.build_adapter_conversion_tasks = build_tasks
 
 
 def _as_lean(task: AdapterWeightConversionTask) -> AdapterWeightConversionTask:
-    """The task with the matrix of a layer that is cut that no rank has a part of: A of a column, B of a row.
+    """Mark the uncut matrix of a cut layer as replicated: A of a column layer, B of a row layer.
 
-    Pipeline stages without the layer have to know as well. Of experts nothing is whole that Bridge takes for cut.
+    Pipeline stages without the layer need this as well. Adapters of experts are not changed: none of their matrices is
+    whole where Bridge expects a cut one.
     """
     if ".experts." in task.global_base_prefix or type(task.linear_in_task.mapping) is ReplicatedMapping:
         return task
     name = "linear_out_task" if type(task.linear_in_task.mapping) is RowParallelMapping else "linear_in_task"
-    one = getattr(task, name)
-    mapping = ReplicatedMapping(one.mapping.megatron_param, one.mapping.hf_param)
-    return replace(task, **{name: replace(one, mapping=mapping)})
+    matrix_task = getattr(task, name)
+    mapping = ReplicatedMapping(matrix_task.mapping.megatron_param, matrix_task.mapping.hf_param)
+    return replace(task, **{name: replace(matrix_task, mapping=mapping)})
 
 
 def with_lean_adapter(module: nn.Module) -> nn.Module:
-    """The module itself, or the layer that adds where its output stands if it has an adapter that can."""
+    """Return the module, wrapped if its adapter can add to the layer's output in place."""
     if type(module) is LoRALinear and isinstance(module.adapter, ExpertAdapter):
         return LeanExperts(module.to_wrap, module.adapter)
     if type(module) is not LoRALinear or not getattr(module.adapter, "lean", False):
@@ -87,15 +91,15 @@ def with_lean_adapter(module: nn.Module) -> nn.Module:
 
 
 class LeanLinear(LoRALinear):
-    """Layer with an adapter that adds to the layer's output where it stands."""
+    """Layer with an adapter that adds to the layer's output in place."""
 
     def forward(self, x, *args, **kwargs):
-        output, bias, seen = self.base_linear_forward(x, *args, **kwargs)
-        return (self.adapter(seen, output) if self._adapter_enabled else output), bias
+        output, bias, adapter_input = self.base_linear_forward(x, *args, **kwargs)
+        return (self.adapter(adapter_input, output) if self._adapter_enabled else output), bias
 
 
 class LeanAdapter(Adapter):
-    """Adapter of one layer. Where experts are cut it is Bridge's, as trainer/patches/shared_experts.py repairs it."""
+    """Adapter of one layer. If experts are cut, it is Bridge's, with the fixes of trainer/patches/shared_experts.py."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -109,17 +113,17 @@ class LeanAdapter(Adapter):
             parameter.is_copied = self._uses_grouped_expert_sharding()
 
     def _register_shared_expert_grad_sync_hooks(self) -> None:
-        """Leave the sum over expert-parallel ranks to the end of the step."""
+        """Do nothing: the sum over expert-parallel ranks runs once at the end of the step."""
 
     def forward(self, x, output=None):
-        """Add the adapter's part to `output` where it stands; without one, return it as Bridge's forward does."""
+        """Add the adapter's part to `output` in place; without `output`, return it as Bridge's forward does."""
         if not self.lean:
             return super().forward(x)
         hidden = self._across(nn.functional.linear(self._dropped(x), self.linear_in()))
         return _AddProduct.apply(output, hidden, self.linear_out(), self.alpha / self.dim)
 
     def _dropped(self, x):
-        """Drop values; ranks that have other tokens, or other columns, draw other numbers than their neighbours."""
+        """Apply dropout; ranks with different tokens or columns draw different numbers."""
         if isinstance(self.dropout, nn.Identity):
             return x
         if not (self.input_is_parallel or self.sequence_cut) or self.is_expert:
@@ -128,7 +132,7 @@ class LeanAdapter(Adapter):
             return self.dropout(x)
 
     def _across(self, hidden):
-        """Hidden values that B's part on this rank multiplies, of those that A's part has made."""
+        """Exchange A's output between ranks; return the values that this rank's part of B multiplies."""
         if self.is_expert or not self.base_linear_is_parallel or self.tp_group.size() == 1:
             return hidden
         if self.input_is_parallel and self.sequence_cut:
@@ -141,9 +145,9 @@ class LeanAdapter(Adapter):
 
 
 class Matrix(nn.Module):
-    """One of an adapter's two, cut over tensor-parallel ranks or whole on each, and saved as Megatron's layers are.
+    """A or B of an adapter, cut over tensor-parallel ranks or whole on each, and saved like Megatron's layers.
 
-    It is called for its weight, as hooks that gather parameters are those of modules.
+    Callers call the module to get the weight, because hooks that gather parameters belong to modules.
     """
 
     def __init__(self, layer: nn.Module, group, is_whole: bool, sequence_cut: bool):
@@ -152,7 +156,7 @@ class Matrix(nn.Module):
         self.dim = None if is_whole else layer.weight.partition_dim
         if is_whole and group is not None and group.size() > 1:
             self.weight = _whole(layer.weight, group.size())
-            self.weight.sequence_parallel = sequence_cut  # megatron-core's word for a gradient to be summed over tp
+            self.weight.sequence_parallel = sequence_cut  # megatron-core sums such a gradient over tp
 
     def forward(self):
         return self.weight
@@ -164,16 +168,16 @@ class Matrix(nn.Module):
         return make_sharded_tensors_for_checkpoint(state, prefix, cut, sharded_offsets, **groups)
 
     def get_extra_state(self) -> None:
-        """Keep the empty entry that checkpoints have of Megatron's layers."""
+        """Return None: checkpoints have this empty entry for Megatron's layers."""
 
     def set_extra_state(self, state: Any) -> None:
-        """Take that entry."""
+        """Ignore that entry."""
 
 
 def _whole(cut: nn.Parameter, ways: int) -> nn.Parameter:
-    """Make a matrix of which `cut` is one of `ways` parts, with values that are the same on every rank.
+    """Make the whole matrix that consists of `ways` parts like `cut`, with the same values on every rank.
 
-    A training draws others (trainer/megatron/adapters.py); a trial keeps these.
+    Training overwrites these values (trainer/megatron/adapters.py); a trial keeps them.
     """
     shape = list(cut.shape)
     shape[cut.partition_dim] *= ways
@@ -186,10 +190,11 @@ def _whole(cut: nn.Parameter, ways: int) -> nn.Parameter:
 
 
 class _AddProduct(torch.autograd.Function):
-    """Sum of `output` and `scale` times hidden B', made where `output` stands.
+    """Compute `output` + `scale` * hidden B' in place of `output`.
 
-    Whatever made the output has not kept it: neither Transformer Engine's layers nor megatron-core's mappings do. It is
-    not marked as changed, as autograd refuses that for a view that another function has returned.
+    This is safe because the function that computed `output` does not keep it: neither Transformer Engine's layers nor
+    megatron-core's mappings do. `output` is not marked as changed, because autograd refuses that for a view that
+    another function returned.
     """
 
     @staticmethod
@@ -212,5 +217,5 @@ def _flat(x):
     return x.reshape(-1, x.shape[-1])
 
 
-def _product(one, other, scale: float):
-    return torch.addmm(one.new_empty(()), one, other, beta=0, alpha=scale)
+def _product(left, right, scale: float):
+    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scale)

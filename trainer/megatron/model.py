@@ -1,9 +1,9 @@
-"""Description of a run's model for Megatron-Bridge, made from the configuration in the same way for every command."""
+"""Megatron-Bridge's description of a run's model, built from the configuration in the same way for every command."""
 
 from pathlib import Path
 from typing import Any
 
-from conf.model_facts import ALIASES
+from conf import families
 from conf.model_files import config_json
 from conf.rules import objectives
 from conf.schema.run import Run
@@ -14,14 +14,14 @@ from trainer.startup import device
 
 
 def load_family(run: Run) -> dict[str, Any]:
-    """Import what Megatron-Bridge has for the released checkpoint's family. Returns its config.json."""
+    """Import Megatron-Bridge's modules for the family of the released checkpoint. Return its config.json."""
     config = config_json.read(Path(run.paths.model) / config_json.NAME)
-    bridges.load(config_json.architecture(config))
+    bridges.load(config)
     return config
 
 
 def open_bridge(run: Run):
-    """Megatron-Bridge's converter for the released checkpoint in run.paths.model."""
+    """Open Megatron-Bridge's converter for the released checkpoint in run.paths.model."""
     folder, config = Path(run.paths.model), load_family(run)
     from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
@@ -29,24 +29,24 @@ def open_bridge(run: Run):
         return AutoBridge.from_hf_pretrained(str(folder), trust_remote_code=trusted(run, config))
     except (ImportError, MemoryError):
         raise
-    except Exception as error:  # of any kind: nothing is read but the folder's config.json, and its code if trusted
-        raise Fault(f"{folder / config_json.NAME}: transformers does not take it: {_cause(error)}") from error
+    except Exception as error:  # any type: only the folder's config.json is read, and its code if trusted
+        raise Fault(f"{folder / config_json.NAME}: transformers rejects it: {_cause(error)}") from error
 
 
 def trusted(run: Run, config: dict[str, Any]) -> bool:
-    """Whether to take the release's own code, where it is trusted; its own model is not, where transformers has it."""
-    return run.model.trust_remote_code and config.get("model_type") not in ALIASES
+    """Whether to run the release's own code: if it is trusted, and transformers does not have the model itself."""
+    return run.model.trust_remote_code and not families.of(config).read_as
 
 
 def _cause(error: BaseException) -> str:
-    """The first error as one line. Bridge takes any error for one of the network and raises its own."""
+    """Return the root cause as one line. Bridge treats every error as a network error and raises its own."""
     while cause := error.__cause__ or error.__context__:
         error = cause
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def make_provider(run: Run, bridge, load_weights: bool = False):
-    """The model of this run, cut as its layout says and in its precision."""
+    """Return the model provider of this run, with its layout and precision."""
     from megatron.core.transformer.enums import AttnBackend
 
     provider = bridge.to_megatron_provider(load_weights=load_weights)
@@ -54,8 +54,8 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
     provider.tensor_model_parallel_size = layout.tp
     provider.pipeline_model_parallel_size = layout.pp
     provider.virtual_pipeline_model_parallel_size = layout.vpp
-    # Interleaved stages on two ranks send to the same peer in both directions; a batch of such sends is matched in the
-    # wrong order, and the loss is wrong without an error. Separate sends, which overlap with computing, are ordered.
+    # Interleaved stages on two ranks send to the same peer in both directions. Batched sends are then matched in the
+    # wrong order, and the loss is silently wrong. Separate sends, which overlap with computation, keep their order.
     provider.overlap_p2p_comm = layout.vpp is not None
     provider.batch_p2p_comm = not provider.overlap_p2p_comm
     provider.context_parallel_size = layout.cp
@@ -71,26 +71,26 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
     provider.bf16, provider.fp16 = train.precision == "bf16", train.precision == "fp16"
     provider.params_dtype = provider.autocast_dtype = provider.pipeline_dtype = dtype
     if train.precision == "fp32":
-        provider.attention_backend = AttnBackend.unfused  # flash attention and cuDNN's have no fp32
+        provider.attention_backend = AttnBackend.unfused  # flash attention and cuDNN have no fp32
 
     provider.seq_length = run.data.seq_length
-    # Every sequence is padded, or packed, to seq_length. Stages of a pipeline do not expect two sequences a row.
+    # Every sequence is padded or packed to seq_length. Pipeline stages do not expect two sequences per row.
     provider.variable_seq_lengths = layout.pp > 1 and objectives.sequences(train) > 1
-    provider.moe_token_dispatcher_type = moe.dispatcher  # core looks at it of a dense model, too
-    # The mean over tokens, not the mean of each rank's mean: the loss then does not depend on the layout.
+    provider.moe_token_dispatcher_type = moe.dispatcher  # core also reads it for a dense model
+    # Mean over tokens, not over the means of ranks: the loss does not depend on the layout.
     provider.calculate_per_token_loss = True
     provider.perform_initialization = not load_weights
 
     if not run.model.mtp:
         provider.mtp_num_layers = None
     elif provider.mtp_num_layers:
-        # A head that predicts further tokens would learn the rejected answers as if they were right.
+        # Only for sft: with dpo, MTP heads would learn the rejected answers too.
         from trainer.patches.gradients import mtp_loss
 
         mtp_loss.install()
         provider.mtp_loss_scaling_factor = run.model.mtp_loss_scale if train.objective == "sft" else 0.0
     else:
-        provider.mtp_num_layers = None  # a config.json says 0; Megatron tests for None
+        provider.mtp_num_layers = None  # config.json may have 0; Megatron tests for None
 
     if provider.multi_latent_attention:
         latent_norms.keep_epsilon(provider)
@@ -101,8 +101,8 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
         kept_routes.install()
         balance.install()
         if run.adapter.kind != "none":
-            provider.moe_router_bias_update_rate = 0.0  # the bias is no weight of the adapter: moving it would be lost
-        # It communicates outside the layers that adapters wrap, and core refuses it with the other two.
+            provider.moe_router_bias_update_rate = 0.0  # the adapter does not save the bias
+        # It communicates outside the layers that adapters wrap; core refuses it with the other two.
         if run.adapter.kind != "none" or moe.dispatcher == "allgather" or "shared_experts" in train.recompute_modules:
             provider.moe_shared_expert_overlap = False
         if moe.freeze_router:
@@ -119,7 +119,7 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
 
     if run.model.dropout is not None:
         provider.hidden_dropout = provider.attention_dropout = run.model.dropout
-    elif train.objective == "dpo":  # a release may bring one, by which each answer would differ from its reference
+    elif train.objective == "dpo":  # the release's dropout would make each answer differ from its reference
         provider.hidden_dropout = provider.attention_dropout = 0.0
 
     provider.recompute_granularity = None if train.recompute == "none" else train.recompute

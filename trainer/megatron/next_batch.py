@@ -1,8 +1,8 @@
-"""The batch of the next step is read while the GPU computes this one.
+"""Read the next step's batch while the GPU computes the current step.
 
-Megatron-Bridge's loop asks for a batch when a step begins, and the GPU waits for it. Here it is read as soon as all
-passes of a step have been handed to the GPU. It is for batches of one size, as the sampler is asked early. data.workers
-reads further ahead, in processes that take cores.
+Megatron-Bridge's loop reads a batch at the beginning of a step, and the GPU waits for it. Here the batch is read as
+soon as all passes of the previous step are queued on the GPU. This requires a constant batch size, because the sampler
+runs early. data.workers reads further ahead, in processes that need cores.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -26,38 +26,38 @@ def helps(run: Run) -> bool:
 
 class NextBatch(Callback):
     def __init__(self) -> None:
-        self.asked: Iterator[Any] | None = None  # which iterator this step's batch came from
-        self.read: tuple[Iterator[Any], Any] | None = None
+        self.source: Iterator[Any] | None = None  # iterator of this step's batch
+        self.prefetched: tuple[Iterator[Any], Any] | None = None
 
     def on_train_start(self, context: Any) -> None:
         config = get_model_config(context.model[0])
         config.finalize_model_grads_func = self.after(config.finalize_model_grads_func)
-        batch_utils.prepare_finetuning_batch = self.given(batch_utils.prepare_finetuning_batch)
+        batch_utils.prepare_finetuning_batch = self.from_prefetched(batch_utils.prepare_finetuning_batch)
 
     def after(self, finalize: Callable[..., None]) -> Callable[..., None]:
-        """The end of a step's passes, which reads one batch more once all of them have been started."""
+        """Wrap the end of a step's passes: read one more batch after all passes are queued."""
 
         @functools.wraps(finalize)
-        def finalize_and_read(*given: Any, **named: Any) -> None:
-            finalize(*given, **named)
-            if self.asked is None or get_rerun_state_machine().get_mode() != RerunMode.DISABLED:
+        def finalize_and_read(*args: Any, **kwargs: Any) -> None:
+            finalize(*args, **kwargs)
+            if self.source is None or get_rerun_state_machine().get_mode() != RerunMode.DISABLED:
                 return
-            batches, self.asked = self.asked, None
+            batches, self.source = self.source, None
             try:
-                self.read = batches, next(batches)
-            except StopIteration:  # it is met again, if there is another step
-                self.read = None
+                self.prefetched = batches, next(batches)
+            except StopIteration:  # raised again by the next step, if one follows
+                self.prefetched = None
 
         return finalize_and_read
 
-    def given(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        """Bridge's way to the micro batches of a step, of training or of a validation."""
+    def from_prefetched(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the function that gives Bridge the micro batches of a step, in training or validation."""
 
         @functools.wraps(prepare)
-        def prepare_finetuning_batch(data_iterator: Iterator[Any] | None, *given: Any, **named: Any) -> Any:
-            self.asked = data_iterator
-            if self.read is not None and self.read[0] is data_iterator:
-                data_iterator, self.read = iter([self.read[1]]), None
-            return prepare(data_iterator, *given, **named)
+        def prepare_finetuning_batch(data_iterator: Iterator[Any] | None, *args: Any, **kwargs: Any) -> Any:
+            self.source = data_iterator
+            if self.prefetched is not None and self.prefetched[0] is data_iterator:
+                data_iterator, self.prefetched = iter([self.prefetched[1]]), None
+            return prepare(data_iterator, *args, **kwargs)
 
         return prepare_finetuning_batch

@@ -1,13 +1,14 @@
-"""Settings of Megatron for FP8, for the types of the optimizer's states, and for its offloading.
+"""Megatron's settings for FP8, for the types of the optimizer's states, and for its offloading.
 
 The rules are in conf/rules/precision.py.
 
-Layers compute in FP8 by Megatron-Bridge's own recipes, but that weights are kept in FP8 only where train.fp8_weights
-says so: the recipes do it unasked, for trained weights as well.
+Layers compute in FP8 by Megatron-Bridge's recipes, with one difference: weights are kept in FP8 only if
+train.fp8_weights is set. The recipes do it always, for trained weights too.
 
-The optimizer. Core's precision-aware one keeps the fp32 weight as 16 bits beside the bf16 weight, which a checkpoint
-that can be resumed at any layout does not bring back: the whole fp32 weight is kept. Offloading without the
-precision-aware one leaves the fp32 weights on the GPU, and cannot be resumed from such a checkpoint: it comes with it.
+Optimizer: core's precision-aware optimizer can keep 16 bits of the fp32 weight next to the bf16 weight, but a
+checkpoint that can be resumed at any layout does not restore them; so the whole fp32 weight is kept. Offloading without
+the precision-aware optimizer leaves the fp32 weights on the GPU and cannot resume from such a checkpoint, so offloading
+always uses it.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -30,36 +31,36 @@ RECIPES = {
 
 
 def mixed_precision(run: Run):
-    """Bridge's settings of mixed precision; None for fp32."""
+    """Return Bridge's settings of mixed precision; None for fp32."""
     from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
     train, optimizer = run.train, run.optimizer
     if train.precision == "fp32":
         return None
-    found = get_mixed_precision_config("fp16_mixed" if train.precision == "fp16" else RECIPES[train.fp8])
+    settings = get_mixed_precision_config("fp16_mixed" if train.precision == "fp16" else RECIPES[train.fp8])
     if train.precision == "fp16":
         for key, value in loss_scaling(run).items():
-            setattr(found, key, value)  # Bridge copies them to the optimizer's settings
-    found.fp8_param_gather = train.fp8_weights  # the config sets fp8_param to the same
-    found.reuse_grad_buf_for_mxfp8_param_ag = False
-    found.grad_reduce_in_fp32 = optimizer.gradients == "fp32"
+            setattr(settings, key, value)  # Bridge copies them to the optimizer's settings
+    settings.fp8_param_gather = train.fp8_weights  # the config sets fp8_param to the same
+    settings.reuse_grad_buf_for_mxfp8_param_ag = False
+    settings.grad_reduce_in_fp32 = optimizer.gradients == "fp32"
     if optimizer.states == "fp8" and not train.fp8:
-        # named even where there is no FP8, and core then loads states in FP8 without their scale
-        found.fp8_recipe = None
-    return found
+        # Bridge sets it even without FP8, and core then loads FP8 states without their scale.
+        settings.fp8_recipe = None
+    return settings
 
 
 def dtype(precision: str):
-    """Type of weights and activations, as torch has it."""
+    """Return the torch type of weights and activations."""
     import torch
 
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 
 def loss_scaling(run: Run) -> dict[str, Any]:
-    """Settings of core's loss scaling.
+    """Return the settings of core's loss scaling.
 
-    It halves the scale by every overflow; core's own way waits for a second one (hysteresis), and begins at 2 ** 32.
+    The scale is halved at every overflow. Core's defaults wait for a second overflow (hysteresis) and begin at 2 ** 32.
     """
     if run.train.precision != "fp16":
         return {}
@@ -72,15 +73,15 @@ def loss_scaling(run: Run) -> dict[str, Any]:
 
 
 def optimizer_settings(run: Run) -> dict[str, Any]:
-    """Settings of Megatron's OptimizerConfig besides the ordinary ones."""
+    """Return the settings of Megatron's OptimizerConfig that depend on states and offloading."""
     import torch
 
     optimizer = run.optimizer
     if optimizer.states == "fp32" and not optimizer.offload:
         return {}
-    # FP8 has no type of its own there
+    # megatron-core represents FP8 states as uint8
     kept = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.uint8}[optimizer.states]
-    found = {
+    settings = {
         "use_precision_aware_optimizer": True,
         "store_param_remainders": False,
         "exp_avg_dtype": kept,
@@ -88,19 +89,19 @@ def optimizer_settings(run: Run) -> dict[str, Any]:
         "main_grads_dtype": torch.float32 if optimizer.gradients == "fp32" else torch.bfloat16,
     }
     if not optimizer.offload:
-        return found
-    return found | {
+        return settings
+    return settings | {
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": optimizer.offload,
-        "overlap_cpu_optimizer_d2h_h2d": True,  # a weight goes up while the next is computed
+        "overlap_cpu_optimizer_d2h_h2d": True,  # copy a weight to the GPU while the next is computed
     }
 
 
 def prepare(run: Run, resumed: bool) -> None:
-    """Refuse settings that this machine cannot do, and repair those that Megatron gets wrong."""
-    if not device.has_gpu() and (missing := beyond_a_cpu(run)):
+    """Raise a Fault for settings that this machine cannot run; install fixes for Megatron's offloading."""
+    if not device.has_gpu() and (unsupported := beyond_a_cpu(run)):
         raise Fault(
-            "\n".join(f"{key}: {value} needs a GPU, and this host has none; {usual}" for key, value, usual in missing)
+            "\n".join(f"{key}: {value} needs a GPU, and this host has none; {hint}" for key, value, hint in unsupported)
         )
     if not run.optimizer.offload:
         return

@@ -1,4 +1,4 @@
-"""Recipe of a run: its configuration as Megatron-Bridge's ConfigContainer, with all settings that we change."""
+"""A run's configuration as Megatron-Bridge's ConfigContainer, with all settings that differ from defaults."""
 
 # pyright: reportArgumentType=false
 
@@ -20,13 +20,13 @@ def checkpoint_folder(run: Run) -> Path:
 
 
 def last_step(run: Run) -> int:
-    found = schedule.last_step(run)
-    assert found is not None, "checks.inputs.check_train has counted the steps"
-    return found
+    steps = schedule.last_step(run)
+    assert steps is not None, "checks.inputs.check_train counts the steps first"
+    return steps
 
 
 def make_config(run: Run, bridge, resume_step: int | None):
-    """The whole configuration of a training run that starts fresh, or goes on from a complete checkpoint."""
+    """Return the whole configuration of a training run that starts fresh or resumes from a complete checkpoint."""
     from megatron.bridge.training.config import (
         CheckpointConfig,
         ConfigContainer,
@@ -64,8 +64,8 @@ def make_config(run: Run, bridge, resume_step: int | None):
             train_iters=last_step(run),
             global_batch_size=train.global_batch,
             micro_batch_size=train.micro_batch,
-            exit_signal_handler=True,  # SIGTERM: a notice of preemption; save, then leave
-            manual_gc=True,  # ranks collect garbage at the same step instead of stalling one another at any
+            exit_signal_handler=True,  # SIGTERM announces preemption: save, then exit
+            manual_gc=True,  # all ranks collect garbage at the same step
             manual_gc_interval=100,
         ),
         validation=ValidationConfig(
@@ -74,8 +74,8 @@ def make_config(run: Run, bridge, resume_step: int | None):
         ),
         optimizer=OptimizerConfig(
             optimizer="adam" if optimizer.kind == "adamw" else "muon",
-            muon_tp_mode="duplicated",  # of whole matrices: the same at any layout
-            muon_extra_scale_factor=0.2,  # updates as large as AdamW's, whose learning rates serve (Liu et al. 2025)
+            muon_tp_mode="duplicated",  # updates whole matrices: the same at any layout
+            muon_extra_scale_factor=0.2,  # updates as large as AdamW's: same learning rates (Liu et al. 2025)
             lr=optimizer.lr,
             min_lr=optimizer.min_lr,
             weight_decay=optimizer.weight_decay,
@@ -92,7 +92,7 @@ def make_config(run: Run, bridge, resume_step: int | None):
         ),
         scheduler=SchedulerConfig(
             lr_decay_style=optimizer.decay,
-            # Bridge counts both in sequences of whole batches, and steps of a ramp have fewer.
+            # Bridge counts both in sequences of whole batches; steps of a ramp have fewer.
             lr_warmup_iters=batch_ramp.whole_batches(train, optimizer.warmup_steps),
             lr_decay_iters=batch_ramp.whole_batches(train, train.steps),
             start_weight_decay=optimizer.weight_decay,
@@ -101,10 +101,10 @@ def make_config(run: Run, bridge, resume_step: int | None):
             override_opt_param_scheduler=True,
         ),
         ddp=DistributedDataParallelConfig(
-            check_for_nan_in_grad=train.precision != "fp16",  # there steps that overflow are skipped
+            check_for_nan_in_grad=train.precision != "fp16",  # fp16 skips steps that overflow
             grad_reduce_in_fp32=optimizer.gradients == "fp32",
             use_distributed_optimizer=optimizer.distributed,
-            average_in_collective=False,  # with a loss per token the division comes last
+            average_in_collective=False,  # with a loss per token the division is last
         ),
         dataset=make_dataset(run),
         tokenizer=TokenizerConfig(
@@ -132,21 +132,21 @@ def make_config(run: Run, bridge, resume_step: int | None):
             load_rng=checkpoint.save_optimizer and _has_random_states(run, resume_step),
             ckpt_format="torch_dist",
             fully_parallel_save=True,
-            # The optimizer's state by parameter, not by rank: it can be resumed at any other layout.
+            # Optimizer states by parameter, not by rank: training can resume at any layout.
             dist_ckpt_optim_fully_reshardable=True,
         ),
         rng=RNGConfig(seed=train.seed),
         dist=DistributedInitConfig(distributed_backend=device.backend()),
         mixed_precision=precision.mixed_precision(run),
         **parameter_groups(run),
-        # Bridge asks for each microbatch's loss twice, each time waiting for the GPU. A loss that is no number makes
-        # such gradients, which are looked at once a step (ddp); trainer/training/metrics.py looks at the step's loss.
+        # Bridge would check each micro batch's loss twice and wait for the GPU each time. A NaN loss gives NaN
+        # gradients, which ddp checks once per step; trainer/training/metrics.py checks the step's loss.
         rerun_state_machine=RerunStateMachineConfig(check_for_nan_in_loss=False),
     )
 
 
 def load_only(config) -> None:
-    """Turn a training run's configuration into one that loads its checkpoint and takes no step."""
+    """Change a training configuration into one that loads its checkpoint and takes no step."""
     config.validation.skip_train, config.validation.eval_iters = True, 0
     config.dataset.do_validation = False
     config.checkpoint.load_optim = config.checkpoint.load_rng = False
@@ -154,14 +154,15 @@ def load_only(config) -> None:
 
 
 def make_adapter(run: Run):
-    """Megatron-Bridge's LoRA or DoRA; None for full fine-tuning."""
+    """Return LoRA or DoRA; None for full fine-tuning."""
     adapter = run.adapter
     if adapter.kind == "none":
         return None
     shared = {
         "target_modules": list(adapter.names),
         "dim": adapter.rank,
-        "alpha": adapter.alpha * math.sqrt(adapter.rank) if adapter.rslora else adapter.alpha,  # over rank, later
+        # Bridge divides alpha by the rank.
+        "alpha": adapter.alpha * math.sqrt(adapter.rank) if adapter.rslora else adapter.alpha,
         "dropout": adapter.dropout,
         "seed": run.train.seed,
         "init": adapter.init,
@@ -178,7 +179,7 @@ def _has_random_states(run: Run, resume_step: int | None) -> bool:
         return False
     from trainer.patches import resharding
 
-    found = resharding.has_random_states(checkpoints.step_folder(checkpoint_folder(run), resume_step), run.layout)
-    if not found:
-        say("train: the checkpoint's random states are another layout's: dropout goes on with new ones")
-    return found
+    present = resharding.has_random_states(checkpoints.step_folder(checkpoint_folder(run), resume_step), run.layout)
+    if not present:
+        say("train: the checkpoint has no random states for this layout: dropout continues with new ones")
+    return present

@@ -1,8 +1,8 @@
-"""Layers that are recorded once as CUDA graphs, and started as one (train.cuda_graphs).
+"""Layers recorded once as CUDA graphs and replayed at each step (train.cuda_graphs).
 
-Megatron-Core records, behind the third step, what of a layer takes the same shapes at each step: attention, norms and
-routers, and all of a dense layer. What experts compute, and attention over packed rows, whose lengths no graph takes,
-stay outside.
+Megatron-Core records after the third step the parts of a layer whose shapes are the same at each step: attention, norms
+and routers, and all of a dense layer. Experts stay outside, and attention over packed rows too, because their lengths
+vary.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportMissingImports=false
@@ -18,7 +18,7 @@ HEAD_START = 20_000  # cycles, some 10 microseconds
 
 
 def choose(run: Run, provider) -> None:
-    """Have the model recorded."""
+    """Select the modules to record, and apply the fixes."""
     provider.cuda_graph_impl = "transformer_engine"
     provider.cuda_graph_modules = [] if run.data.packed else ["attn"]
     if provider.num_moe_experts:
@@ -29,17 +29,17 @@ def choose(run: Run, provider) -> None:
     _leave_masks_out()
     _hand_out_gradients()
     if run.layout.tp > 1 and not run.layout.sp:
-        _sum_beside_products()
+        _sum_in_parallel()
 
 
 def _moe_layers(provider) -> list[int]:
-    """For each layer 1, if it has experts."""
+    """Return for each layer 1 if it has experts, else 0."""
     frequency = provider.moe_layer_freq
     return frequency if isinstance(frequency, list) else [int(i % frequency == 0) for i in range(provider.num_layers)]
 
 
 def _leave_masks_out() -> None:
-    """Record layers without a mask. Causal attention reads none, and one of zeros would be made for each layer."""
+    """Record layers without a mask. Causal attention reads none, and each layer would allocate one of zeros."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     if hasattr(TransformerLayer, "inputs_with_mask"):
@@ -48,23 +48,23 @@ def _leave_masks_out() -> None:
     arguments = TransformerLayer._get_te_cuda_graph_replay_args
 
     def inputs(self, *sizes):
-        found = with_mask(self, *sizes)
-        found.pop("attention_mask", None)
-        return found
+        static_inputs = with_mask(self, *sizes)
+        static_inputs.pop("attention_mask", None)
+        return static_inputs
 
-    def without_mask(self, *given, attention_mask=None, **named):
-        return arguments(self, *given, **named)
+    def without_mask(self, *args, attention_mask=None, **kwargs):
+        return arguments(self, *args, **kwargs)
 
     TransformerLayer.get_layer_static_inputs = inputs
     TransformerLayer._get_te_cuda_graph_replay_args = without_mask
 
 
 def _hand_out_gradients() -> None:
-    """Have a layer hand out its weights' gradients where its graph has made them.
+    """Make a layer return its weights' gradients without a copy.
 
-    Transformer Engine copies them, as whoever keeps one would see the next replay write over it. Core adds each to the
-    main gradient at once, before another layer's graph is started, and those of the large weights are in the main
-    gradient already: what is copied for them says nothing.
+    Transformer Engine copies them, because the next replay overwrites them. Core adds each to the main gradient at
+    once, before another layer's graph is started, so no copy is needed. Gradients of the large weights are already in
+    the main gradient; their copies have no meaning.
     """
     from megatron.core.transformer import cuda_graphs
 
@@ -73,11 +73,11 @@ def _hand_out_gradients() -> None:
         cuda_graphs.make_graphed_callables = functools.partial(record, clone_param_grads_on_return=False)
 
 
-def _sum_beside_products() -> None:
-    """Have the sum of a layer's gradients over tensor-parallel ranks begin before the product that computes beside it.
+def _sum_in_parallel() -> None:
+    """Start the sum of a layer's gradients over tensor-parallel ranks before the product that runs in parallel.
 
-    In a graph both may begin when the product before them has ended. The next product begins first and takes the whole
-    GPU, so that the sum would come behind it; without a graph the host starts the sum first.
+    In a graph both may start when the preceding product ends. The next product would start first and take the whole
+    GPU, and the sum would run after it. Without a graph the host starts the sum first.
     """
     from transformer_engine.pytorch.module import layernorm_linear, linear
 
@@ -87,7 +87,7 @@ def _sum_beside_products() -> None:
 
 
 def _with_head_start(allreduce: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-    found = allreduce(tensor, group, async_op=async_op)
+    work = allreduce(tensor, group, async_op=async_op)
     if async_op and torch.cuda.is_current_stream_capturing():
         torch.cuda._sleep(HEAD_START)
-    return found
+    return work

@@ -1,9 +1,9 @@
-"""Readers of prepared data (trainer/data/prepared.py) for Megatron-Bridge's loop: token files, never text.
+"""Datasets of prepared data (trainer/data/prepared.py) for Megatron-Bridge's loop: token files, never text.
 
-Packed sequences are read by Bridge's own dataset. It has none for sequences of one row that are tokens already, nor for
-two answers to one prompt: trainer/megatron/token_files.py reads those. Texts, for pretraining, are read by
-megatron-core's GPTDataset, whose indexes go to paths.output/cache. Nothing is written beside the data. Data sets that
-were .bin/.idx already hold every split, and are blended by core (trainer/data/blend.py).
+Bridge's own dataset reads packed sequences. It cannot read tokenized rows that are not packed, nor two answers to one
+prompt: trainer/megatron/token_files.py reads those. megatron-core's GPTDataset reads texts for pretraining; its indexes
+go to paths.output/cache. Nothing is written next to the data. Data sets given as .bin/.idx contain every split, and
+core blends them (trainer/data/blend.py).
 
 The order is Bridge's: every epoch is a permutation drawn with data.seed.
 """
@@ -26,17 +26,17 @@ from trainer.megatron.token_files import TokenFiles, file
 
 
 def make_dataset(run: Run):
-    """Dataset settings for ConfigContainer.dataset."""
+    """Return the dataset settings for ConfigContainer.dataset."""
     place = prepared.folder(run)
-    found = prepared.load(place)
+    description = prepared.load(place)
     shared = {"seq_length": run.data.seq_length, "num_workers": run.data.workers}
-    if found.kind == "text":
-        return _blend(run, place, shared) if blend.FILE in found.files else _texts(run, place, shared)
+    if description.kind == "text":
+        return _blend(run, place, shared) if blend.FILE in description.files else _texts(run, place, shared)
     shared |= {"seed": run.data.seed, "dataloader_type": "batch", "do_validation": bool(run.train.validate_every)}
     if run.data.packed:
         return _packs(run, place, shared)
     reference = run.paths.reference if objectives.has_reference(run) else None
-    return TokenFiles(folder=str(place), pad_id=found.pad_id, reference=reference, **shared)
+    return TokenFiles(folder=str(place), pad_id=description.pad_id, reference=reference, **shared)
 
 
 def _packs(run: Run, place: Path, shared: dict[str, Any]) -> GPTSFTDatasetConfig:
@@ -48,7 +48,7 @@ def _packs(run: Run, place: Path, shared: dict[str, Any]) -> GPTSFTDatasetConfig
             packed_sequence_size=run.data.seq_length,
             packed_train_data_path=file(place, "training"),
             packed_val_data_path=file(place, "validation") if validation else None,
-            packed_metadata_path=place / "none.jsonl",  # never read nor written; without it a folder is made for it
+            packed_metadata_path=place / "none.jsonl",  # never read or written; without a path Bridge creates a folder
             pad_seq_to_mult=packing.multiple(run),
         ),
         dataset_kwargs={"pad_to_max_length": True},
@@ -64,12 +64,12 @@ def _texts(run: Run, place: Path, shared: dict[str, Any]) -> GPTDatasetConfig:
 
 
 def _blend(run: Run, place: Path, shared: dict[str, Any]) -> "Blend":
-    found = json_object.read(place / blend.FILE)
-    prefixes = [str(place / one["prefix"]) for one in found["data_sets"]]
-    weights = [one["weight"] for one in found["data_sets"]] if len(prefixes) > 1 else None
-    made = Blend(blend=(prefixes, weights), split=found["split"], **_of_documents(run), **shared)
-    made.read = 2 if run.train.validate_every else 1
-    return made
+    record = json_object.read(place / blend.FILE)
+    prefixes = [str(place / data_set["prefix"]) for data_set in record["data_sets"]]
+    weights = [data_set["weight"] for data_set in record["data_sets"]] if len(prefixes) > 1 else None
+    dataset = Blend(blend=(prefixes, weights), split=record["split"], **_of_documents(run), **shared)
+    dataset.read = 2 if run.train.validate_every else 1
+    return dataset
 
 
 def _of_documents(run: Run) -> dict[str, Any]:
@@ -85,11 +85,11 @@ def _of_documents(run: Run) -> dict[str, Any]:
 
 
 class Blend(GPTDatasetConfig):
-    """Data sets each of which holds every split as a range of its documents. Those behind the first `read` are left."""
+    """Data sets that each contain every split as a range of documents. Only the first `read` splits are read."""
 
     read = 2
 
     def finalize(self) -> None:
         super().finalize()
-        splits: Any = self.split_matrix  # core's own annotation leaves out that one may be None
+        splits: Any = self.split_matrix  # core's annotation does not allow None for a split
         self.split_matrix = [*splits[: self.read], *[None] * (3 - self.read)]  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,8 +1,8 @@
-"""Token files of rows, as Megatron-Bridge's loop reads them: one row a sequence, or two answers to one prompt.
+"""Token files of rows for Megatron-Bridge's loop: one sequence per row, or two answers to one prompt.
 
-Rows gives the batches that Bridge's GPTSFTDataset would make of the same rows, padded to data.seq_length. Answers gives
-two sequences a row, the chosen one and behind it the rejected one, with what the reference says of each. Bridge cuts
-the batches of a step into micro batches wherever it likes, so that both stand side by side.
+Rows returns the batches that Bridge's GPTSFTDataset would make of the same rows, padded to data.seq_length. Answers
+returns two sequences per row, the chosen one and then the rejected one, with the reference's log-probabilities. Bridge
+cuts a step's batch into micro batches at any sequence, so the two of a row are adjacent.
 """
 
 # pyright: reportArgumentType=false
@@ -32,7 +32,7 @@ class TokenFiles(DatasetProvider):
     pad_id: int
     seed: int
     do_validation: bool
-    reference: str | None = None  # folder of what another model says of the rows, where the objective needs that
+    reference: str | None = None  # folder of another model's outputs for the rows, if the objective needs them
 
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any | None, Any | None, Any | None]:
         splits = ("training", *(["validation"] if self.do_validation else []))
@@ -43,13 +43,13 @@ class TokenFiles(DatasetProvider):
         path = file(Path(self.folder), split)
         if self.reference is None:
             return Rows(path, self.seq_length, self.pad_id)
-        said = references.read(Path(self.reference), split)
-        kind = Answers if isinstance(said, np.ndarray) else Taught
-        return kind(path, self.seq_length, self.pad_id, said)  # pyright: ignore[reportAbstractUsage]
+        reference = references.read(Path(self.reference), split)
+        kind = Answers if isinstance(reference, np.ndarray) else Taught
+        return kind(path, self.seq_length, self.pad_id, reference)  # pyright: ignore[reportAbstractUsage]
 
 
 class Rows(Dataset):
-    """Rows of a token file. The row group read last is kept."""
+    """Rows of a token file. The row group read last is cached."""
 
     read: ClassVar[dict[str, type]] = {"input_ids": np.int32, "loss_mask": np.int8}
 
@@ -61,17 +61,17 @@ class Rows(Dataset):
         groups = [facts.row_group(i).num_rows for i in range(facts.num_row_groups)]
         self.starts = np.concatenate([[0], np.cumsum(groups)]).astype(np.int64)
         self.file: Any = None  # opened by the loader process that reads
-        self.group, self.columns = -1, ()  # for each column where rows end, and the values of all
+        self.group, self.columns = -1, ()  # for each column the offsets of rows, and all values
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
     def __getitem__(self, row: int) -> Any:
-        """Ids of a row, and for each whether the one after it is learned."""
+        """Return the ids of a row, and for each id whether the next one is learned."""
         return self.values(row)
 
     def values(self, row: int) -> tuple[np.ndarray, ...]:
-        """The values of a row, a list for each column."""
+        """Return the values of a row, one list per column."""
         group = int(np.searchsorted(self.starts, row, "right")) - 1
         if group != self.group:
             self._read(group)
@@ -104,7 +104,7 @@ class Rows(Dataset):
 
 
 class Answers(Rows):
-    """Rows of two answers to one prompt."""
+    """Rows with two answers to one prompt."""
 
     read: ClassVar[dict[str, type]] = Rows.read | {"seq_start_id": np.int32}
 
@@ -113,37 +113,37 @@ class Answers(Rows):
         self.reference = np.zeros((len(self), 2), np.float32) if reference is None else reference
 
     def __getitem__(self, row: int) -> Any:
-        """The two answers of a row as Rows has them, and the reference's log-probabilities of both."""
+        """Return a row's two answers in the form of Rows, and the reference's log-probabilities of both."""
         ids, learned, (_, first) = self.values(row)
         return (ids[:first], learned[:first]), (ids[first:], learned[first:]), self.reference[row]
 
     def collate_fn(self, rows: list[Any]) -> dict[str, Any]:
         answers = [answer for *both, _ in rows for answer in both]
-        said = np.concatenate([reference for *_, reference in rows])
-        return super().collate_fn(answers) | {"reference": torch.from_numpy(said)}
+        references = np.concatenate([reference for *_, reference in rows])
+        return super().collate_fn(answers) | {"reference": torch.from_numpy(references)}
 
 
 class Taught(Rows):
-    """Rows with the tokens that a teacher holds likeliest at each place that is learned."""
+    """Rows with the teacher's most likely tokens at each learned position."""
 
-    def __init__(self, path: str, seq_length: int, pad_id: int, said: references.Likeliest):
+    def __init__(self, path: str, seq_length: int, pad_id: int, teacher: references.Likeliest):
         super().__init__(path, seq_length, pad_id)
-        self.said = said
+        self.teacher = teacher
 
     def __getitem__(self, row: int) -> Any:
-        return *self.values(row), *self.said.of(row)
+        return *self.values(row), *self.teacher.of(row)
 
     def collate_fn(self, rows: list[Any]) -> dict[str, Any]:
-        shape = len(rows), self.seq_length, self.said.k
+        shape = len(rows), self.seq_length, self.teacher.k
         values, tokens = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
-        for i, (_, learned, *said) in enumerate(rows):
+        for i, (_, learned, *likeliest) in enumerate(rows):
             places = np.flatnonzero(learned[:-1])
-            values[i, places], tokens[i, places] = said
-        found = super().collate_fn([row[:2] for row in rows])
-        return found | {"teacher_values": torch.from_numpy(values), "teacher_ids": torch.from_numpy(tokens)}
+            values[i, places], tokens[i, places] = likeliest
+        batch = super().collate_fn([row[:2] for row in rows])
+        return batch | {"teacher_values": torch.from_numpy(values), "teacher_ids": torch.from_numpy(tokens)}
 
 
 def _arrays(column: Any, kind: type) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets and values of a list array; its own to_numpy() would import pandas."""
+    """Return offsets and values of a list array; pyarrow's to_numpy() would import pandas."""
     assert column.offset == 0 and column.values.offset == 0
     return np.frombuffer(column.buffers()[1], np.int32), np.frombuffer(column.values.buffers()[1], kind)

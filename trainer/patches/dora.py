@@ -1,11 +1,11 @@
-"""Patch of DoRA that makes it the same at every layout.
+"""Patch of DoRA: the same result at every layout.
 
-Megatron-Bridge takes the norm of a row-parallel weight over one rank's columns only; DoRALinear takes it over all.
-Bridge does not mark the magnitudes' gradients as partial (row-parallel) or cut (column-parallel) over ranks either, and
-saves those of a fused gate and up as each rank has them, so that a resume at another tp took gates' for ups'.
+Megatron-Bridge computes the norm of a row-parallel weight over one rank's columns only; DoRALinear computes it over
+all. Bridge also does not mark the magnitudes' gradients as partial (row-parallel) or cut (column-parallel) over ranks.
+And it saves the magnitudes of a fused gate and up in each rank's order, so a resume at another tp mixed up gate and up.
 
-Each can go when Bridge does the same; benchmarks/layouts.py and tests/trainer/megatron/test_gradients.py hold them.
-https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/dora_layers.py
+Remove each part when Bridge does the same; benchmarks/layouts.py and tests/trainer/megatron/test_gradients.py check
+them. https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/dora_layers.py
 """
 
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -22,20 +22,20 @@ WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
 
 
 def install() -> None:
-    """Let Bridge's DoRA make layers and adapters of this module."""
+    """Let Bridge's DoRA use the layers and adapters of this module."""
     versions.check(__name__, WRITTEN_FOR)
     dora.DoRALinear, dora.ParallelLinearDoRAAdapter = DoRALinear, DoRAAdapter
 
 
 def mark_magnitudes(model) -> None:
-    """Mark how magnitudes lie over ranks: their gradients are summed and normed accordingly."""
+    """Mark magnitudes as partial or cut over ranks, for the sums and norms of their gradients."""
     versions.check(__name__, WRITTEN_FOR)
     for chunk in model if isinstance(model, list) else [model]:
         for module in chunk.modules():
             if not isinstance(module, dora_layers.DoRALinear):
                 continue
             magnitude = module.adapter.weight_magnitude
-            if module.adapter.input_is_parallel:  # whole, each rank sees its tokens
+            if module.adapter.input_is_parallel:  # whole; each rank processes its own tokens
                 magnitude.sequence_parallel = module.to_wrap.config.sequence_parallel
             else:
                 set_tensor_model_parallel_attributes(magnitude, True, 0, 1)
@@ -44,7 +44,7 @@ def mark_magnitudes(model) -> None:
 class DoRAAdapter(dora_layers.ParallelLinearDoRAAdapter):
     """DoRA's adapter.
 
-    It saves the magnitudes of a fused gate and up as Bridge saves B: whole at any tp, gates first.
+    It saves the magnitudes of a fused gate and up like Bridge saves B: whole at any tp, gate first.
     """
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
@@ -55,15 +55,15 @@ class DoRAAdapter(dora_layers.ParallelLinearDoRAAdapter):
 
 
 class DoRALinear(dora_layers.DoRALinear):
-    """DoRA whose norm covers the whole row of a weight that is cut over columns, and which leaves the bias alone."""
+    """DoRA whose norm covers whole rows of a weight that is cut over columns, and which does not scale the bias."""
 
     def forward(self, x):
         output, bias = super().forward(x)
-        inside = getattr(self.to_wrap, "bias", None)
-        if bias is None and inside is not None and inside.numel() and self._adapter_enabled:
-            # Bridge multiplies W x + b + B A x; the magnitudes of DoRA are those of the weight.
-            output = output + inside * (1 - self.adapter.get_weight_magnitude() / self._get_weight_norm())
-        # Bridge makes [1, tokens, width] of [tokens, width], which latent attention has where sequences are packed.
+        fused_bias = getattr(self.to_wrap, "bias", None)
+        if bias is None and fused_bias is not None and fused_bias.numel() and self._adapter_enabled:
+            # Bridge scales W x + b + B A x; DoRA's magnitudes apply to the weight only.
+            output = output + fused_bias * (1 - self.adapter.get_weight_magnitude() / self._get_weight_norm())
+        # Bridge makes [1, tokens, width] of [tokens, width], the shape in latent attention with packed sequences.
         return output.squeeze(0) if output.ndim > x.ndim else output, bias
 
     def _get_weight_norm(self):

@@ -1,13 +1,14 @@
-"""Patch of the adapter per expert that makes it right also where experts are cut over several ranks.
+"""Patch of the adapter per expert: correct also if experts are cut over several ranks.
 
-Megatron-Bridge's adapter per expert is wrong under expert tensor parallelism, and nothing says so: on fc1 it gathers
-the hidden values outside autograd, so A gets no gradient; on fc2 each rank multiplies only its own part of the hidden
-values, and the dispatcher then adds up copies of the result. ExpertAdapter repairs both.
+Megatron-Bridge's adapter per expert is silently wrong under expert tensor parallelism. On fc1 it gathers the hidden
+values outside autograd, so A gets no gradient. On fc2 each rank multiplies only its part of the hidden values, and the
+dispatcher then adds up copies of the result. ExpertAdapter fixes both.
 
-When it merges or exports fc1's adapter, it takes the first half of B's rows for gate, and each rank has rows of both.
+When Bridge merges or exports fc1's adapter, it takes the first half of B's rows for gate, but each rank has rows of
+both.
 
-Can go when Bridge does the same; benchmarks/layouts.py, tests/trainer/test_train.py and, of the last,
-tests/trainer/megatron/test_lean_adapters.py hold it.
+Remove when Bridge does the same; benchmarks/layouts.py, tests/trainer/test_train.py and (for merging)
+tests/trainer/megatron/test_lean_adapters.py check it.
 https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/utils.py
 """
 
@@ -27,19 +28,19 @@ SPLIT = MegatronPeftBridge._split_fused_fc1_linear_out_weight
 
 
 def install() -> None:
-    """Let Bridge's LoRA make adapters of this module."""
+    """Let Bridge's LoRA use the adapters of this module."""
     versions.check(__name__, WRITTEN_FOR)
     lora.GroupedExpertLinearAdapter = ExpertAdapter
     MegatronPeftBridge._split_fused_fc1_linear_out_weight = _gate_and_up
 
 
 class ExpertAdapter(GroupedExpertLinearAdapter):
-    """One low-rank pair per expert, right also where each expert is cut over several ranks."""
+    """One low-rank pair per expert, correct also if each expert is cut over several ranks."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         if self.input_is_parallel and self.expert_tp_group is not None and self.expert_tp_group.size() > 1:
-            self.activation = _Sum(self.expert_tp_group)  # fc2: between A and B, where Bridge puts its activation
+            self.activation = _Sum(self.expert_tp_group)  # fc2: Bridge's activation is between A and B
 
     def _gather_along_last_dim(self, tensor):
         group = self.expert_tp_group
@@ -47,13 +48,13 @@ class ExpertAdapter(GroupedExpertLinearAdapter):
             return tensor
         if not self.input_is_parallel:
             return mappings.all_gather_last_dim_from_tensor_parallel_region(tensor, group=group)
-        # fc2: the dispatcher adds up the ranks' outputs, so a rank fills in its own columns and leaves the others 0.
+        # fc2: the dispatcher sums the ranks' outputs, so a rank sets the columns of the others to 0.
         width = tensor.shape[-1]
         return nn.functional.pad(tensor, (group.rank() * width, (group.size() - 1 - group.rank()) * width))
 
 
 def _gate_and_up(self, linear_out_weight, *, is_expert: bool):
-    """Rows of gate and of up, where each rank of an expert has a part of both."""
+    """Return the rows of gate and of up; each rank of an expert has a part of both."""
     ways = parallel_state.get_expert_tensor_parallel_world_size() if is_expert else 1
     if ways == 1:
         return SPLIT(self, linear_out_weight, is_expert=is_expert)
@@ -62,7 +63,7 @@ def _gate_and_up(self, linear_out_weight, *, is_expert: bool):
 
 
 class _Sum(nn.Module):
-    """The sum over ranks, of values and of gradients: each rank holds a part of both."""
+    """Sum over ranks, of values and of gradients: each rank holds a part of both."""
 
     def __init__(self, group):
         super().__init__()

@@ -1,23 +1,20 @@
-"""Fixes that Megatron-Bridge and megatron-core need outside NVIDIA's containers, and when each can go.
+"""Fixes that Megatron-Bridge and megatron-core need outside NVIDIA's containers, with the condition for removing each.
 
-To work at all:
-1. megatron.bridge.training.pretrain imports nvidia_resiliency_ext's CallWrapper for a type annotation. The package has
-   no wheel for glibc < 2.39, so an empty module stands in while pretrain is imported, and is taken out again: code
-   that probes for the real package must not find it. Can go when Bridge guards the import.
-   BRIDGE/training/pretrain.py
-2. megatron.bridge.training.initialize runs `make` in megatron-core's data set folder. The wheel ships the compiled
-   helper and no Makefile, and the failed make ends the process. Can go when Bridge imports before it builds.
-   BRIDGE/training/initialize.py
+To work at all: 1. megatron.bridge.training.pretrain imports nvidia_resiliency_ext's CallWrapper for a type annotation.
+The package has    no wheel for glibc < 2.39, so an empty module replaces it while pretrain is imported. It is removed
+afterwards, because    code that probes for the real package must not find it. Remove when Bridge guards the import.
+BRIDGE/training/pretrain.py 2. megatron.bridge.training.initialize runs `make` in megatron-core's data set folder. The
+wheel ships the compiled    helper without a Makefile, and the failed make ends the process. Remove when Bridge imports
+before it builds.    BRIDGE/training/initialize.py
 
-To start in 4 s of CPU time instead of 10, of which `import torch` is 2.5 (in 12 instead of 26, of which torch is 5,
-where no byte code may be cached: PYTHONDONTWRITEBYTECODE):
-3. Bridge's loop imports nvidia-modelopt for quantised and distilled models, and modelopt imports transformers' trainer,
-   PEFT, vLLM and scikit-learn: 20 to 50 s on every rank. Its four functions return at once for any other model, and
-   so do their stand-ins. Can go when Bridge imports modelopt where it is used.
-4. Some packages are hidden from this process: experiment trackers, because training talks to no network, and what
-   is imported when it happens to be installed. Can stay.
-5. Others are imported whether they are used or not, and PROMISED. Can go one by one as their importers import later.
-6. torch's compiler, which takes 2 s to import, is left out on a CPU, where nothing is compiled (cpu/cuda.py). Can stay.
+To start in 4 s of CPU time instead of 10, including 2.5 for `import torch` (12 instead of 26 including 5 for torch, if
+byte code is not cached: PYTHONDONTWRITEBYTECODE): 3. Bridge's loop imports nvidia-modelopt for quantised and distilled
+models, and modelopt imports transformers' trainer,    PEFT, vLLM and scikit-learn: 20 to 50 s on every rank. Its four
+functions return at once for any other model, and    so do their replacements. Remove when Bridge imports modelopt only
+when it is used. 4. Some packages are hidden from this process: experiment trackers, because training needs no network,
+and packages    that are imported only because they are installed. Permanent. 5. Other packages are imported even if
+unused; they are PROMISED. Remove one by one as their importers import later. 6. torch's compiler, which takes 2 s to
+import, is omitted on a CPU, where nothing is compiled (cpu/cuda.py). Permanent.
 
 BRIDGE is https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge.
 """
@@ -60,7 +57,7 @@ MODELOPT = {
     "modelopt.torch.opt.plugins": ("restore_modelopt_state", "save_modelopt_state", "save_sharded_modelopt_state"),
 }
 PROMISED = {
-    # Loading from the Hub, with pandas and pyarrow. Bridge sets an attribute of datasets.builder, to no effect here.
+    # Loading from the Hub, with pandas and pyarrow. Bridge sets an attribute of datasets.builder, without effect here.
     "datasets": ("builder", "concatenate_datasets", "load_dataset"),
     # Kinds of data other than GPTSFTDatasetConfig: Energon, image processors.
     "megatron.bridge.data.builders.direct_hf_sft": (
@@ -110,7 +107,7 @@ def install(compiles: bool) -> None:
         if compiles:
             accumulation.install()
             split.install()
-        import megatron.core.datasets.helpers_cpp  # (2: proves that nothing has to be compiled)
+        import megatron.core.datasets.helpers_cpp  # (2: proves that nothing needs compiling)
         from megatron.core.dist_checkpointing.strategies import torch as _  # noqa: F401  (1: it probes for the package)
 
         transformers_imports.import_transformers()
@@ -124,12 +121,12 @@ def install(compiles: bool) -> None:
 
 @contextlib.contextmanager
 def _no_compiler():
-    """Keep torch._dynamo from being imported for functions that are only marked as not to be compiled."""
+    """Prevent the import of torch._dynamo for functions that are only marked as not to be compiled."""
     from torch.optim import Optimizer
 
     for method in (Optimizer.add_param_group, Optimizer.load_state_dict, Optimizer.state_dict, Optimizer.zero_grad):
         function = inspect.unwrap(method)
-        function.__dynamo_disable = function  # where torch._compile keeps what it asks torch._dynamo for
+        function.__dynamo_disable = function  # torch._compile caches torch._dynamo's result here
 
     def mark(function=None, *args, **kwargs):
         return function or (lambda function: function)
@@ -151,7 +148,7 @@ def _import_pretrain() -> None:
 
 
 def _stand_in(name: str) -> ModuleType:
-    """An empty module of this name, with empty packages above it."""
+    """Return an empty module of this name, with empty parent packages."""
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
         path = ".".join(parts[:depth])

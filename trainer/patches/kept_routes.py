@@ -1,11 +1,11 @@
-"""Patch of megatron-core's token dispatchers, which keep the weights of the last tokens that they sent.
+"""Patch of megatron-core's token dispatchers, which keep the weights of the tokens sent last.
 
-With the weights they keep the graph that made them, from the router back to the layer's input. Once it was gone
-through its tensors are free, but for what a Function holds otherwise: the layer's input where it is computed again, the
-gradient of that, and a packed weight of attention that was unpacked. GLM-4.7's 92 layers in 4 bits on two H200 had
-131.9 GB in use between two steps, and have 110.9 without. Nothing asks for the weights once tokens are back.
+These weights keep their autograd graph alive, from the router back to the layer's input. After backward most tensors of
+the graph are free, except those that a Function holds otherwise: the input of a recomputed layer, its gradient, and an
+unpacked weight of attention. GLM-4.7's 92 layers in 4 bits on two H200 used 131.9 GB between two steps, and use 110.9
+with this patch. Nothing reads the weights after the tokens are back.
 
-Can go when core's dispatchers forget them; tests/trainer/patches/test_kept_routes.py holds it.
+Remove when core's dispatchers drop them; tests/trainer/patches/test_kept_routes.py checks it.
 https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/moe/token_dispatcher.py
 """
 
@@ -22,7 +22,7 @@ DISPATCHERS = ("MoEAllGatherTokenDispatcher", "MoEAlltoAllTokenDispatcher", "MoE
 
 
 def install() -> None:
-    """Have dispatchers forget all that has a graph as soon as their tokens are back."""
+    """Make dispatchers drop all tensors with a graph as soon as their tokens are back."""
     versions.check(__name__, WRITTEN_FOR)
     for name in DISPATCHERS:
         kind = getattr(token_dispatcher, name)
@@ -33,11 +33,11 @@ def install() -> None:
 def _forgetting(finish: Any) -> Any:
     @functools.wraps(finish)
     def finish_and_forget(dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
-        found = finish(dispatcher, *args, **kwargs)
+        output = finish(dispatcher, *args, **kwargs)
         _forget(dispatcher)
         if manager := vars(dispatcher).get("_comm_manager"):
             _forget(manager)
-        return found
+        return output
 
     return finish_and_forget
 

@@ -1,14 +1,14 @@
-"""Import Megatron-Bridge without what the run at hand does not use: other model families, other kinds of data.
+"""Import Megatron-Bridge without parts that the current run does not use: other model families, other kinds of data.
 
-`import megatron.bridge` executes the __init__ files of some 45 model families, most of them of no use to the run at
-hand. install() puts a finder in front of the import system: a package below LAZY whose __init__ does nothing but
-import names is entered without executing it, and each name is imported when somebody asks for it. Executed on import,
-one such file registers its model with AutoBridge, so load_family() imports the modules that name the architecture.
+`import megatron.bridge` executes the __init__ files of about 45 model families, most of which the run does not use.
+install() adds a finder to the import system. For a package below LAZY whose __init__ only imports names, the finder
+skips execution, and each name is imported when it is first read. An executed __init__ would also register its models
+with AutoBridge; instead load_family() imports the modules that name the architecture.
 
-promised() is for single names that are imported unconditionally and then not used: whoever imports one gets a class in
-its place, and the module behind it is imported when the class is called.
+promised() is for single names that are imported unconditionally and then not used. The importer gets a class instead,
+and the real module is imported when the class is called.
 
-Can go when the packages below LAZY import their families themselves when they are asked for, as transformers does:
+Remove when the packages below LAZY import their families on demand, as transformers does:
 https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/models/__init__.py
 """
 
@@ -29,12 +29,12 @@ from trainer.patches import versions
 WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
 ROOT = "megatron.bridge"
 # megatron.training: Bridge needs its config classes; its __init__ imports a whole second training loop.
-# megatron.core.inference: the layers import one base class of it, its __init__ files import the server.
+# megatron.core.inference: the layers import one of its base classes; its __init__ files import the server.
 LAZY = (ROOT, "megatron.training", "megatron.core.inference")
 
 
 def install() -> None:
-    """Enter the packages below LAZY lazily from now on. Call before the first import of megatron.bridge."""
+    """Import the packages below LAZY lazily from now on. Call before the first import of megatron.bridge."""
     versions.check(__name__, WRITTEN_FOR)
     assert ROOT not in sys.modules, f"{ROOT} was imported before trainer.patches.lazy_bridge.install()"
     sys.meta_path.insert(0, _Finder())
@@ -57,9 +57,9 @@ def load_family(architecture: str) -> None:
 
 @contextlib.contextmanager
 def promised(modules: dict[str, tuple[str, ...] | dict[str, object]]):
-    """Make `from module import name` return a promise, or the value that is given for the name, while the block runs.
+    """Make `from module import name` return a promise, or the value given for the name, while the block runs.
 
-    Imports after it find the real modules. Asking one of these modules for another name gives the real one as well.
+    Later imports find the real modules. Reading another name of one of these modules also imports the real one.
     """
     absent = [module for module in modules if module not in sys.modules]
     for module in absent:
@@ -76,7 +76,7 @@ def promised(modules: dict[str, tuple[str, ...] | dict[str, object]]):
 
 
 class Promised(ModuleType):
-    """Module in sys.modules in the place of another. Asked for anything but `values`, it makes way for the real one."""
+    """Placeholder module in sys.modules. Reading a name outside `values` imports the real module."""
 
     def __init__(self, name: str, values: dict):
         super().__init__(name)
@@ -84,13 +84,13 @@ class Promised(ModuleType):
         self.__dict__.update(values)
 
     def __getattr__(self, name: str):
-        if name.startswith("__"):  # `from this import ...` asks for __path__, the inspect module for __file__
+        if name.startswith("__"):  # `from module import` reads __path__, inspect reads __file__
             raise AttributeError(name)
         return getattr(_real(self.__name__), name)
 
 
 class _Promise(type):
-    """Metaclass of promises. They are classes, as some importers name them in a union of types or in isinstance()."""
+    """Metaclass of promises. They are classes because some importers use them in unions of types or isinstance()."""
 
     def __call__(cls, *args, **kwargs):
         return getattr(_real(cls.__module__), cls.__name__)(*args, **kwargs)
@@ -98,7 +98,7 @@ class _Promise(type):
     def __instancecheck__(cls, instance) -> bool:
         module = sys.modules.get(cls.__module__)
         if module is None or isinstance(module, Promised):
-            return False  # nobody has made one yet
+            return False  # no instance exists yet
         return isinstance(instance, getattr(module, cls.__name__))
 
 
@@ -132,8 +132,8 @@ class _Loader(importlib.abc.Loader):
             if name not in names:
                 raise AttributeError(f"module {package!r} has no attribute {name!r}")
             source, attribute = names[name]
-            found = importlib.import_module(source)
-            value = getattr(found, attribute) if attribute else found
+            imported = importlib.import_module(source)
+            value = getattr(imported, attribute) if attribute else imported
             setattr(module, name, value)
             return value
 
@@ -142,18 +142,18 @@ class _Loader(importlib.abc.Loader):
 
 
 def _reexported(source: str, package: str) -> dict[str, tuple[str, str]] | None:
-    """Table of name -> (module, attribute) for an __init__ that only imports; None for one that does anything else."""
+    """Return name -> (module, attribute) for an __init__ that only imports; None for any other."""
     names = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.ImportFrom):
             module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             names.update({alias.asname or alias.name: (module, alias.name) for alias in node.names})
         elif isinstance(node, ast.Import):
-            continue  # for what it registers: load_family() does that for the one family that is needed
+            continue  # only registers models; load_family() does that for the needed family
         elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             continue
         elif isinstance(node, ast.Assign) and getattr(node.value, "id", "") in names:
-            names[node.targets[0].id] = names[node.value.id]  # the former name of a class
+            names[node.targets[0].id] = names[node.value.id]  # an alias of a class
         elif isinstance(node, ast.Expr) and ast.unparse(node).startswith(("'", '"', "warnings.warn(")):
             continue
         else:

@@ -1,10 +1,10 @@
-"""Patch for made-up tokens in packs: it gives megatron-core's NullTokenizer an eos_id.
+"""Patch for random tokens in packs: give megatron-core's NullTokenizer an eos_id.
 
-Megatron-Bridge's packed data sets ask a tokenizer for its eos_id
+Megatron-Bridge's packed data sets read the tokenizer's eos_id
 (https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/data/packing/gpt_sft.py), and
 megatron-core's NullTokenizer has none
-(https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/tokenizers/text/libraries/null_tokenizer.py). The patch
-can go when it has one.
+(https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/tokenizers/text/libraries/null_tokenizer.py). Remove when
+it has one.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -15,7 +15,7 @@ WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
 
 
 def install() -> None:
-    """Give the NullTokenizer its end of a document as its end of a sequence."""
+    """Let the NullTokenizer use its end of a document as its end of a sequence."""
     versions.check(__name__, WRITTEN_FOR)
     from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 

@@ -1,13 +1,13 @@
-"""Patch that resumes an offloaded optimizer as it was saved.
+"""Patch: resume an offloaded optimizer in its saved state.
 
-1. Resumed, megatron-core's HybridDeviceOptimizer sets its GPU part back to the step it was resumed at, before every
-   step. Can go when _sync_hdo_param_groups_to_sub_optimizers leaves the step out:
-   https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py
-2. Megatron-Bridge copies the bf16 weights over the host's fp32 ones after any checkpoint, also one that has brought
-   them. Can go when its setup asks what was loaded:
-   https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/setup.py
+1. After a resume, megatron-core's HybridDeviceOptimizer resets its GPU part to the step of the resume before every
+step. Remove when _sync_hdo_param_groups_to_sub_optimizers leaves the step out:
+https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py 2.
+Megatron-Bridge copies the bf16 weights over the host's fp32 ones after loading any checkpoint, even one that
+contains fp32 weights. Remove when its setup checks what was loaded:
+https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/setup.py
 
-tests/trainer/megatron/test_precision.py holds both.
+tests/trainer/megatron/test_precision.py checks both.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -26,7 +26,7 @@ def keep_counting() -> None:
     def hand_down(self) -> None:
         original(self)
         for group in self.param_groups:
-            group.pop("step", None)  # the parts have it now, and count on
+            group.pop("step", None)  # the sub-optimizers have it now, and increase it
 
     HybridDeviceOptimizer._sync_hdo_param_groups_to_sub_optimizers = hand_down
 

@@ -1,11 +1,10 @@
-"""Patch for rotary positions of packed rows: every token of a row is turned at once.
+"""Patch for rotary positions of packed rows: rotate every token of a row at once.
 
-Megatron-core's own way, where Transformer Engine's fused kernel is off (every family but Llama), asks the GPU for the
-lengths of a row's sequences, in every layer for queries and for keys, and turns one sequence after the other: some ten
-kernels each, and the host waits for the GPU each time. With 22 sequences to a row a step on an H200 took 2.5 times as
-long as one of rows of one sequence. Here each token's position is computed on the GPU, once for a microbatch, and the
-same arithmetic is done for all tokens together: the numbers are the same to the last bit. Can go when
-_apply_rotary_pos_emb_thd has no loop.
+Without Transformer Engine's fused kernel (every family but Llama), megatron-core reads the lengths of a row's sequences
+from the GPU, in every layer for queries and for keys, and rotates one sequence after the other: about ten kernels each,
+and the host waits for the GPU each time. With 22 sequences per row, a step on an H200 took 2.5 times as long as with
+one sequence per row. Here each token's position is computed on the GPU, once per micro batch, and all tokens are
+rotated together. The results are bit-identical. Remove when _apply_rotary_pos_emb_thd has no loop.
 https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/models/common/embeddings/rope_utils.py
 """
 
@@ -15,16 +14,16 @@ from megatron.core.models.common.embeddings import rope_utils
 from trainer.patches import versions
 
 WRITTEN_FOR = {"megatron-core": ("0.19.2",)}
-KEPT = "_positions_of_tokens"
+CACHE = "_positions_of_tokens"
 
 
 def install() -> None:
-    """Have packed rows turned at once, in this process."""
+    """Rotate packed rows at once, in this process."""
     versions.check(__name__, WRITTEN_FOR)
-    rope_utils._apply_rotary_pos_emb_thd = turned
+    rope_utils._apply_rotary_pos_emb_thd = rotated
 
 
-def turned(
+def rotated(
     t: torch.Tensor,
     cu_seqlens: torch.Tensor,
     freqs: torch.Tensor,
@@ -34,9 +33,9 @@ def turned(
     cp_group: torch.distributed.ProcessGroup | None = None,
     multi_latent_attention: bool | None = None,
 ) -> torch.Tensor:
-    """Queries or keys of packed rows, turned by each token's place in its sequence: [tokens here, heads, width].
+    """Rotate queries or keys of packed rows by each token's position in its sequence: [tokens here, heads, width].
 
-    `freqs` with a row for every token of the whole rows has positions that go on from sequence to sequence.
+    If `freqs` has a row for every token of the whole rows, positions continue from sequence to sequence.
     """
     if cp_group is None:
         raise ValueError("cp_group must be provided for THD format RoPE")
@@ -54,20 +53,20 @@ def turned(
 
 
 def _positions(cu_seqlens: torch.Tensor, tokens: int, ranks: int, rank: int, of_whole_rows: bool) -> torch.Tensor:
-    """Position of each token of this rank. It is kept on the tensor that it follows from, for the layers to come."""
-    kept = getattr(cu_seqlens, KEPT, None)
-    if kept is None:
-        setattr(cu_seqlens, KEPT, kept := {})
+    """Return the position of each token of this rank, cached on `cu_seqlens` for the other layers."""
+    cache = getattr(cu_seqlens, CACHE, None)
+    if cache is None:
+        setattr(cu_seqlens, CACHE, cache := {})
     key = tokens, ranks, rank, of_whole_rows
-    if key not in kept:
-        kept[key] = _computed(cu_seqlens.long(), tokens, ranks, rank, of_whole_rows)
-    return kept[key]
+    if key not in cache:
+        cache[key] = _computed(cu_seqlens.long(), tokens, ranks, rank, of_whole_rows)
+    return cache[key]
 
 
 def _computed(starts: torch.Tensor, tokens: int, ranks: int, rank: int, of_whole_rows: bool) -> torch.Tensor:
-    """Positions, without asking the GPU for a number.
+    """Compute positions without reading values from the GPU.
 
-    Of a sequence cut in 2 x ranks pieces a rank has two: its own from the beginning and its own from the end.
+    A sequence is cut in 2 x ranks pieces. A rank has two of them: number `rank` from the start and from the end.
     """
     lengths = (starts[1:] - starts[:-1]) // ranks  # this rank's part of each sequence
     ends = lengths.cumsum(0)

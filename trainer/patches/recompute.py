@@ -1,8 +1,8 @@
-"""Patch for recompute of single modules below adapters.
+"""Patch for recomputation of single modules below adapters.
 
-What is computed again gets no gradient, or fails, where its input needs none: in a first layer behind a frozen
-embedding. Megatron-Bridge sees to that for full recompute alone; here also for single modules. Can go when its
-maybe_enable_recompute_inputs_grad no longer leaves them out; tests/trainer/test_train.py holds it.
+A recomputed module gets no gradient, or fails, if its input requires none: in the first layer after a frozen embedding.
+Megatron-Bridge handles this only for full recomputation; here also for single modules. Remove when its
+maybe_enable_recompute_inputs_grad includes them; tests/trainer/test_train.py checks it.
 https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/recompute.py
 """
 
@@ -15,7 +15,7 @@ WRITTEN_FOR = {"megatron-bridge": ("0.6.2",)}
 
 
 def start_from_the_embedding(model) -> None:
-    """Make the embedding's output require a gradient, although no weight needs one of it."""
+    """Make the embedding's output require a gradient, although no weight needs one."""
     versions.check(__name__, WRITTEN_FOR)
     for chunk in model if isinstance(model, list) else [model]:
         for module in chunk.modules():

@@ -1,15 +1,15 @@
-"""Patch that resumes the optimizer at another layout than the one that saved it.
+"""Patch: resume the optimizer at a layout other than the saved one.
 
-Megatron keeps one optimizer for dense weights and, where experts are cut differently, a second one for experts. How
-many there are depends on the layout, and on whether a pipeline stage holds experts at all. Its checkpoints hold the
-tensors by parameter, independent of that, but learning rate and step number by optimizer, as the first rank has them:
-going from ep=1 to ep=2 ends in "Expected 2 entries in state dict, but got 4". install() hands each optimizer the saved
-settings of the parameter group that matches its own. Can go when ChainedOptimizer.load_state_dict does:
+Megatron has one optimizer for dense weights and, if experts are cut differently, a second one for experts. Their number
+depends on the layout, and on whether a pipeline stage holds experts at all. Its checkpoints store tensors by parameter,
+independent of that, but learning rate and step number by optimizer, from the first rank: a change from ep=1 to ep=2
+ends in "Expected 2 entries in state dict, but got 4". install() gives each optimizer the saved settings of the matching
+parameter group. Remove when ChainedOptimizer.load_state_dict does:
 https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/optimizer/optimizer.py
 
-Random states are cut by pipeline and tensor ranks, and with ep > 1 by all ranks. Megatron-Bridge asks for them wherever
-pp and tp are the checkpoint's, and at another ep ends in "Missing key in checkpoint state_dict: rng_state/shard_...":
-has_random_states() says beforehand whether there are such. Can go when its load_checkpoint compares ep as well:
+Random states are cut by pipeline and tensor ranks, and with ep > 1 by all ranks. Megatron-Bridge loads them whenever pp
+and tp equal the checkpoint's, and at another ep ends in "Missing key in checkpoint state_dict: rng_state/shard_...".
+has_random_states() checks in advance whether they exist. Remove when its load_checkpoint also compares ep:
 https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/checkpointing.py
 """
 
@@ -26,7 +26,7 @@ WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
 
 
 def install() -> None:
-    """Give each optimizer of a chain the saved settings that are its own."""
+    """Give each optimizer of a chain its own saved settings."""
     versions.check(__name__, WRITTEN_FOR)
     original = ChainedOptimizer.load_state_dict
 
@@ -43,7 +43,7 @@ def install() -> None:
 
 
 def has_random_states(folder: Path, layout: Layout) -> bool:
-    """Whether a checkpoint holds random states that ranks of this layout can take up."""
+    """Whether a checkpoint has random states for the ranks of this layout."""
     shape = [layout.pp, layout.tp]
     if layout.ep > 1:
         shape.append(layout.world // (layout.pp * layout.tp))
@@ -52,7 +52,7 @@ def has_random_states(folder: Path, layout: Layout) -> bool:
 
 
 def _parts(state_dict: dict, count: int) -> list[dict]:
-    """Tensors of each optimizer of this rank."""
+    """Return the tensors of each optimizer of this rank."""
     if count > 1:
         return [state_dict[i] for i in range(count)]
     return [{key: value for key, value in state_dict.items() if not isinstance(key, int)}]
@@ -61,14 +61,14 @@ def _parts(state_dict: dict, count: int) -> list[dict]:
 def _with_settings(part: dict, optimizer, state_dict: dict) -> dict:
     saved = [value for key, value in state_dict.items() if isinstance(key, int) and "optimizer" in value]
     saved = saved or [state_dict]
-    groups = [group for one in saved for group in one["optimizer"]["param_groups"]]
+    groups = [group for state in saved for group in state["optimizer"]["param_groups"]]
     whole = {key: value for key, value in saved[0].items() if not isinstance(key, int) and key != "param_state"}
     mine = [_matching(group, groups) for group in optimizer.optimizer.param_groups]
     return {**whole, **part, "optimizer": {**whole["optimizer"], "param_groups": mine}}
 
 
 def _matching(group: dict, saved: list[dict]) -> dict:
-    """Saved settings for this group; those of a dense group serve an expert group that was not saved as one."""
+    """Return the saved settings for this group; an expert group without saved settings gets those of a dense group."""
 
     def alike(other: dict) -> tuple:
         return tuple(other.get(key) == group.get(key) for key in ("wd_mult", "lr_mult", "max_lr", "is_expert_parallel"))

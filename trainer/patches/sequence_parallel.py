@@ -1,21 +1,21 @@
-"""Patch of adapters under sequence parallelism (tp > 1, layout.sp): each has to see all tokens, in both directions.
+"""Patch of adapters under sequence parallelism (tp > 1, layout.sp): each must process all tokens, forward and backward.
 
-The first case is an adapter behind a fused norm (linear_qkv, a dense linear_fc1, MLA's up projections). Megatron-Bridge
-has Transformer Engine's layer return the norm's output gathered over tp and hands it to the adapter. Transformer
-Engine's backward adds what comes back through that output where it is not gathered, and drops it where it is: since
-2.4, still in 2.20.2 (pytorch/module/layernorm_linear.py; up to 2.3 it was added in both cases). So what an adapter
-gives to the gradient of its input was lost without a word: nothing while B is zero, more with every step, and wrong in
-every layer below. Here the layer returns its own tokens, whose gradient every version adds, and they are gathered in
-front of the adapter, by megatron-core's mapping, whose backward sums over ranks. Dropout, which the adapter begins
-with, draws as before.
+Case 1: an adapter after a fused norm (linear_qkv, a dense linear_fc1, MLA's up projections). Megatron-Bridge lets
+Transformer Engine's layer return the norm's output gathered over tp and passes it to the adapter. Transformer Engine's
+backward adds the gradient of that output only if the output is not gathered. A gathered output's gradient is dropped,
+from 2.4 to at least 2.20.2 (pytorch/module/layernorm_linear.py; up to 2.3 it was added in both cases). The adapter's
+contribution to the gradient of its input was therefore silently lost: none while B is zero, more with every step, and
+wrong in every layer below. Here the layer returns the rank's own tokens, whose gradient every version adds.
+megatron-core's mapping gathers them before the adapter, and its backward sums over ranks. Dropout, the adapter's first
+operation, draws as before.
 
-The second case is an adapter of a layer that is whole on every rank (MLA's down projections). Each rank has its own
-tokens, but Bridge cuts the adapter over tp and puts together what the ranks have made of different tokens. Here such an
-adapter gets all tokens and gives each rank its own. Without sp every rank has all tokens, and Bridge is right.
+Case 2: an adapter of a layer that is whole on every rank (MLA's down projections). Each rank has its own tokens, but
+Bridge cuts the adapter over tp and combines results of different tokens. Here such an adapter gets all tokens and
+returns each rank its own. Without sp every rank has all tokens, and Bridge is correct.
 
-The first can go when Bridge no longer asks for a gathered output, or when it demands a Transformer Engine whose
-backward adds it; the second when Bridge gathers for such layers. tests/trainer/megatron/test_gradients.py holds both,
-and benchmarks/gpu/gradients.py on GPUs.
+Remove case 1 when Bridge no longer requests a gathered output, or when it requires a Transformer Engine whose backward
+adds its gradient; remove case 2 when Bridge gathers for such layers. tests/trainer/megatron/test_gradients.py checks
+both, and benchmarks/gpu/gradients.py on GPUs.
 https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/utils.py
 https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/pytorch/module/layernorm_linear.py
 """
@@ -33,7 +33,7 @@ WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
 
 
 def give_every_adapter_all_tokens(model) -> None:
-    """Let each adapter of `model` see all tokens. `model` is a stage, or a list of them, with adapters just added."""
+    """Let each adapter of `model` process all tokens. `model` is a stage, or a list of them, with new adapters."""
     versions.check(__name__, WRITTEN_FOR)
     for chunk in model if isinstance(model, list) else [model]:
         for module in chunk.modules():
@@ -42,7 +42,7 @@ def give_every_adapter_all_tokens(model) -> None:
             layer, adapter = module.to_wrap, module.adapter
             if getattr(layer, "return_layernorm_output_gathered", False):
                 layer.return_layernorm_output_gathered = False
-                adapter.disable_sequence_parallel_comm = True  # Bridge's own gathering comes behind the dropout
+                adapter.disable_sequence_parallel_comm = True  # Bridge gathers after the dropout
                 adapter.register_forward_pre_hook(_gather)
             elif _is_whole(layer) and layer.config.sequence_parallel:
                 adapter.register_forward_pre_hook(_gather)

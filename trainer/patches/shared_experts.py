@@ -1,18 +1,18 @@
-"""Patch of the one adapter for all experts of a layer that makes it the same model at every layout.
+"""Patch of the adapter that all experts of a layer share: the same model at every layout.
 
-Megatron-Bridge keeps a copy of such an adapter on each expert-parallel rank: it broadcasts the first one's values
-and adds up the gradients, so that all copies stay alike. Measured on a tiny MoE in fp32, that makes the same losses at
-ep 1, 2 and 4 to 2e-7 where gradients are not clipped. Two things were still wrong, and nothing said so:
+Megatron-Bridge keeps a copy of such an adapter on each expert-parallel rank: it broadcasts the first copy's values and
+sums the gradients, so all copies stay equal. On a tiny MoE in fp32 without gradient clipping, losses at ep 1, 2 and 4
+then agree to 2e-7. Two bugs remained, both silent:
 
-The norm of all gradients counted every copy: 5 to 20 % too large at ep 2 and 4, and clipping with it. count_once()
-leaves one.
+The norm of all gradients counted every copy: 5 to 20 % too large at ep 2 and 4, and clipping was wrong with it.
+count_once() counts one.
 
-Under expert tensor parallelism the adapter was wrong as the one per expert is (expert_adapters.py), also
-where experts are not grouped: fc2's ranks multiplied only their own part of the hidden values, and the dispatcher
-added up copies of the result; fc1's A got its gradient from one rank's columns of B alone. Losses were off by 1.6 %
-after ten steps at etp 2. Adapter repairs both.
+Under expert tensor parallelism the adapter had the same bugs as the one per expert (expert_adapters.py), also if
+experts are not grouped. fc2's ranks multiplied only their part of the hidden values, and the dispatcher summed copies
+of the result; fc1's A got its gradient from one rank's columns of B alone. Losses were off by 1.6 % after ten steps at
+etp 2. Adapter fixes both.
 
-Each can go when Bridge does the same; the rows "shared" of benchmarks/layouts.py hold them.
+Remove each part when Bridge does the same; the rows "shared" of benchmarks/layouts.py check them.
 https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/utils.py
 """
 
@@ -33,19 +33,21 @@ WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
 
 
 def install() -> None:
-    """Let Bridge's LoRA make adapters of this module."""
+    """Let Bridge's LoRA use the adapters of this module."""
     versions.check(__name__, WRITTEN_FOR)
     lora.ParallelLinearAdapter = Adapter
 
 
 def sum_copies_once_a_step() -> None:
-    """Have megatron-core sum gradients that are marked is_copied over expert-parallel ranks, once a step.
+    """Make megatron-core sum gradients marked is_copied over expert-parallel ranks, once per step.
 
-    Bridge sums those of each adapter for all experts in every microbatch. Expert-data-parallel ranks are summed before:
-    of what the distributed optimizer leaves to each rank, expert-parallel ranks have the same part.
+    Bridge sums the gradients of each shared adapter in every micro batch. The sum over expert-data-parallel ranks comes
+    first: expert-parallel ranks then hold the same part of the distributed optimizer's shards.
     """
     versions.check(__name__, WRITTEN_FOR)
-    finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # core has a function so named
+    finalize = importlib.import_module(
+        "megatron.core.distributed.finalize_model_grads"
+    )  # core has a function of the same name
     finish = finalize._allreduce_non_tensor_model_parallel_grads
     if getattr(finish, "sums_copies", False):
         return
@@ -60,10 +62,10 @@ def sum_copies_once_a_step() -> None:
 
 def _sum_copies(model) -> None:
     group = parallel_state.get_expert_model_parallel_group()
-    weights = [one for chunk in model for one in chunk.parameters() if getattr(one, "is_copied", False)]
+    weights = [weight for chunk in model for weight in chunk.parameters() if getattr(weight, "is_copied", False)]
     if group.size() == 1 or not weights:
         return
-    gradients = [one.main_grad for one in weights]
+    gradients = [weight.main_grad for weight in weights]
     whole = _flatten_dense_tensors(gradients)
     distributed.all_reduce(whole, group=group)
     for gradient, summed in zip(gradients, _unflatten_dense_tensors(whole, gradients), strict=True):
@@ -71,7 +73,7 @@ def _sum_copies(model) -> None:
 
 
 def count_once(model) -> None:
-    """Let the copies of one adapter on several expert-parallel ranks count as one in the norm of gradients."""
+    """Count the copies of one adapter on several expert-parallel ranks once in the norm of gradients."""
     versions.check(__name__, WRITTEN_FOR)
     if parallel_state.get_expert_model_parallel_rank() == 0:
         return
@@ -79,17 +81,17 @@ def count_once(model) -> None:
         for module in chunk.modules():
             if isinstance(module, ParallelLinearAdapter) and module._uses_grouped_expert_sharding():
                 for parameter in module.parameters():
-                    parameter.shared = True  # Megatron's word for a copy that another rank counts
+                    parameter.shared = True  # Megatron leaves such a copy out of the norm
 
 
 class Adapter(ParallelLinearAdapter):
-    """Bridge's adapter of one layer, right also on experts that are cut over several ranks."""
+    """Bridge's adapter of one layer, correct also on experts that are cut over several ranks."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.ways = self.tp_group.size() if self.is_expert and self.tp_group is not None else 1
         if self.ways > 1:
-            # Bridge's activation is between A and B: ranks have parts of the gradient there, and of the value on fc2
+            # Between A and B, ranks have parts of the gradient, and on fc2 parts of the value.
             self.activation = _Hidden(self.tp_group, of_parts=self.input_is_parallel)
             self.linear_out.gather_output = False
 
@@ -97,15 +99,15 @@ class Adapter(ParallelLinearAdapter):
         output = super().forward(x, *args, **kwargs)
         if self.ways == 1 or not self.input_is_parallel:
             return output
-        # fc2: the dispatcher adds up the ranks' outputs, so a rank fills in its own columns and leaves the others 0.
+        # fc2: the dispatcher sums the ranks' outputs, so a rank sets the columns of the others to 0.
         width, rank = output.shape[-1], self.tp_group.rank()
         return nn.functional.pad(output, (rank * width, (self.ways - 1 - rank) * width))
 
 
 class _Hidden(nn.Module):
-    """Hidden values that all ranks' columns of B multiply.
+    """Hidden values that the columns of B on all ranks multiply.
 
-    Gradients are added up, and values too where each rank has a part.
+    Gradients are summed over ranks, and values too if each rank has a part.
     """
 
     def __init__(self, group, of_parts: bool):

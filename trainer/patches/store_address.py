@@ -1,9 +1,9 @@
-"""Patch for the stores by which processes meet: they listen on the address that they are given, and no other.
+"""Patch: stores through which processes connect listen only on the given address.
 
 torch's TCPStore takes a host name, but its server listens on every address of the host, without a password
 (https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/TCPStore.cpp). Anyone who can write to it can
-send ranks to another address, and ranks unpickle the messages that they exchange. The patch can go when TCPStore
-listens on the address of its host name.
+direct ranks to another address, and ranks unpickle the messages that they exchange. Remove when TCPStore listens on the
+address of its host name.
 """
 
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
@@ -22,7 +22,7 @@ WRITTEN_FOR = {"torch": ("2.11.0",)}
 
 
 def listen(host: str, port: int = 0, **settings: Any) -> "TCPStore":
-    """Open a store that listens on one address. Port 0 takes a free one."""
+    """Open a store that listens on one address. Port 0 selects a free port."""
     from torch.distributed import TCPStore
 
     listener = socket.create_server((host, port), backlog=2048)
@@ -31,11 +31,11 @@ def listen(host: str, port: int = 0, **settings: Any) -> "TCPStore":
 
 
 def install() -> None:
-    """Have the store of a process group's first rank listen on MASTER_ADDR, or on the address of its tcp:// URL."""
+    """Make the store of a process group's first rank listen on MASTER_ADDR, or on the address of its tcp:// URL."""
     versions.check(__name__, WRITTEN_FOR)
     from torch.distributed import TCPStore
 
-    # The package has a function of this name as well.
+    # The package also has a function of this name.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
 
     def create(

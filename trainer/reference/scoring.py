@@ -50,7 +50,7 @@ class Scoring(Callback):
         first = distributed.get_rank() == 0
         if first:
             references.begin(self.folder)
-            parts.begin(self.folder, references.made_of(self.run))
+            parts.begin(self.folder, references.recorded_facts(self.run))
         left, made = (self._left(), parts.names(self.folder)) if first else (None, [])
         for split, numbers in _from_first(left).items():
             self.done += len(self.rows[split]) - len(numbers)
@@ -64,7 +64,7 @@ class Scoring(Callback):
         if first:
             for split, rows in self.rows.items():
                 parts.join(self.folder, split, len(rows), [name for names in of_all for name in names])
-            references.finish(self.folder, references.made_of(self.run))
+            references.finish(self.folder, references.recorded_facts(self.run))
             parts.end(self.folder)
             say(f"reference: what it says of the rows is in {self.folder}")
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
+from conf import families
 from conf.schema.run import Run
-from trainer.rehearsal import tiny_models
 from trainer.startup import device, entry
 
 PORTS = range(20000, 32768)  # below those of ip_local_port_range
@@ -30,8 +30,8 @@ def import_all() -> None:
 
     from trainer.megatron import bridges
 
-    for architecture in sorted({config["architectures"][0] for config in tiny_models.KINDS.values()}):
-        bridges.load(architecture)
+    for config in families.tiny().values():
+        bridges.load(config)
 
 
 def call(command: Callable[[Run], None], run: Run, log: Path, until: Callable[[], bool] = lambda: False) -> int:

@@ -206,10 +206,9 @@ def _build(run: Run, config: dict[str, Any]) -> tuple[list, Any]:
 
 
 def open_bridge(config: dict[str, Any]):
-    architecture = config["architectures"][0]
     from trainer.megatron import bridges
 
-    bridges.load(architecture)
+    bridges.load(config)
     from megatron.bridge.models.conversion.auto_bridge import AutoBridge
     from transformers import AutoConfig
 

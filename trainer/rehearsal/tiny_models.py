@@ -12,210 +12,13 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from conf import families
+from conf.families.parts.family import Config
+from conf.model_facts import shapes
 from conf.model_files import quantization
 from trainer.weights.drawn.new_folder import new_folder
-from trainer.weights.drawn.shapes import model_shapes
 
-Config = dict[str, Any]
-
-# 4 layers split over 4 pipeline stages, or over 2 x 2 virtual ones; 2 key-value heads over 2 tensor ranks; 8 experts
-# over 4 expert ranks. A vocabulary of 512 needs no padding. vLLM's CPU attention needs heads of 32 or more.
-COMMON: Config = dict(
-    num_hidden_layers=4,
-    hidden_size=128,
-    intermediate_size=256,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=512,
-    max_position_embeddings=1024,
-    hidden_act="silu",
-    tie_word_embeddings=False,
-)
-MOE: Config = dict(moe_intermediate_size=64, num_experts_per_tok=2, norm_topk_prob=True)
-SIGMOID_MOE = MOE | dict(n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=2.5)
-GLM4_MOE = SIGMOID_MOE | dict(
-    model_type="glm4_moe",
-    architectures=["Glm4MoeForCausalLM"],
-    head_dim=64,  # as in the releases, heads x head_dim is not hidden_size
-    attention_bias=True,
-    use_qk_norm=True,
-    rms_norm_eps=1e-5,
-    rope_parameters=dict(rope_type="default", rope_theta=1e6, partial_rotary_factor=0.5),
-    n_group=1,
-    topk_group=1,
-)
-DEEPSEEK_V3 = SIGMOID_MOE | dict(
-    model_type="deepseek_v3",
-    architectures=["DeepseekV3ForCausalLM"],
-    num_key_value_heads=4,  # latent attention has one per query head
-    q_lora_rank=96,
-    kv_lora_rank=64,
-    qk_nope_head_dim=32,
-    qk_rope_head_dim=32,
-    v_head_dim=32,
-    rms_norm_eps=1e-6,
-    rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=256)
-    | dict(beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
-    # transformers ranks groups by their best 2 experts, Megatron by their best num_experts_per_tok / topk_group: that
-    # quotient has to be 2, as it is in the release.
-    n_group=2,
-    topk_group=1,
-    num_nextn_predict_layers=0,
-)
-KIMI_K2 = DEEPSEEK_V3 | dict(
-    model_type="kimi_k2",
-    n_group=1,
-    rope_scaling=dict(type="yarn", factor=32.0, original_max_position_embeddings=64)
-    | dict(beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
-    rope_theta=5e4,
-)
-del KIMI_K2["rope_parameters"]  # the release has the older names
-GLM4_MOE_LITE = SIGMOID_MOE | dict(
-    model_type="glm4_moe_lite",
-    architectures=["Glm4MoeLiteForCausalLM"],
-    num_key_value_heads=4,
-    q_lora_rank=96,
-    kv_lora_rank=64,
-    qk_nope_head_dim=48,
-    qk_rope_head_dim=16,
-    v_head_dim=64,
-    rms_norm_eps=1e-5,
-    rope_parameters=dict(rope_type="default", rope_theta=1e6),
-    n_group=1,
-    topk_group=1,
-    num_nextn_predict_layers=1,
-)
-QWEN3_MOE = MOE | dict(
-    model_type="qwen3_moe",
-    architectures=["Qwen3MoeForCausalLM"],
-    num_experts=8,
-    head_dim=64,
-    rms_norm_eps=1e-6,
-    rope_parameters=dict(rope_type="default", rope_theta=1e6),
-)
-QWEN3: Config = dict(
-    model_type="qwen3",
-    architectures=["Qwen3ForCausalLM"],
-    head_dim=64,
-    tie_word_embeddings=True,  # as up to 4B; the larger ones are not
-    rms_norm_eps=1e-6,
-    rope_parameters=dict(rope_type="default", rope_theta=1e6),
-)
-QWEN2: Config = dict(
-    model_type="qwen2",
-    architectures=["Qwen2ForCausalLM"],
-    head_dim=32,
-    rms_norm_eps=1e-6,
-    rope_parameters=dict(rope_type="default", rope_theta=1e6),
-)
-OLMOE: Config = dict(
-    model_type="olmoe",
-    architectures=["OlmoeForCausalLM"],
-    intermediate_size=64,  # of an expert; every layer has experts
-    num_key_value_heads=4,  # as many as heads
-    num_experts=8,
-    num_experts_per_tok=2,
-    head_dim=32,
-    rms_norm_eps=1e-5,
-    rope_parameters=dict(rope_type="default", rope_theta=1e4),
-)
-MINIMAX_M2: Config = dict(
-    model_type="minimax_m2",
-    architectures=["MiniMaxM2ForCausalLM"],
-    intermediate_size=64,  # of an expert; every layer has experts
-    num_local_experts=8,
-    num_experts_per_tok=2,
-    head_dim=64,
-    rotary_dim=32,  # half of a head is turned
-    rms_norm_eps=1e-6,
-    rope_theta=5e6,
-    scoring_func="sigmoid",
-    use_routing_bias=True,
-    use_qk_norm=True,
-)
-MISTRAL: Config = dict(
-    model_type="mistral",
-    architectures=["MistralForCausalLM"],
-    head_dim=32,
-    sliding_window=None,
-    rms_norm_eps=1e-5,
-    rope_parameters=dict(rope_type="default", rope_theta=1e6),
-)
-MIXTRAL: Config = dict(
-    model_type="mixtral",
-    architectures=["MixtralForCausalLM"],
-    intermediate_size=64,  # of an expert; every layer has experts
-    num_local_experts=8,
-    num_experts_per_tok=2,
-    head_dim=32,
-    rms_norm_eps=1e-5,
-    rope_parameters=dict(rope_type="default", rope_theta=1e6),
-)
-QWEN2_MOE = MOE | dict(
-    model_type="qwen2_moe",
-    architectures=["Qwen2MoeForCausalLM"],
-    num_experts=8,
-    norm_topk_prob=False,
-    shared_expert_intermediate_size=96,
-    mlp_only_layers=[1],  # the releases have none; without one, dense layers would go untried
-    qkv_bias=True,
-    head_dim=32,
-    rms_norm_eps=1e-6,
-    rope_parameters=dict(rope_type="default", rope_theta=1e6),
-)
-GPT_OSS: Config = dict(
-    model_type="gpt_oss",
-    architectures=["GptOssForCausalLM"],
-    intermediate_size=128,  # of an expert; as in the releases, no shape tells the sides of down_proj
-    num_local_experts=8,
-    num_experts_per_tok=2,
-    head_dim=32,
-    attention_bias=True,
-    sliding_window=8,
-    layer_types=["sliding_attention", "full_attention"] * 2,
-    rms_norm_eps=1e-5,
-    swiglu_limit=7.0,
-    rope_parameters=dict(rope_type="yarn", rope_theta=1.5e5, factor=32.0, original_max_position_embeddings=4096)
-    | dict(beta_fast=32.0, beta_slow=1.0, truncate=False),
-)
-LLAMA: Config = dict(
-    model_type="llama",
-    architectures=["LlamaForCausalLM"],
-    vocab_size=500,  # over 2 tensor ranks Megatron pads it to 504
-    head_dim=32,
-    rms_norm_eps=1e-5,
-    rope_parameters=dict(rope_type="default", rope_theta=5e5),
-)
-GPT2: Config = dict(
-    model_type="gpt2",
-    architectures=["GPT2LMHeadModel"],
-    n_layer=4,
-    n_embd=128,
-    n_head=4,
-    n_positions=1024,
-    vocab_size=500,  # which Megatron pads, as it does the releases' 50257
-    activation_function="gelu_new",
-    layer_norm_epsilon=1e-5,
-    tie_word_embeddings=True,
-)
-KINDS: dict[str, Config] = {
-    "glm4-moe": COMMON | GLM4_MOE | dict(num_nextn_predict_layers=0),
-    "glm4-moe-mtp": COMMON | GLM4_MOE | dict(num_nextn_predict_layers=1),
-    "glm4-moe-lite": COMMON | GLM4_MOE_LITE,
-    "deepseek-v3": COMMON | DEEPSEEK_V3,
-    "kimi-k2": COMMON | KIMI_K2,
-    "qwen3-moe": COMMON | QWEN3_MOE,
-    "qwen3": COMMON | QWEN3,
-    "qwen2": COMMON | QWEN2,
-    "olmoe": COMMON | OLMOE,
-    "minimax-m2": COMMON | MINIMAX_M2,
-    "mistral": COMMON | MISTRAL,
-    "mixtral": COMMON | MIXTRAL,
-    "qwen2-moe": COMMON | QWEN2_MOE,
-    "gpt-oss": COMMON | GPT_OSS,
-    "llama": COMMON | LLAMA,
-    "gpt2": GPT2,
-}
+KINDS = families.tiny()
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 SPECIAL_TOKENS = [EOS, PAD, "<|system|>", "<|user|>", "<|assistant|>"]  # their ids are 0 to 4
@@ -288,7 +91,7 @@ def make_tokenizer(folder: Path, vocab_size: int) -> None:
     assert tokenizer.get_vocab_size() == vocab_size, "TOKENIZER_TEXT is too short for that many merges"
     tokenizer.save(str(folder / "tokenizer.json"))
     names = dict(eos_token=EOS, pad_token=PAD, additional_special_tokens=SPECIAL_TOKENS[2:])
-    limits = dict(model_max_length=COMMON["max_position_embeddings"], clean_up_tokenization_spaces=False)
+    limits = dict(model_max_length=1024, clean_up_tokenization_spaces=False)
     write_json(folder / "tokenizer_config.json", dict(tokenizer_class="PreTrainedTokenizerFast") | names | limits)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
@@ -369,7 +172,7 @@ def make_model(kind: str, folder: str | Path, seed: int = 0, dtype: str = "bfloa
     config |= {quantization.KEY: quantization.OF_TINY[form]} if form else {}
     if block:
         config[quantization.KEY] = config[quantization.KEY] | dict(weight_block_size=[block, block])
-    tensors = {name: draw_tensor(name, s, getattr(torch, dtype), seed) for name, s in model_shapes(config).items()}
+    tensors = {name: draw_tensor(name, s, getattr(torch, dtype), seed) for name, s in shapes(config).items()}
     tensors = quantise(config, tensors)
     names = list(tensors)
     # Two shards, because an export has to follow the index of the checkpoint that it started from.

@@ -21,7 +21,7 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
-from conf.model_facts import GPT2
+from conf import families
 from conf.model_files import config_json, quantization, weights
 from conf.model_files.quantization import Packed
 from conf.model_files.weights import Entry
@@ -95,17 +95,16 @@ def repeated(model: Model) -> dict[str, str]:
     Megatron has one embedding and one output layer. The releases of GLM-4.5+ and DeepSeek-V3 write them once more for
     each multi-token-prediction layer; one with tied embeddings may write its output layer.
     """
-    of_gpt2 = config_json.architecture(model.config) == GPT2
-    tied = model.config.get("tie_word_embeddings", of_gpt2)
-    embedding = "model.embed_tokens.weight"
-    if of_gpt2:
-        embedding = "wte.weight" if "wte.weight" in model.tensors else "transformer.wte.weight"
+    family = families.of(model.config)
+    tied = model.config.get("tie_word_embeddings", family.defaults.get("tie_word_embeddings"))
+    short = family.embedding.partition(".")[2]  # as OpenAI's own releases have it
+    embedding = short if short in model.tensors else family.embedding
     head = embedding if tied else "lm_head.weight"
     copies = {"lm_head.weight": head} if tied else {}
     for layer in mtp_layers(model):
         prefix = f"model.layers.{layer}."
         copies |= {
-            prefix + "embed_tokens.weight": "model.embed_tokens.weight",
+            prefix + "embed_tokens.weight": embedding,
             prefix + "shared_head.head.weight": head,
         }
     return {copy: original for copy, original in copies.items() if copy in model.weights}

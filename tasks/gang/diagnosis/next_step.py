@@ -1,25 +1,24 @@
-"""Next step after a failed attempt: again, without a host, on fewer hosts, or the end.
+"""Next step after a failed attempt: try again, leave out a host, use fewer hosts, or end.
 
-Pure: history in, decision out.
+This module is pure: the history goes in, a decision comes out.
 
-    decide(attempts, run, retries=3, min_nodes=2, available=None) -> Decision
-    fewer(run, left, min_nodes, facts, gpu) -> int | None      how many of those that are left to go on with
-    limits(run) -> facts, gpu                          what fewer hosts are held against, as far as it is known
-    shrunk(run, nodes, facts) -> Run | None            the same run on fewer hosts, if its layout allows
-    advice(run) -> str                                 what to change when memory was not enough, from the plan
+    decide(attempts, run, retries=3, available=3, fits=fits) -> Decision
+    fewer(run, left, fits) -> Run | None      the run on as many of the remaining hosts as it can use
+
+`fits(run, nodes)` returns the run on fewer hosts, or None if it cannot run there.
 
 The rules, each with its reason:
 
-- What would fail again ends the run: a wrong configuration, a row, memory (and advice() says what would fit).
-- Retries are counted since the last checkpoint that got further: its tenth broken host does not end a run of a month.
-- Preemption is nobody's failure and does not count; without any progress ten times in a row it does.
-- The same cause twice at the same step, once on other hosts, is the program's or the data's: no third time.
-- A host that is to blame by itself (Xid, ECC, gone) is left out at once; one that was merely first in two attempts is
-  left out then.
-- With fewer hosts left than the layout wants: fewer nodes if gang.min_nodes allows it and a layout of the same model,
-  batch and degrees fits on them (dp shrinks, gradient accumulation grows; the losses stay, README: Layouts). Else the
-  gang waits for a host.
-- Waits grow from 5 s to 2 minutes where the cause is a service (storage, network): it may be coming back.
+- A failure that would happen again ends the run: a wrong configuration, a bad row, too little memory.
+- Retries are counted since the last checkpoint that got further: the tenth broken host does not end a run of a month.
+- A preemption is not a failure and does not count. Ten in a row without any progress do.
+- The same cause at the same step on two different hosts comes from the program or the data: there is no third try.
+- A host that is to blame alone (Xid, ECC, gone) is left out at once. A host that was only the first to fail is left out
+  after the second time.
+- If fewer hosts remain than the layout needs, the run uses fewer nodes, if gang.min_nodes allows it and a layout of the
+  same model, batch and degrees fits on them. dp shrinks and gradient accumulation grows, so the losses stay the same.
+  Otherwise the gang waits for a host.
+- Waits grow from 5 s to 2 minutes if the cause is a service (storage, network): it may come back.
 """
 
 from collections import Counter
@@ -27,13 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from conf.model_facts import ModelFacts
-from conf.planner.hardware import GB, Gpu, of
-from conf.planner.search import Candidate, search
-from conf.planner.verdict import facts_of, plan
-from conf.rules.layout import problems
 from conf.schema.run import Run
-from contract.faults import ConfigError
 from tasks.gang.diagnosis.classify import Failure
 
 Action = Literal["retry", "retry without", "fewer", "stop"]
@@ -42,13 +35,13 @@ FRUITLESS = 10  # preemptions without a checkpoint between them
 SUSPECT = 2  # attempts in which a host was the first to fail
 WAIT, LONGEST_WAIT = 5.0, 120.0  # seconds
 RETRY_AT_ONCE = ("host", "hang", "preempted", "unknown")
-SLOWER = 1.25  # than the fastest is worth it for fewer changes
-ROOM = 0.9  # of the memory that was not enough, by the plan; what plans and measured runs have differed by
+
+Fits = Callable[[Run, int], Run | None]
 
 
-def on_all(run: Run) -> Run:
-    """The training of a job that trains on all its hosts."""
-    return run
+def never(run: Run, nodes: int) -> Run | None:
+    """Fits of a run that must keep all its hosts."""
+    return None
 
 
 @dataclass(frozen=True)
@@ -70,22 +63,12 @@ class Decision:
 
 
 def decide(
-    attempts: Sequence[Attempt],
-    run: Run,
-    retries: int,
-    min_nodes: int | None = None,
-    available: int | None = None,
-    facts: ModelFacts | None = None,
-    gpu: Gpu | None = None,
-    trains: Callable[[Run], Run] = on_all,
+    attempts: Sequence[Attempt], run: Run, retries: int, available: int | None = None, fits: Fits = never
 ) -> Decision:
     """Decide what follows the last attempt.
 
-    `run` has all the hosts that it wants, also where the last attempt had fewer. `available` is the number of hosts
-    that the engine could give, with broken ones; None means that it is unknown, and that starting will tell.
-
-    With `facts` of the model a smaller layout is checked against them, and with `gpu` also the memory that it takes.
-    `trains` is the training on the hosts of a run, where others of them do something else.
+    `run` has all the hosts that it asks for, even if the last attempt had fewer. `available` is the number of hosts
+    that the engine has, including broken ones; None if it is unknown.
     """
     last, failure = attempts[-1], attempts[-1].failure
     if not failure.retry:
@@ -104,14 +87,14 @@ def decide(
     if failure.kind not in RETRY_AT_ONCE:
         wait = min(LONGEST_WAIT, WAIT * 2 ** (len(counted) - 1))
     nodes = run.layout.nodes
-    if available is not None and available - len(out) < nodes:
-        left = fewer(run, available - len(out), min_nodes, facts, gpu, trains)
-        if left:
-            line = f"goes on with {left} of {run.layout.nodes} hosts, without {', '.join(out) or 'those that are gone'}"
-            return Decision("fewer", line, out, left, wait)
+    left = nodes if available is None else available - len(out)
+    if left < nodes and (smaller := fewer(run, left, fits)):
+        left = smaller.layout.nodes
+        line = f"continues with {left} of {nodes} hosts, without {', '.join(out) or 'those that are gone'}"
+        return Decision("fewer", line, out, left, wait)
     if out:
-        return Decision("retry without", f"goes on without {', '.join(out)}", out, nodes, wait)
-    line = f"goes on from step {last.checkpoint}" if last.checkpoint else "begins again"
+        return Decision("retry without", f"continues without {', '.join(out)}", out, nodes, wait)
+    line = f"resumes from step {last.checkpoint}" if last.checkpoint else "begins again"
     return Decision("retry", line, (), nodes, wait)
 
 
@@ -148,85 +131,7 @@ def _repeats(counted: Sequence[Attempt]) -> bool:
     return same and last.failure.host != before.failure.host
 
 
-def fewer(
-    run: Run,
-    left: int,
-    min_nodes: int | None,
-    facts: ModelFacts | None,
-    gpu: Gpu | None,
-    trains: Callable[[Run], Run] = on_all,
-) -> int | None:
-    """Number of hosts to go on with, of those that are left; `min_nodes` is the fewest of those that train."""
-    if min_nodes is None:
-        return None
-    for nodes in range(min(left, run.layout.nodes - 1), min_nodes - 1, -1):
-        smaller = shrunk(run, nodes, facts, gpu, trains)
-        if smaller and trains(smaller).layout.nodes >= min_nodes:
-            return nodes
-    return None
-
-
-def shrunk(
-    run: Run,
-    nodes: int,
-    facts: ModelFacts | None = None,
-    gpu: Gpu | None = None,
-    trains: Callable[[Run], Run] = on_all,
-) -> Run | None:
-    """The run on fewer hosts. All degrees stay, dp and edp shrink.
-
-    The result is None where the training's layout is illegal then, or, with `gpu`, would not fit.
-    """
-    if nodes < 1:
-        return None
-    smaller = run.model_copy(update={"layout": run.layout.model_copy(update={"nodes": nodes})})
-    training = trains(smaller)
-    if training.layout.nodes < 1 or problems(training, facts):
-        return None
-    if gpu and facts and not plan(training, facts, gpu).fits:
-        return None
-    return smaller
-
-
-def limits(run: Run) -> tuple[ModelFacts | None, Gpu | None]:
-    try:
-        return facts_of(run), of(run) if run.hardware.gate == "stop" else None
-    except ConfigError:
-        return None, None
-
-
-def advice(run: Run) -> str:
-    """Overrides that need a tenth less memory than was missing before: few of them, and about as fast as any."""
-    try:
-        facts, kind = facts_of(run), of(run)
-        now = plan(run, facts, kind)
-        enough = ROOM * min(now.fullest.total if now.stages else kind.memory, kind.memory)
-        found = [one for one in search(run, facts, kind, run.layout.world).fitting if one.memory <= enough]
-    except ConfigError as error:
-        return f"no advice: {error.args[0]}"
-    if not found:
-        return f"no layout of {run.layout.world} {kind.name} takes less by the plan: take more GPUs, or train less"
-    fast = [one for one in found if one.seconds <= SLOWER * found[0].seconds]
-    best = min(fast, key=lambda one: len(_changes(run, one)))
-    changes = _changes(run, best)
-    return f"try {' '.join(changes)}: {best.memory / GB:.0f} GB instead of {enough / ROOM / GB:.0f} by the plan"
-
-
-def _changes(run: Run, one: Candidate) -> list[str]:
-    pairs = (
-        ("layout", run.layout, one.layout),
-        ("train", run.train, one.train),
-        ("optimizer", run.optimizer, one.optimizer),
-    )
-    return [
-        f"{section}.{key}={_shown(getattr(new, key))}"
-        for section, old, new in pairs
-        for key in type(new).model_fields
-        if getattr(new, key) != getattr(old, key)
-    ]
-
-
-def _shown(value) -> str:
-    if isinstance(value, tuple):
-        return f"[{','.join(map(str, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+def fewer(run: Run, left: int, fits: Fits) -> Run | None:
+    """The run on as many of the `left` hosts as it can use, but not on all that it asks for."""
+    sizes = range(min(left, run.layout.nodes - 1), 0, -1)
+    return next(filter(None, (fits(run, nodes) for nodes in sizes)), None)

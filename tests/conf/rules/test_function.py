@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from conf.model_facts import CONVERTED, MODELS
+from conf import families
+from conf.model_facts import MODELS
 from conf.rules.conversion import obstacles
-from conf.rules.function import BRIDGE, FAMILIES, FIRST_DENSE, LEFT, OF_LAYERS, WINDOWS, unread
+from conf.rules.function import BRIDGE, FIRST_DENSE, LEFT, OF_LAYERS, WINDOWS, unread
 from trainer.rehearsal.tiny_models import KINDS
 
 # What releases say beside their sizes.
@@ -74,7 +75,7 @@ LOST = [
     (KINDS["qwen3"], {"attention_bias": True}, "attention_bias is true, and Megatron-Bridge builds Qwen3ForCausalLM"),
     (KINDS["qwen3"], {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window is true, and"),
     (KINDS["qwen3"], {"rope_scaling": YARN_OF_QWEN}, "rope_scaling.beta_fast is absent, and Megatron has"),
-    (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0, and Megatron-Bridge builds OlmoeForCausalLM with null alone"),
+    (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0, and Megatron-Bridge builds OlmoeForCausalLM with null only"),
     (OLMOE, {"norm_topk_prob": True}, "norm_topk_prob is true, and Megatron-Bridge builds"),
     (OLMOE, {"num_key_value_heads": 4}, "num_key_value_heads is 4, and Megatron-Bridge builds"),
     (KINDS["mixtral"], {"sliding_window": 4096}, "sliding_window is 4096, and Megatron-Bridge builds"),
@@ -97,7 +98,7 @@ LOST = [
     (
         KINDS["llama"],
         {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0, "original_max_position_embeddings": 8192}},
-        "rope_scaling.low_freq_factor is 2.0, and Megatron computes with 1 alone",
+        "rope_scaling.low_freq_factor is 2.0, and Megatron computes only with 1",
     ),
     (
         KINDS["llama"],
@@ -105,7 +106,7 @@ LOST = [
         "rope_scaling.rope_type is",
     ),
     (KINDS["glm4-moe"], {"norm_topk_prob": False}, "norm_topk_prob is false, and"),
-    (KINDS["glm4-moe"], {"n_group": 4, "topk_group": 2}, "topk_group is 2, of which Megatron would rank the 4 groups"),
+    (KINDS["glm4-moe"], {"n_group": 4, "topk_group": 2}, "topk_group is 2, and Megatron would rank the 4 groups"),
     (KINDS["glm4-moe"], {"partial_rotary_factor": 0.25}, "rope_parameters.partial_rotary_factor is 0.5, and"),
     (KINDS["deepseek-v3"], {"rope_interleave": False}, "rope_interleave is false, and"),
     (KINDS["glm4-moe-lite"], {"rope_interleave": False}, "rope_interleave is false, and"),
@@ -124,7 +125,7 @@ LOST = [
     (
         KINDS["deepseek-v3"],
         {"rope_scaling": YARN | {"mscale": 1.0}},
-        "rope_scaling.mscale is given without mscale_all_",
+        "rope_scaling.mscale is present without mscale_all",
     ),
     (KINDS["deepseek-v3"], {"rope_scaling": YARN | {"attention_factor": 2.0}}, "rope_scaling.attention_factor is 2.0"),
     (KINDS["deepseek-v3"], {"rope_scaling": YARN | {"truncate": False}}, "rope_scaling.truncate is false, and"),
@@ -206,30 +207,19 @@ def test_an_unknown_key_that_says_nothing_passes(value):
     assert unread(KINDS["llama"] | {"embedding_multiplier": value}) == []
 
 
-def test_every_family_that_is_converted_has_a_table():
-    assert {*CONVERTED} <= {*FAMILIES}
-
-
 def sources(package: str, *files: str) -> str:
     (folder,) = find_spec(package).submodule_search_locations
     return "\n".join((Path(folder) / file).read_text() for file in files)
 
 
-MODULES = {"Glm4Moe": "glm4_moe", "DeepseekV3": "deepseek_v3", "Qwen3Moe": "qwen3_moe", "Qwen3": "qwen3"}
-MODULES |= {"Qwen2": "qwen2", "Llama": "llama", "Olmoe": "olmoe", "Mixtral": "mixtral", "Qwen2Moe": "qwen2_moe"}
-MODULES |= {"GPT2LMHeadModel": "gpt2", "Glm4MoeLite": "glm4_moe_lite", "MiniMaxM2": "minimax_m2", "Mistral": "mistral"}
-MODULES |= {"GptOss": "gpt_oss"}
-
-
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_the_tables_know_every_key_of_transformers(architecture):
+@pytest.mark.parametrize("name", [name for name, family in families.every().items() if not family.read_as])
+def test_the_tables_know_every_key_of_transformers(name):
     """Of the class's own fields, read as text: to import transformers takes seconds."""
-    module = MODULES[architecture.removesuffix("ForCausalLM")]
-    tree = ast.parse(sources("transformers", f"models/{module}/configuration_{module}.py"))
+    tree = ast.parse(sources("transformers", f"models/{name}/configuration_{name}.py"))
     (config,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     keys = {node.target.id for node in config.body if isinstance(node, ast.AnnAssign)}
-    family = FAMILIES[architecture]
-    known = {*family.read, *family.only, *family.same, *LEFT, *WINDOWS, *OF_LAYERS, FIRST_DENSE}
+    family = families.every()[name]
+    known = {*family.read, *family.assumed, *family.repeats, *LEFT, *WINDOWS, *OF_LAYERS, FIRST_DENSE}
     assert len(keys) > 15 and keys - known == set()
 
 

@@ -255,9 +255,9 @@ OF_MODEL += [
         "train.recompute_modules: mla_up_proj is no",
     ),
     (GPT_OSS, run(8, tp=2, etp=2, sp=True), "layout.etp: 2, but experts with biases are whole on a rank; nearest"),
-    (GPT_OSS, run(8, cp=2), "layout.cp: 2, but keys that go around a ring of ranks meet neither sinks nor windows; n"),
-    (MISTRAL, run(8, cp=2), "layout.cp: 2, but keys that go around a ring of ranks meet neither sinks nor windows; n"),
-    (GPT_OSS, run(8, grouped_gemm=False), "moe.grouped_gemm: false, but experts with biases were tried in grouped pr"),
+    (GPT_OSS, run(8, cp=2), "layout.cp: 2, but keys that pass through a ring of ranks meet neither sinks nor wi"),
+    (MISTRAL, run(8, cp=2), "layout.cp: 2, but keys that pass through a ring of ranks meet neither sinks nor wi"),
+    (GPT_OSS, run(8, grouped_gemm=False), "moe.grouped_gemm: false, but experts with biases were tried only in gro"),
     (GPT2, run(8), "data.seq_length: 4096, but the model has learned 1024 positions; nearest legal: 1024"),
 ]
 EVERYWHERE = [(None, broken, line) for broken, line in ALONE]

@@ -17,8 +17,8 @@ from conf.schema.run import Run, sections
 from conf.schema.sections import Section
 from conf.schema.training import Train
 from contract.faults import ConfigError
+from flows.pipeline import PIPELINE
 from tasks.sources import adapters, hub, released_config, row_sources
-from tasks.stages import pipeline
 
 # Fingerprints of all stages, in order, as of version 4906b5a: an edit that changes one throws away what others have
 # paid for. Those of adapters that experts share are younger where ep > 1: they were another model at each ep. Those of
@@ -107,7 +107,7 @@ def no_hub(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("conf", "overrides", "made"), MADE)
 def test_what_was_made_before_is_found_again(conf, overrides, made):
-    stages = pipeline.stages(load(conf, [*overrides.split(), "promote.confidence=0"]))  # all were decided without it
+    stages = PIPELINE.stages(load(conf, [*overrides.split(), "promote.confidence=0"]))  # all were decided without it
     assert {name: stage.fingerprint for name, stage in stages.items()} == dict(zip(stages, made.split(), strict=True))
 
 
@@ -135,12 +135,12 @@ def with_other(run: Run, key: str) -> Run:
 def test_a_value_counts_in_the_stages_that_its_key_declares_and_in_no_other():
     taught = ["train.objective=distill", "train.teacher=org/teacher"]
     run = load("glm47", ["layout.nodes=1", "layout.cp=1", "reinforce.steps=3", *taught], illegal=True)
-    made = {name: stage.config for name, stage in pipeline.stages(run).items()}
+    made = {name: stage.config for name, stage in PIPELINE.stages(run).items()}
     wrong = {}
     for key, field in KEYS.items():
         declared = bearing.of(field)
         counts = {"prepare" if stage == "source" else stage for stage in declared.stages}
-        stages = pipeline.stages(with_other(run, key)).items()
+        stages = PIPELINE.stages(with_other(run, key)).items()
         found = {stage.name for name, stage in stages if stage.config != made[name if name in made else stage.name]}
         if not counts <= found <= counts | {declared.derived}:
             wrong[key] = found
@@ -150,13 +150,13 @@ def test_a_value_counts_in_the_stages_that_its_key_declares_and_in_no_other():
 @pytest.mark.parametrize("best, changed", [("true", ["train", "export", "evaluate-tuned", "promote"]), ("false", [])])
 def test_how_often_is_saved_counts_for_the_best_checkpoint_alone(best, changed):
     shared = [f"checkpoint.keep_best={best}", "train.validate_every=5"]
-    often, seldom = (pipeline.stages(load("tiny", [*shared, f"checkpoint.save_every={n}"])) for n in (5, 20))
+    often, seldom = (PIPELINE.stages(load("tiny", [*shared, f"checkpoint.save_every={n}"])) for n in (5, 20))
     assert [name for name in often if often[name].fingerprint != seldom[name].fingerprint] == changed
 
 
 def test_an_adapter_that_is_served_unmerged_is_another_evaluation_of_the_tuned_model_alone():
-    made = pipeline.stages(load("glm47"))
-    found = pipeline.stages(load("glm47", ["evaluate.adapter=unmerged"]))
+    made = PIPELINE.stages(load("glm47"))
+    found = PIPELINE.stages(load("glm47", ["evaluate.adapter=unmerged"]))
     changed = [name for name in made if found[name].fingerprint != made[name].fingerprint]
     assert changed == ["evaluate-tuned", "promote"]
 

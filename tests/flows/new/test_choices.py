@@ -20,7 +20,7 @@ from flows.new.planned import as_run
 PLACES = [number / 300 for number in range(300)]
 TICKETS = FirstRows(
     kind="pairs",
-    reason="ticket -> input, team -> output: as the configuration says",
+    reason="ticket -> input, team -> output: from the configuration",
     columns={"input": "ticket", "output": "team"},
     rows=300,
     whole=True,

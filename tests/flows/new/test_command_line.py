@@ -25,7 +25,7 @@ from tests.support.flow_world import ROOT
 
 FIRST = FirstRows(
     kind="pairs",
-    reason="wrote -> input, to -> output: as the configuration says",
+    reason="wrote -> input, to -> output: from the configuration",
     columns={"input": "wrote", "output": "to"},
     rows=300,
     whole=True,
@@ -245,7 +245,7 @@ def test_too_few_gpus_are_answered_with_how_many_would_do(place, capsys):
     [
         ("name=x", "name: --name names it"),
         ("data.source=x.csv", "data.source: DATA says so"),
-        ("paths.output=x", "paths.output: where things lie is the flow's own affair"),
+        ("paths.output=x", "paths.output: the flow sets all paths"),
         ("optimizer.warmup_steps=500", "optimizer.warmup_steps: 500 leaves none of the 225 steps for the decay"),
         ("train.micro_batch=3", "train.global_batch: 8 is no multiple of micro_batch 3"),
         ("layout.tp=3", "layout.tp: 3 does not divide the 1 processes"),

@@ -6,6 +6,7 @@ import pytest
 from huggingface_hub import constants
 
 from conf.load import load
+from conf.model_facts import shapes
 from conf.schema.model import Model as ModelSection
 from contract.faults import Fault
 from contract.first_rows import FirstRows
@@ -34,7 +35,7 @@ def hub(tmp_path, monkeypatch):
 def test_of_a_model_on_the_hub_come_its_description_and_no_weights(hub, tmp_path):
     found = model.read(ModelSection(source="org/open"), tmp_path / "fetched")
     assert (found.source, found.context, found.shown) == ("org/open", 128, "open")
-    assert found.parameters == sum(map(_numel, small_model.tiny_models.model_shapes(small_model.CONFIG).values()))
+    assert found.parameters == sum(map(_numel, shapes(small_model.CONFIG).values()))
     assert (
         found.tokenizer
         and (found.tokenizer / "tokenizer.json").is_file()

@@ -29,7 +29,7 @@ def main(run: Run) -> None:
         for rank in range(ranks):
             given = torch.randn(sum(lengths) // ranks, 3, 12, generator=generator)
             found = []
-            for function in (upstream, packed_positions.turned):
+            for function in (upstream, packed_positions.rotated):
                 t = given.clone().requires_grad_()
                 settings = dict(mla_rotary_interleaved=latent, mscale=1.25, cp_group=_Ranks(ranks, rank))
                 out = function(t, cu_seqlens, freqs, **settings)
@@ -39,7 +39,7 @@ def main(run: Run) -> None:
                 different.append([ranks, rank, going_on, latent])
 
     counts = []
-    for function in (upstream, packed_positions.turned):
+    for function in (upstream, packed_positions.rotated):
         calls.clear()
         function(torch.randn(8, 2, 4), torch.tensor([0, 3, 8]), torch.rand(9, 1, 1, 4), cp_group=_Ranks(1, 0))
         counts.append(len(calls))

@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from conf.load import load
+from conf.planner.fewer_hosts import fewer_hosts, less_memory
 from contract.faults import Fault, Stopped
 from tasks.gang import controller
 from tasks.gang.job import conversion, reference, reinforcement, training
@@ -38,7 +39,17 @@ def main() -> int:
         print(f"{time.monotonic() - began:6.1f} {line}", flush=True)
 
     try:
-        controller.carry_out(made_of(run), work, open_store(store), work.name, say, cancelled.is_set)
+        job = made_of(run)
+        controller.carry_out(
+            job,
+            work,
+            open_store(store),
+            work.name,
+            say,
+            cancelled.is_set,
+            fits=fewer_hosts(job.run, job.trains),
+            advice=less_memory,
+        )
     except (Fault, Stopped, Broken) as error:
         say(f"{type(error).__name__}: {error}")
         return 1

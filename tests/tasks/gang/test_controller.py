@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from conf.load import load
+from conf.planner.fewer_hosts import fewer_hosts
 from conf.rules.gpus import takes
 from conf.schema.run import Run
 from contract import checkpoints
@@ -24,6 +25,7 @@ from tasks.gang.job import Job, conversion, evaluation, reinforcement, training
 from tasks.gang.member_link import Link
 from tasks.gang.messages import End, Member, Task
 from tasks.run.launch import Broken
+from tasks.stages.run_job import job_of
 from tasks.store import Store, open_store
 from tests.tasks.gang.compete import CONF, TIMES, Mortal
 from tests.tasks.gang.conftest import wait_for
@@ -183,7 +185,14 @@ class Gang:
         assert job
         try:
             controller.carry_out(
-                job, self.folder, self.store, "gang", self.lines.append, self.cancelled.is_set, self.tick
+                job,
+                self.folder,
+                self.store,
+                "gang",
+                self.lines.append,
+                self.cancelled.is_set,
+                self.tick,
+                fits=fewer_hosts(job.run, job.trains),
             )
         except BaseException as error:
             self.error = error
@@ -311,7 +320,7 @@ def test_fewer_hosts_begin_where_there_are_fewer_at_the_first_start(gang):
     hosts.trained.set()
     one = gang(hosts, "gang.start_within=1", "gang.min_nodes=2", nodes=3)
     one.ends_well()
-    assert "2 of 3 hosts are there after 1 s; goes on with 2" in one.lines
+    assert "2 of 3 hosts are there after 1 s; continues with 2" in one.lines
     assert [len(given) for given in hosts.given] == [2]
 
 
@@ -320,7 +329,7 @@ def test_fewer_hosts_go_on_where_one_does_not_come(gang):
     hosts.trained.set()
     one = gang(hosts, "gang.start_within=3", "gang.min_nodes=2")
     one.ends_well()
-    line = "host: 2 of 3 hosts came within 3 s; goes on with 2 of 3 hosts, without those that are gone"
+    line = "host: 2 of 3 hosts came within 3 s; continues with 2 of 3 hosts, without those that are gone"
     assert line in one.lines
     assert [len(given) for given in hosts.given] == [3, 2]
 
@@ -352,7 +361,7 @@ def test_an_evaluation_begins_again_on_as_many_hosts_where_one_that_computes_is_
     one.job = evaluation
     one.ends_well()
     assert hosts.given == [["a", "b"], ["a", "c"]]
-    assert "host: b no longer answers; goes on without b" in one.lines
+    assert "host: b no longer answers; continues without b" in one.lines
 
 
 def test_an_evaluation_is_no_gang_where_one_host_serves(gang):
@@ -366,7 +375,7 @@ def test_an_evaluation_is_no_gang_where_one_host_serves(gang):
             "hardware": run.hardware.model_copy(update={"gpu": "h100"}),
         }
     )
-    assert evaluation(hosts_have_them)
+    assert job_of("evaluate", hosts_have_them)
     assert job and job.conf(job.run) == elsewhere and job.run.gang.engine == "slurm"
     assert (job.run.layout.nodes, job.run.layout.gpus_per_node) == (1, 4)
     assert job.task(job.run) == Task("evaluate", nodes=1, gpus=4, ranks=1)
@@ -402,7 +411,7 @@ def test_a_host_that_answers_prompts_is_left_out_where_it_is_lost(gang, act, sai
     hosts.trained.set()
     running.join(30)
     assert one.error is None and hosts.given == [["a", "b", "c"]]
-    assert [line for line in one.lines if "go on without it" in line] == [f"{said}; the others go on without it"]
+    assert [line for line in one.lines if "continue without it" in line] == [f"{said}; the others continue without it"]
     assert any(line.startswith("attempt 1: a, b, c reinforce; ") for line in one.lines)
 
 
@@ -412,7 +421,7 @@ def test_the_host_that_trains_costs_the_attempt_and_the_next_one_has_as_many_aga
     one = reinforced(gang, hosts)
     one.ends_well()
     assert hosts.given == [["a", "b", "c"], ["b", "c", "d"]]
-    assert "host: a no longer answers; goes on without a" in one.lines
+    assert "host: a no longer answers; continues without a" in one.lines
 
 
 def test_a_reinforcement_learning_is_a_gang_where_vllm_has_hosts_of_its_own(gang):
@@ -454,11 +463,13 @@ def test_vllm_goes_without_hosts_before_training_does_and_keeps_one(gang):
 
 
 def test_min_nodes_counts_the_hosts_that_train(gang):
-    job = reinforcement(reinforced(gang, Hosts(["a"]), "layout.nodes=2").run)
-    assert job
+    run = reinforced(gang, Hosts(["a"]), "layout.nodes=2").run
 
     def found(left: int, min_nodes: int | None) -> int | None:
-        return next_step.fewer(job.run, left, min_nodes, None, None, job.trains)
+        job = reinforcement(run.model_copy(update={"gang": run.gang.model_copy(update={"min_nodes": min_nodes})}))
+        assert job
+        smaller = next_step.fewer(job.run, left, fewer_hosts(job.run, job.trains))
+        return smaller and smaller.layout.nodes
 
     assert (found(3, 2), found(2, 2), found(2, 1), found(1, 1), found(3, None)) == (3, None, 2, None, None)
 
@@ -470,7 +481,7 @@ def test_a_host_that_trains_costs_the_attempt_whichever_it_is(gang, lost):
     one = reinforced(gang, hosts, "layout.nodes=2")
     one.ends_well()
     assert hosts.given == [["a", "b", "c", "d"], [name for name in "abcde" if name != lost]]
-    assert f"host: {lost} no longer answers; goes on without {lost}" in one.lines
+    assert f"host: {lost} no longer answers; continues without {lost}" in one.lines
 
 
 def test_fewer_hosts_are_gone_on_with_where_min_nodes_allows_it_for_those_that_train(gang):
@@ -479,7 +490,7 @@ def test_fewer_hosts_are_gone_on_with_where_min_nodes_allows_it_for_those_that_t
     one = reinforced(gang, hosts, "layout.nodes=3", "reinforce.hosts=1", "gang.min_nodes=1", "reinforce.prompts=12")
     one.ends_well()
     assert hosts.given == [["a", "b", "c", "d"], ["a", "b", "d"], ["a", "d"]]
-    assert "host: c no longer answers; goes on with 3 of 4 hosts, without c" in one.lines
+    assert "host: c no longer answers; continues with 3 of 4 hosts, without c" in one.lines
     confs = [yaml.safe_load(Board(one.store, "gang", number).text("resolved.yaml")) for number in (1, 2, 3)]
     assert [(run["layout"]["nodes"], run["reinforce"]["hosts"]) for run in confs] == [(3, 1), (2, 1), (1, 1)]
 

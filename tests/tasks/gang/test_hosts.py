@@ -82,7 +82,7 @@ def test_a_host_that_is_left_out_hands_back_what_it_gets(hosts):
     out = busy[0]
     worker = hosts.folder / f"worker{out}.log"
     hosts.members(out)[0].kill()
-    wait_for(lambda: f"goes on without host{out}" in log.read_text(), 60)
+    wait_for(lambda: f"continues without host{out}" in log.read_text(), 60)
     slow = psutil.Process(hosts.workers[idle].pid)
     slow.suspend()
     try:

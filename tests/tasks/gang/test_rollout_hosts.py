@@ -70,7 +70,7 @@ def test_hosts_give_the_answers_of_one_and_go_on_without_an_engine_that_is_kille
         running.kill()
         running.wait()
     told = log.read_text()
-    assert re.search(r"/\d has ended; the others go on without it", told) and "attempt 2" not in told
+    assert re.search(r"/\d has ended; the others continue without it", told) and "attempt 2" not in told
     assert answers(folder / "files") == answers(one)
     assert norms(folder / "files") == pytest.approx(norms(one), rel=1e-4)
     wait_for(lambda: not any(process.is_running() for process in found), 30)
@@ -106,7 +106,7 @@ def test_two_hosts_train_as_one_with_two_processes_and_one_that_is_lost_costs_no
         running.kill()
         running.wait()
     told = log.read_text()
-    assert f"host: {second} no longer answers; goes on" in told and "attempt 2: " in told and "attempt 3" not in told
+    assert f"host: {second} no longer answers; continues" in told and "attempt 2: " in told and "attempt 3" not in told
     assert "step 3: trained on the answers in" in told
     assert (folder / "files/rollouts/000003.json").stat().st_mtime_ns == asked
     assert answers(folder / "files") == answers(one) and len(answers(one)) == 6
@@ -186,7 +186,7 @@ def test_one_of_three_hosts_that_is_lost_is_noticed_and_its_prompts_are_asked_of
         lost = names.split(", ")[2]
         hosts.kill_host(int(lost.removeprefix("host")))
         began = time.monotonic()
-        wait_for(lambda: f"{lost} no longer answers; the others go on without it" in log.read_text(), 60)
+        wait_for(lambda: f"{lost} no longer answers; the others continue without it" in log.read_text(), 60)
         print(f"the flow noticed {time.monotonic() - began:.1f} s after the host was lost")
         assert time.monotonic() - began < 16
         assert flow.wait(900) == 0, log.read_text()

@@ -7,7 +7,7 @@ import pytest
 from conf.load import load
 from tasks.run import artifact, forecast
 from tasks.run.artifact import Stage, Work
-from tasks.run.request import Request
+from tasks.run.steps import Request
 from tasks.stages import plan
 from tasks.store import open_store
 

@@ -13,7 +13,6 @@ from conf.load import load
 from contract.faults import Fault, Stopped
 from tasks.run import launch
 from tasks.run.launch import Broken
-from tasks.stages import plan
 
 ROOT = Path(__file__).parents[3]
 
@@ -172,12 +171,9 @@ def test_importing_it_is_cheap():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_a_training_has_the_grace_of_its_key_and_the_old_variable_is_refused(tmp_path, monkeypatch):
+def test_a_training_has_the_grace_of_its_key(tmp_path, monkeypatch):
     given = []
     monkeypatch.setattr(launch, "process", lambda *arguments: given.append(arguments[-1]))
     for command in ("train", "export"):
         launch.trainer(command, load("tiny", ["gang.grace=7"]), tmp_path, print, lambda: False)
     assert given == [7, launch.GRACE]
-    monkeypatch.setenv("GUARD_GRACE", "60")
-    with pytest.raises(Fault, match=r"^GUARD_GRACE: .*gang\.grace=20"):
-        plan.settle(load("tiny"))

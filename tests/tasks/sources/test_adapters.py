@@ -6,8 +6,8 @@ import pytest
 
 from conf.load import load
 from contract.faults import Fault
+from flows.pipeline import PIPELINE
 from tasks.sources import adapters
-from tasks.stages import pipeline
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_version_in_the_registry_is_its_adapter(folder, registered, tmp_path):
 
 def test_its_content_is_part_of_the_trainings_identity(folder, tmp_path):
     def fingerprint(*overrides: str) -> str:
-        return pipeline.stages(load("tiny", [*overrides]))["train"].fingerprint
+        return PIPELINE.stages(load("tiny", [*overrides]))["train"].fingerprint
 
     asked = f"model.adapter={folder}"
     none, first = fingerprint(), fingerprint(asked)

@@ -10,6 +10,7 @@ from conf.model_facts import MODELS
 from conf.planner import display, picture, timing
 from contract.amounts import dollars
 from contract.faults import ConfigError, Fault
+from flows.pipeline import PIPELINE
 from tasks.run.artifact import Artifact, Stage
 from tasks.stages import convert, plan, prepare, train
 from tasks.store.folder import File
@@ -18,6 +19,11 @@ from tests.support import s3_server, stand_in_hub
 from tests.support.small_model import write_shard
 
 CONFIG = json.loads((MODELS / "glm47.json").read_text())["config"]
+
+
+def why(check, planned, last: str | None) -> str:
+    """The reason that a check of tasks/stages/plan.py gives against the stages up to `last`."""
+    return check(planned, PIPELINE.asked(planned.run, last))
 
 
 @pytest.fixture
@@ -88,7 +94,7 @@ def test_of_a_folder_and_of_s3(folder, s3_url, monkeypatch):
             "config.json: use_sliding_window is true, which Megatron-Bridge does not read of Glm4MoeForCausalLM; "
             "config.json: clip_qkv is 8.0, which",
         ),
-        ({"num_hidden_layers": -3}, "config.json: num_hidden_layers is -3, which is no size from 1"),
+        ({"num_hidden_layers": -3}, "config.json: num_hidden_layers is -3, which is not a size from 1"),
         ({"num_attention_heads": "96"}, 'config.json: num_attention_heads is "96"'),
     ],
 )
@@ -113,7 +119,7 @@ def test_what_does_not_fit_is_refused_in_a_line_that_mends_it(folder):
     one_stage = ["layout.pp=1", "layout.vpp=null"]
     refused = plan.refusal(plan.settle(of(folder, *one_stage)))
     assert refused.startswith("plan: legal, and lacks 4") and "\n" not in refused
-    assert refused.endswith("; hardware.gate=warn goes on all the same")
+    assert refused.endswith("; hardware.gate=warn continues nevertheless")
     better = refused.partition("On 32 h100 fits: ")[2].partition(", or ")[0].split()
     changed = [key.partition("=")[0] for key in better]
     assert plan.settle(of(folder, *[key for key in one_stage if key.partition("=")[0] not in changed], *better)).fits
@@ -125,17 +131,17 @@ def test_a_model_that_vllm_cannot_serve_is_refused_where_it_would_be_evaluated(f
     (folder / "config.json").write_text(json.dumps(CONFIG | {"head_dim": 24}))
     here = "gang.engine=local"
     planned = plan.settle(of(folder, here))
-    refused = plan.unserved(planned, None)
+    refused = why(plan.unserved, planned, None)
     assert refused.startswith(f"plan: vLLM cannot serve {folder}: head_dim is 24, and on a CPU vLLM serves heads of 32")
     assert "This host has vLLM for CPUs, and hardware.gpu is h100: make setup EXTRA=gpu on its host" in refused
     assert refused.endswith(". evaluate.tasks=[] trains and exports it without evaluation, and promotes nothing")
-    assert plan.unserved(planned, "train") == refused and plan.unserved(planned, "convert") == ""
-    assert plan.unserved(plan.settle(of(folder, here, "evaluate.tasks=[]")), None) == ""
+    assert why(plan.unserved, planned, "train") == refused and why(plan.unserved, planned, "convert") == ""
+    assert why(plan.unserved, plan.settle(of(folder, here, "evaluate.tasks=[]")), None) == ""
 
 
 def test_hosts_that_an_engine_finds_have_a_vllm_of_their_own(folder):
     (folder / "config.json").write_text(json.dumps(CONFIG | {"head_dim": 24}))
-    assert plan.unserved(plan.settle(of(folder)), None) == ""
+    assert why(plan.unserved, plan.settle(of(folder)), None) == ""
 
 
 @pytest.fixture
@@ -144,16 +150,16 @@ def gpu_build(monkeypatch):
 
 
 def test_an_evaluation_that_does_not_fit_is_refused_and_a_gate_lets_it_pass(folder, gpu_build):
-    refused = plan.unserved(plan.settle(of(folder, "evaluate.nodes=1")), None)
+    refused = why(plan.unserved, plan.settle(of(folder, "evaluate.nodes=1")), None)
     assert refused.startswith(f"plan: vLLM cannot serve {folder}: 93.5 GB on each of 8 h100, 88.3 of them weights")
-    assert refused.endswith("promotes nothing; hardware.gate=warn goes on all the same") and "\n" not in refused
-    assert plan.unserved(plan.settle(of(folder, "evaluate.nodes=1", "hardware.gate=warn")), None) == ""
-    assert plan.unserved(plan.settle(of(folder)), None) == ""
+    assert refused.endswith("promotes nothing; hardware.gate=warn continues nevertheless") and "\n" not in refused
+    assert why(plan.unserved, plan.settle(of(folder, "evaluate.nodes=1", "hardware.gate=warn")), None) == ""
+    assert why(plan.unserved, plan.settle(of(folder)), None) == ""
 
 
 def test_no_gate_lets_an_evaluation_pass_that_the_gpu_cannot_do(folder, gpu_build):
     keys = ["evaluate.quantization=fp8", "hardware.gpu=a100", "hardware.gate=warn"]
-    refused = plan.unserved(plan.settle(of(folder, *keys)), None)
+    refused = why(plan.unserved, plan.settle(of(folder, *keys)), None)
     assert "which a100 does not compute; null" in refused and "hardware.gate" not in refused
 
 
@@ -270,14 +276,14 @@ def test_a_teacher_that_cannot_be_asked_ends_the_run_before_anything_is_fetched(
     keys += ["hardware.gpu=h100", "train.precision=bf16", "adapter.kind=lora", "evaluate.tasks=[]"]
     planned = plan.recalled(load("tiny-distill", keys))
     assert planned.fits and plan.refusal(planned) == ""
-    said = plan.unasked(planned, None)
+    said = why(plan.unasked, planned, None)
     assert said.startswith(f"plan: train.teacher: {of_llama[1]}: it is asked at the layout of training, and lacks ")
-    assert said.endswith("; hardware.gate=warn goes on all the same") and plan.any_refusal(planned, None) == said
-    assert plan.unasked(planned, "convert") == "", "the reference is not asked for"
-    assert plan.unasked(plan.recalled(load("tiny-distill", [*keys, "hardware.gate=warn"])), None) == ""
+    assert said.endswith("; hardware.gate=warn continues nevertheless") and why(plan.any_refusal, planned, None) == said
+    assert why(plan.unasked, planned, "convert") == "", "the reference is not asked for"
+    assert why(plan.unasked, plan.recalled(load("tiny-distill", [*keys, "hardware.gate=warn"])), None) == ""
     assert "| teacher refused |" in plan.page(planned)
     other = plan.recalled(load("tiny-distill", ["train.teacher=tiny://gpt2", "hardware.gate=warn"]))
-    assert plan.unasked(other, None).startswith("plan: train.teacher: tiny://gpt2: a vocabulary of 500 tokens")
+    assert why(plan.unasked, other, None).startswith("plan: train.teacher: tiny://gpt2: a vocabulary of 500 tokens")
 
 
 @pytest.mark.parametrize(
@@ -299,9 +305,9 @@ def test_a_teacher_that_cannot_be_asked_ends_the_run_before_anything_is_fetched(
 )
 def test_rows_of_known_shape_that_training_would_refuse_are_refused_before_anything_is_fetched(keys, said):
     planned = plan.recalled(load("tiny", keys))
-    found = plan.unfit(planned, None)
+    found = why(plan.unfit, planned, None)
     assert found.startswith(f"train.objective: {said}") if said else found == ""
-    assert plan.any_refusal(planned, None) == found and plan.any_refusal(planned, "prepare") == ""
+    assert why(plan.any_refusal, planned, None) == found and why(plan.any_refusal, planned, "prepare") == ""
 
 
 RANKED = "tiny://ranked-tickets holds rows with a chosen and a rejected answer; reinforce asks the prompts of rows with"
@@ -325,9 +331,9 @@ RANKED = "tiny://ranked-tickets holds rows with a chosen and a rejected answer; 
 )
 def test_what_reinforcement_learning_does_not_take_is_refused_before_anything_is_trained(keys, said):
     planned = plan.recalled(load("tiny-rl", keys))
-    found = plan.any_refusal(planned, None)
+    found = why(plan.any_refusal, planned, None)
     assert found.startswith(said) if said else found == ""
-    assert plan.any_refusal(planned, "prepare-prompts") == ""
+    assert why(plan.any_refusal, planned, "prepare-prompts") == ""
 
 
 def test_a_teacher_s_config_json_is_read_where_it_lies(folder):

@@ -8,13 +8,14 @@ import pytest
 
 from conf.load import load
 from contract.faults import Fault, Stopped
+from flows.pipeline import PIPELINE
 from tasks.run import artifact
 from tasks.run.artifact import Stage, Work
 from tasks.run.outcomes import Outcomes
 from tasks.run.progress import newest
-from tasks.run.request import Request
 from tasks.run.stage_run import StageRun
-from tasks.stages import pipeline, prepare
+from tasks.run.steps import Request
+from tasks.stages import prepare
 from tasks.store import open_store
 
 MODEL = Stage("download", 1, {"commit": "one"})
@@ -89,7 +90,7 @@ def test_what_does_not_makes_nothing(files, change):
 def test_the_model_is_an_input_as_the_tokenizer_comes_from_it(files):
     assert stage() != stage(model=Stage("download", 1, {"commit": "two"}))
     run = load("tiny", ["model.source=tiny://llama"])
-    stages = pipeline.stages(run)
+    stages = PIPELINE.stages(run)
     assert stages["prepare"].inputs == {"model": stages["download"].fingerprint}
     assert stages["train"].inputs["data"] == stages["prepare"].fingerprint
 
@@ -267,7 +268,7 @@ def test_the_page_names_the_list_where_it_lies_in_the_store(tmp_path, monkeypatc
 def test_prompts_are_rows_with_one_answer_of_a_source_that_is_named_by_its_own_key():
     run = load("tiny-rl", ["reinforce.source=tiny://letters"])
     with pytest.raises(Fault, match=r"^reinforce\.source: tiny://letters: no such data"):
-        prepare.stage_of_prompts(run, MODEL)
+        PIPELINE.stages(run)
     made = SimpleNamespace(key="prepare/0123", result={"kind": "sft"})
     prepare.require_prompts(run, made)  # type: ignore
     made.result["kind"] = "preference"

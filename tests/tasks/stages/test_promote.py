@@ -225,7 +225,7 @@ def test_a_champion_that_was_asked_other_questions_is_told_of(world, data, asked
     world.run(1, 0.6, max_tokens=8, rows=200)
     given = {"max_tokens": 8, "rows": 200} | asked
     second = world.run(2, 0.5, data=world.held_out(**data), **given)
-    told = "champion 1 was asked other questions, so that the two values say less than their numbers"
+    told = "champion 1 was measured on other questions, so the two values are hard to compare"
     assert second.result["reason"].endswith(f"; {told}")
     assert aliases(world) == {"challenger": "2", "champion": "1"}
     third = world.run(3, 0.9, data=world.held_out(**data), **given)  # so that a schedule over growing data goes on
@@ -256,7 +256,7 @@ def test_a_perplexity_of_texts_is_of_their_windows_too(world):
     second = world.run(2, 8.0, f"promote.metric={name}", metric=name, base=20.0, data=short)
     assert second.result["aliases"] == ["challenger", "champion"]
     third = world.run(3, 7.0, f"promote.metric={name}", metric=name, base=20.0, data=long)
-    assert "was asked other questions" in third.result["reason"]
+    assert "was measured on other questions" in third.result["reason"]
 
 
 def test_a_champion_of_before_questions_were_noted_is_compared(world):
@@ -322,7 +322,7 @@ def test_an_adapter_is_registered_with_its_base_which_has_to_be_there(world):
 
 def test_a_wrong_metric_shows_what_there_is(world):
     with pytest.raises(
-        Fault, match=r"^promote.metric: held_out/accuracy: not among what was evaluated: arc/acc, held_out/exact_match$"
+        Fault, match=r"^promote.metric: held_out/accuracy: not evaluated; there are arc/acc, held_out/exact_match$"
     ):
         world.run(1, 0.6, "promote.metric=held_out/accuracy")
     assert world.client.search_registered_models() == []
@@ -439,5 +439,6 @@ def test_evaluations_that_say_nothing_of_noise_are_to_be_made_again(world):
     made = world.run(1, 0.0, found=world.scored({METRIC: 0.0}, {METRIC: 0.5}))
     assert made.result["aliases"] == ["challenger"]
     assert (
-        "whether it is noise is not known" in made.result["reason"] and "--from evaluate-base" in made.result["reason"]
+        "it is unknown whether that is noise" in made.result["reason"]
+        and "--from-stage evaluate-base" in made.result["reason"]
     )

@@ -79,7 +79,7 @@ def test_a_training_that_was_told_to_end_from_outside_is_no_whole_one(tmp_path):
         mark.write_text(json.dumps({"files": {}}))
 
     save(2)
-    with pytest.raises(Broken, match="told to end, from outside, at step 2 of 50; it can go on there"):
+    with pytest.raises(Broken, match="ended from outside at step 2 of 50; it can resume there"):
         train.require_done(training(run))
     save(50)
     train.require_done(training(run))

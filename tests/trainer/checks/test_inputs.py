@@ -155,10 +155,10 @@ def test_layout_that_does_not_divide(run):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (None, "neither prepared.json .* nor training.jsonl, with one JSON object a line"),
+        (None, "neither prepared.json .* nor training.jsonl, with one JSON object per line"),
         ("", "training.jsonl: has no rows"),
-        ("[1]\n", r"training.jsonl:1: no object with columns: \[1\]"),
-        ('{"input": "a"}\n', "training.jsonl:1: no columns that are known: there are input"),
+        ("[1]\n", r"training.jsonl:1: not an object with columns: \[1\]"),
+        ('{"input": "a"}\n', "training.jsonl:1: no known columns: the columns are input"),
         ('{"input": 1, "output": "b"}\n', "training.jsonl:1: input: not text: 1"),
         ('{"input": "a", "output": "b"}\n{"input": \n', "training.jsonl:2: not JSON"),
         ('{"input": "a", "output": "b"}\n', "train.global_batch: 16, but .* holds 1 sequences for training"),
@@ -220,7 +220,7 @@ def by_hand(original, tmp_path):
 def test_rows_made_by_hand_that_are_edited_in_mid_training_end_it(name, by_hand, tmp_path):
     made = (tmp_path / "output/data/prepared.json").read_text()
     edit(tmp_path / f"given/{name}.jsonl")
-    with pytest.raises(Fault, match=rf"{name}.jsonl: changed since step 5 in .*/output was trained on what it held"):
+    with pytest.raises(Fault, match=rf"{name}.jsonl: changed since step 5 in .*/output was trained on it"):
         inputs.check_train(by_hand)
     assert (tmp_path / "output/data/prepared.json").read_text() == made
     shutil.rmtree(tmp_path / "output/checkpoints")
@@ -236,7 +236,7 @@ def test_rows_made_by_hand_that_are_taken_away_in_mid_training_end_it(by_hand, t
 
 def test_a_setting_of_rows_made_by_hand_that_differs_in_mid_training_ends_it(by_hand):
     other = by_hand.model_copy(update={"data": by_hand.data.model_copy(update={"loss_on": "all"})})
-    with pytest.raises(Fault, match=r'data.loss_on: "all", but .* set it back to go on from step 5'):
+    with pytest.raises(Fault, match=r'data.loss_on: "all", but .* set it back to resume from step 5'):
         inputs.check_train(other)
 
 

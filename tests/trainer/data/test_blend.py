@@ -176,16 +176,16 @@ def _replace(file: Path, at: int, value: bytes) -> None:
 @pytest.mark.parametrize(
     "damage, said",
     [
-        (cut, r"a\.bin: \d+ bytes, but its index says \d+ tokens of 2 bytes, \d+; it was cut off"),
+        (cut, r"a\.bin: \d+ bytes, but its index says \d+ tokens of 2 bytes, \d+; it is truncated"),
         (empty, r"a\.bin: empty: its index has 0 sequences"),
         (other_header, r"a\.idx: begins with b'xxxxxxxx'; Megatron's index begins with b'MMIDIDX'"),
         (short_header, r"a\.idx: 7 bytes; the header alone"),
         (cut_index, r"a\.idx: \d+ bytes, but an index of 40 sequences has \d+; copy it again"),
         (other_index, r"a\.bin: \d+ bytes, but its index says"),
-        (of_floats, r"a\.idx: tokens of type 6; right would be version 1 and whole numbers"),
-        (other_pointers, r"a\.idx: its sequences do not lie one behind the other"),
+        (of_floats, r"a\.idx: tokens of type 6; supported: version 1 and integers"),
+        (other_pointers, r"a\.idx: its sequences are not contiguous"),
         (no_bin, r"a\.idx: of no use without a\.bin"),
-        (large_ids, r"a\.bin: token \d+ is [45]\d, but the model's vocabulary has 48; it was made with another"),
+        (large_ids, r"a\.bin: token \d+ is [45]\d, but the model's vocabulary has 48; it is from another"),
     ],
 )
 def test_what_is_wrong_with_them_is_one_line(damage, said, configure, tmp_path):
@@ -203,12 +203,12 @@ def test_keys_of_rows_and_rows_beside_them_are_refused(configure, tmp_path):
     mixture = f"data.mixture=[{{source: {tmp_path}/a}}, {{source: {tmp_path}/rows.jsonl}}]"
     assert "cannot be mixed with rows" in refused(configure("data.source=null", mixture))
     few = write(tmp_path / "few/b", 2)
-    assert refused(configure(f"data.source={few}")).startswith(f"data.test: no tokens of {few} fall to it, which")
+    assert refused(configure(f"data.source={few}")).startswith(f"data.test: gets no tokens of {few}, which")
 
 
 def test_a_data_set_of_another_tokenizer_is_worth_a_look(configure, tmp_path):
     prefix = tmp_path / "a"
     indexed.write(prefix, [(np.arange(100, dtype=np.int32) % 40 + 1, np.full(20, 5, np.int32))], 512)
     assert prepare(configure(f"data.source={prefix}"))["warnings"] == [
-        f"a: 20 of 20 documents do not end in the tokenizer's end of text, {END}: was it made with this tokenizer?"
+        f"a: 20 of 20 documents do not end in the tokenizer's end of text, {END}: was this tokenizer used?"
     ]

@@ -82,7 +82,7 @@ def test_accepts_what_is_whole(place, configure):
 def test_one_changed_byte(place, configure):
     path = place / "training.idx.parquet"
     path.write_text(path.read_text().replace("s", "S", 1))
-    assert refused(configure()) == f"{path}: changed since it was prepared; python -m trainer.prepare makes it again"
+    assert refused(configure()) == f"{path}: changed since it was prepared; python -m trainer.prepare writes it again"
 
 
 def test_a_file_that_is_cut_or_gone(place, configure):
@@ -151,7 +151,7 @@ def test_another_tokenizer(place, configure, tmp_path):
     prepared.check(configure(f"paths.model={tmp_path / 'other'}"))  # other weights, the same tokens
     path.write_text(path.read_text().replace("Ġ", "G"))
     found = refused(configure(f"paths.model={tmp_path / 'other'}"))
-    assert found.startswith(f"paths.model: {tmp_path / 'other'}: another tokenizer than the one that {place} was")
+    assert found.startswith(f"paths.model: {tmp_path / 'other'}: not the tokenizer that {place} was")
 
 
 def test_too_few_sequences(place, configure):
@@ -184,7 +184,7 @@ def test_texts_are_repeated_until_there_are_enough(place, configure):
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": '])
 def test_a_manifest_that_is_none(text, place, configure):
     (place / "prepared.json").write_text(text)
-    assert refused(configure()).startswith(f"{place / 'prepared.json'}: not what trainer.prepare writes")
+    assert refused(configure()).startswith(f"{place / 'prepared.json'}: not a file of trainer.prepare")
 
 
 def test_nothing_there(configure, tmp_path):
@@ -193,5 +193,5 @@ def test_nothing_there(configure, tmp_path):
     with pytest.raises(Fault, match=f"^paths.data: {tmp_path / 'data'}: neither prepared.json .* nor training.jsonl"):
         prepared.make(run)
     assert refused(run) == (
-        f"paths.data: {tmp_path / 'output' / 'data'}: no prepared.json; python -m trainer.prepare makes it"
+        f"paths.data: {tmp_path / 'output' / 'data'}: no prepared.json; python -m trainer.prepare writes it"
     )

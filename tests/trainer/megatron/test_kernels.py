@@ -184,7 +184,7 @@ for returned in (False, True):
         ours = True
         for one, other in zip(gradients(split, returned), expected, strict=True):
             assert torch.allclose(one, other, rtol=1e-4, atol=1e-6 * other.abs().max().item()), (returned, later)
-        assert residual._split is None and residual._coming is None
+        assert residual._split is None and residual._incoming is None
 
 ours, later = True, False
 x, weight, bias, product, _ = leaves

@@ -28,8 +28,8 @@ def test_a_recorded_sum_begins_before_the_product_beside_it(monkeypatch):
     done: list[object] = []
     modules = [types.SimpleNamespace(allreduce=lambda *given, **how: done.append((given, how)) or "work")] * 2
     sys.modules[names[-1]].linear, sys.modules[names[-1]].layernorm_linear = modules
-    recorded_layers._sum_beside_products()
-    recorded_layers._sum_beside_products()
+    recorded_layers._sum_in_parallel()
+    recorded_layers._sum_in_parallel()
     monkeypatch.setattr(torch.cuda, "_sleep", done.append)
     for recorded, async_op in ((True, False), (False, True), (True, True)):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda recorded=recorded: recorded)

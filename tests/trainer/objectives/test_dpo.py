@@ -63,7 +63,7 @@ def test_references_of_other_rows_or_another_base_are_refused(compared):
         ):
             references.check(run)
     path.unlink()
-    with pytest.raises(Fault, match=r"^paths.reference: .*: no references.json; python -m trainer.reference makes it"):
+    with pytest.raises(Fault, match=r"^paths.reference: .*: no references.json; python -m trainer.reference writes it"):
         references.check(run)
 
 

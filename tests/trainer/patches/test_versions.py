@@ -11,7 +11,7 @@ from contract.faults import Fault
 from trainer.patches import versions
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs/how-to/development.md"
+PAGE = ROOT / "docs/extending/patches.md"
 FOLDER = ROOT / "trainer/patches"
 NAMES = {path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("[a-z]*.py")}
 PATCHES = sorted(NAMES - {"versions"})
@@ -80,7 +80,7 @@ def test_another_version_is_one_line(patch, function, other_version):
     (package, known), *_ = written_for(patch).items()
     assert str(refused.value) == (
         f"{package} 99.1: trainer/patches/{patch}.py is written for {known[0]}; install that (make setup), "
-        "or change the patch (docs/how-to/development.md)"
+        "or change the patch (docs/extending/patches.md)"
     )
 
 

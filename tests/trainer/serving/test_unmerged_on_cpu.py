@@ -73,7 +73,7 @@ def test_base_and_adapter_say_what_the_merged_model_says(merged, served, trained
     assert max(every) < 1e-3 and written == merged[2]
     assert result.results["metrics"].keys() == merged[0].results["metrics"].keys()
     assert of_merged["step"] == parity["step"] == 6
-    assert f"{trained.paths.model} and {tmp_path}/export/adapter beside it" in result.output
+    assert f"{trained.paths.model} with the adapter {tmp_path}/export/adapter" in result.output
     assert "64 tokens as written and as read: " in result.output
 
 

@@ -35,7 +35,7 @@ def test_a_training_that_gets_worse_ends_and_keeps_its_best_checkpoint(ended, ra
     assert checkpoints.complete_steps(folder / "checkpoints") == [best, last]
     assert [json.loads((folder / f"parity{name}.json").read_text())["step"] for name in ("-best", "")] == [best, last]
     again = ranks("train", run)
-    assert "is already there" in again.output and again.metrics == result.metrics
+    assert "already exists" in again.output and again.metrics == result.metrics
 
 
 def test_the_best_checkpoint_is_exported_and_compared_with_its_own_record(ended, configure, ranks, work):

@@ -157,7 +157,7 @@ def test_another_alpha_than_the_trained_one_is_not_exported(altered):
 def test_a_checkpoint_without_digests_is_exported_and_said(altered):
     result = altered(file=lambda folder: (folder / "tensors.json").unlink(missing_ok=True))
     assert result.code == 0, result.output
-    assert "iter_0000003 has no digests of what was in memory, so its tensors were not compared" in result.output
+    assert "iter_0000003 has no digests of training's memory, so its tensors were not compared" in result.output
 
 
 def test_digests_that_are_gone_make_the_checkpoint_incomplete(trained, ranks, tmp_path):

@@ -1,7 +1,7 @@
-"""Reader of CSV and TSV: a header, then a row of cells per record, all text; quoted cells may go over several lines.
+"""Reader of CSV and TSV: a header, then a row of cells per record, all text; quoted cells may span several lines.
 
-The file is read here, because only from its start on is it known which line ends are within quotes. A chunk carries its
-records as bytes, and whoever loads it parses them again. Commas or tabs separate cells, double quotes quote them.
+The file is read sequentially here, because only a read from its start shows which line ends are within quotes. A chunk
+carries its records as bytes, and its loader parses them again. Commas or tabs separate cells, double quotes quote them.
 """
 
 import csv
@@ -18,29 +18,29 @@ from trainer.data.rows import Bad, Row, Rows, show
 
 def pieces(path: Path, size: int, delimiter: str) -> Iterator[Piece]:
     with reading_text(path) as (stream, position):
-        held: list[bytes] = []
-        taken = 0
+        lines_held: list[bytes] = []
+        size_held = 0
 
         def lines() -> Iterator[str]:
-            nonlocal taken
+            nonlocal size_held
             while line := bounded_line(stream, path):
-                held.append(line)
-                taken += len(line)
+                lines_held.append(line)
+                size_held += len(line)
                 yield line.decode(errors="surrogateescape")
 
         reader = _reader(lines(), delimiter)
         header = _header(path, reader, delimiter)
         first = reader.line_num + 1
-        held.clear()
-        taken = 0
+        lines_held.clear()
+        size_held = 0
         while _next(reader, path):
-            if taken >= size:
-                yield position(), partial(_load, path, first, b"".join(held), header, delimiter)
+            if size_held >= size:
+                yield position(), partial(_load, path, first, b"".join(lines_held), header, delimiter)
                 first = reader.line_num + 1
-                held.clear()
-                taken = 0
-        if held:
-            yield position(), partial(_load, path, first, b"".join(held), header, delimiter)
+                lines_held.clear()
+                size_held = 0
+        if lines_held:
+            yield position(), partial(_load, path, first, b"".join(lines_held), header, delimiter)
 
 
 def _load(path: Path, first: int, blob: bytes, header: tuple[str, ...], delimiter: str) -> Rows:
@@ -52,7 +52,7 @@ def _load(path: Path, first: int, blob: bytes, header: tuple[str, ...], delimite
     values: list[Row | Bad] = []
     numbers: list[int] = []
     while True:
-        number = first + reader.line_num
+        line = first + reader.line_num
         try:
             cells = next(reader)
         except StopIteration:
@@ -62,7 +62,7 @@ def _load(path: Path, first: int, blob: bytes, header: tuple[str, ...], delimite
         if not cells:  # a blank line
             continue
         values.append(cells if isinstance(cells, Bad) else _row(cells, header, damaged))
-        numbers.append(number)
+        numbers.append(line)
     return Rows(values, lambda row: f"{path}:{numbers[row]}")
 
 
@@ -71,8 +71,8 @@ def _row(cells: list[str], header: tuple[str, ...], damaged: bool) -> Row | Bad:
         return Bad("wrong number of cells", shown=f"{len(cells)} cells for {len(header)} columns")
     if damaged:
         for name, cell in zip(header, cells, strict=True):
-            if found := SURROGATE.search(cell):
-                return Bad("not UTF-8", name, f"at byte {len(cell[: found.start()].encode())}")
+            if surrogate := SURROGATE.search(cell):
+                return Bad("not UTF-8", name, f"at byte {len(cell[: surrogate.start()].encode())}")
     return dict(zip(header, cells, strict=True))
 
 
@@ -83,15 +83,17 @@ def _header(path: Path, reader: Iterator[list[str]], delimiter: str) -> tuple[st
         raise Fault(f"{path}:1: header: {error}") from None
     if any(map(SURROGATE.search, names)):
         raise Fault(f"{path}:1: header: not UTF-8")
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise Fault(f"{path}:1: header: column {show(twice)} occurs twice")
-    if len(names) == 1 and (other := next((mark for mark in ",;\t|" if mark in names[0]), None)):
-        raise Fault(f"{path}:1: header: {show(names[0])}: cells separated by {show(other)}, not by {show(delimiter)}")
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise Fault(f"{path}:1: header: column {show(repeated)} occurs twice")
+    if len(names) == 1 and (separator := next((mark for mark in ",;\t|" if mark in names[0]), None)):
+        raise Fault(
+            f"{path}:1: header: {show(names[0])}: cells separated by {show(separator)}, not by {show(delimiter)}"
+        )
     return tuple(names)
 
 
 def _next(reader, path: Path) -> bool:
-    """Go on by one record. A bad one is reported when it is loaded, unless it took all the rest along."""
+    """Skip one record. A bad record is reported when it is loaded, unless it swallows the rest of the file."""
     number = reader.line_num + 1
     try:
         next(reader)
@@ -99,7 +101,7 @@ def _next(reader, path: Path) -> bool:
         return False
     except csv.Error as error:
         if "unexpected end" in str(error) or "field larger" in str(error):
-            raise Fault(f"{path}:{number}: a quote opens in this row and is never closed") from None
+            raise Fault(f"{path}:{number}: a quote in this row is never closed") from None
     return True
 
 

@@ -1,9 +1,9 @@
-"""Choice of the rows that are taken, and of the split of each, from their content alone.
+"""Selection of rows, and of the split of each, from their content alone.
 
-The same rows are chosen on every machine, and rows that are added later move none from one split to another.
+The same rows are chosen on every machine, and added rows do not move existing ones to another split.
 
-A mixture takes as many rows as its weights allow without taking one twice: with weights 3 and 1 over 900 and 1,000
-rows, 900 and 300.
+A mixture takes as many rows as its weights allow without repeating one: with weights 3 and 1 over 900 and 1,000 rows,
+900 and 300.
 """
 
 import hashlib
@@ -19,23 +19,23 @@ WHOLE = float(1 << 64)
 
 
 def key(row: Row) -> int:
-    """A number of 64 bits that stands for the row."""
+    """Return a 64-bit hash of the row."""
     return int.from_bytes(hashlib.sha256(content(row)).digest()[:8])
 
 
 def splits(keys: np.ndarray, data: Data) -> np.ndarray:
-    """Place in SPLITS of each row."""
+    """Return the index in SPLITS of each row."""
     place = keys / WHOLE
     return np.where(place < data.test, 2, np.where(place < data.test + data.validation, 1, 0)).astype(np.int8)
 
 
 def first_pass(data: Data) -> bool:
-    """Whether rows have to be counted before one of them is worth the work."""
+    """Whether all rows must be counted before any is tokenized."""
     return data.rows is not None or bool(data.mixture)
 
 
 def chosen(keys: np.ndarray, parts: np.ndarray, data: Data) -> np.ndarray:
-    """Whether each row is taken; `parts` holds the number of its source."""
+    """Return which rows are taken; `parts` has the number of each row's source."""
     taken = np.ones(len(keys), bool)
     if data.duplicates == "drop":
         taken = first_equal(keys) == np.arange(len(keys))
@@ -43,28 +43,28 @@ def chosen(keys: np.ndarray, parts: np.ndarray, data: Data) -> np.ndarray:
         return taken
     lot = _lots(keys, data.rows_seed)
     counts = np.array([np.count_nonzero(taken & (parts == part)) for part in range(len(data.parts))])
-    wanted = counts
+    limits = counts
     if data.mixture:
         weights = np.array([part.weight for part in data.mixture])
         shares = weights / weights.sum()
         total = min((counts / shares).min(), data.rows or np.inf)
-        wanted = np.minimum(counts, np.floor(total * shares + 0.5).astype(np.int64))
+        limits = np.minimum(counts, np.floor(total * shares + 0.5).astype(np.int64))
     elif data.rows is not None:
-        wanted = np.minimum(counts, data.rows)
-    found = np.zeros(len(keys), bool)
-    for part, count in enumerate(wanted.tolist()):
-        mine = np.flatnonzero(taken & (parts == part))
-        found[mine[np.argsort(lot[mine], kind="stable")[:count]]] = True
-    return found
+        limits = np.minimum(counts, data.rows)
+    selected = np.zeros(len(keys), bool)
+    for part, count in enumerate(limits.tolist()):
+        of_part = np.flatnonzero(taken & (parts == part))
+        selected[of_part[np.argsort(lot[of_part], kind="stable")[:count]]] = True
+    return selected
 
 
 def copies(keys: np.ndarray) -> int:
-    """Number of rows that have occurred before."""
+    """Return the number of rows that occurred before."""
     return len(keys) - len(np.unique(keys))
 
 
 def _lots(keys: np.ndarray, seed: int) -> np.ndarray:
-    """A number for each row that does not depend on its split; splitmix64."""
+    """Return a number for each row that is independent of its split; splitmix64."""
     mixed = keys + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)

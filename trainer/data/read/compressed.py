@@ -1,8 +1,8 @@
 """Reader of compressed files, by the ending of their names: gzip, bzip2, xz, zstd, lz4 or none.
 
-    with reading(path) as (stream, position): ...    position(): bytes of the file itself that have been taken so far
+    with reading(path) as (stream, position): ...    position(): bytes of the file itself that are read so far
 
-Archives of several streams one after another are read through. What is wrong with a file is a fault that names it.
+Archives of several concatenated streams are read completely. Errors of a file become a Fault that names it.
 """
 
 # pyright: reportArgumentType=false
@@ -23,7 +23,7 @@ from conf.schema.row_files import compression
 from contract.faults import Fault
 
 BLOCK = 2**18
-FOREIGN = {  # how files begin that are not what their name says
+FOREIGN = {  # first bytes of files with a wrong name
     b"\x1f\x8b": "gzip; its name has to end in .gz",
     b"BZh": "bzip2; its name has to end in .bz2",
     b"\xfd7zXZ": "xz; its name has to end in .xz",
@@ -61,18 +61,18 @@ def reading_text(path: Path) -> Iterator[tuple[io.BufferedReader, Callable[[], i
 
 @contextmanager
 def faults(path: Path) -> Iterator[None]:
-    """Turn the file's own errors into a line that names it."""
+    """Convert errors of reading the file to a Fault that names it."""
     try:
         yield
     except EOFError:
-        raise Fault(f"{path}: the compressed file breaks off: fetch it again") from None
+        raise Fault(f"{path}: the compressed file is truncated: fetch it again") from None
     except (zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise Fault(f"{path}: broken as a compressed file ({error}): fetch it again") from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
-        said = os.strerror(error.errno) if error.errno else (str(error).splitlines() or ["cannot be read"])[0]
-        raise Fault(f"{path}: {said}") from None
+        message = os.strerror(error.errno) if error.errno else (str(error).splitlines() or ["cannot be read"])[0]
+        raise Fault(f"{path}: {message}") from None
 
 
 def _opened(raw: BinaryIO, ending: str) -> io.BufferedReader:

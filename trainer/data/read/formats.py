@@ -1,13 +1,13 @@
 """Files of rows, by the endings of their names, each cut into pieces of a few megabytes.
 
     .jsonl .ndjson          a JSON object per line
-    .json                   the same, or one array of objects, or one object with one list of objects in it
+    .json                   the same, or one array of objects, or one object that contains one list of objects
     .csv .tsv               a header, then a row of cells per record
     .parquet                Parquet
     .arrow .feather         Arrow, file or stream
     .txt                    a document per line, in the column "text"
 
-and each of them with .gz, .bz2, .xz, .zst or .lz4 after it. Where a file is cut depends on its bytes alone.
+and each of them with .gz, .bz2, .xz, .zst or .lz4 after it. Cuts depend only on a file's bytes.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,9 @@ TABLES = (".parquet", ".arrow", ".feather")
 
 
 def pieces(path: Path, size: int = 0) -> Iterator[Piece]:
-    """Pieces of a file in order: the bytes of the file up to a piece's end, and a function that loads its rows."""
+    """Yield the pieces of a file in order: the bytes of the file up to a piece's end, and a function that loads its
+    rows.
+    """
     kind, size = format_of(path), size or CHUNK
     if kind in TABLES:
         from trainer.data.read import tables  # pyarrow takes 50 MB, which lines of text do not need

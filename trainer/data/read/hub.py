@@ -1,8 +1,8 @@
-"""Reader of a data set on the Hub, as `datasets` streams it at a commit: nothing of it is kept on this disk.
+"""Reader of a data set on the Hub, streamed by `datasets` at a commit; nothing is stored on this disk.
 
-A chunk is 1,000 rows, whatever their size. A stream is read in order: rows of chunks that are done are fetched and
-dropped, those at its start without becoming Python's objects. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE count. Not
-covered: data sets that come as a script, which `datasets` itself no longer runs.
+A chunk is 1,000 rows of any size. A stream is read in order: rows of finished chunks are fetched and dropped, those at
+its start without being converted to Python objects. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE apply. Not covered: data
+sets with a script, which `datasets` no longer runs.
 """
 
 import os
@@ -21,13 +21,13 @@ from trainer.data.read.tables import without_absent_keys
 from trainer.data.rows import Row, Rows
 
 ROWS = 1_000
-SIGNED = re.compile(r"""(https?://[^\s?'"]+)\?[^\s'"]*""")  # whoever has such an address may read
+SIGNED = re.compile(r"""(https?://[^\s?'"]+)\?[^\s'"]*""")  # a signed address gives access
 
 
 def pieces(part: Part, commit: str | None, done: Callable[[int], bool]) -> Iterator[Piece]:
-    """Pieces of a data set.
+    """Yield the pieces of a data set.
 
-    Their bytes are not known, and so all 0. done() is true of no more chunks than there are.
+    Their sizes in bytes are unknown, so all are 0. done() is true only for chunks that exist.
     """
     first = 0
     while done(first):
@@ -38,7 +38,7 @@ def pieces(part: Part, commit: str | None, done: Callable[[int], bool]) -> Itera
 
 
 def count(part: Part) -> int | None:
-    """Number of rows of the split, as the data set's description has it; None where that says nothing."""
+    """Return the number of rows of the split from the data set's description; None if it has none."""
     datasets = _imported()
     with _faults(part, part.revision):
         splits = datasets.load_dataset_builder(part.source, part.config, revision=part.revision).info.splits or {}
@@ -51,7 +51,7 @@ def _load(part: Part, before: int, values: tuple[Row, ...]) -> Rows:
 
 def _streamed(part: Part, commit: str | None, skipped: int) -> Iterator[Row]:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", part.source or ""):
-        raise Fault(f"data.source: {part.source}: no such file, and no data set's name on the Hub (org/name)")
+        raise Fault(f"data.source: {part.source}: no such file, and not a name of a data set on the Hub (org/name)")
     datasets = _imported()
     revision = commit or part.revision
     with _faults(part, revision):
@@ -61,7 +61,7 @@ def _streamed(part: Part, commit: str | None, skipped: int) -> Iterator[Row]:
 
 
 def _imported() -> Any:
-    """Import `datasets` without torch, which it imports where it can: 10 s and 700 MB that are not needed here."""
+    """Import `datasets` without torch, which it would import if possible: 10 s and 700 MB that are not needed here."""
     before = os.environ.get("USE_TORCH")
     if "torch" not in sys.modules:
         os.environ["USE_TORCH"] = "0"

@@ -2,9 +2,8 @@
 
     [{"input": ...}, ...]        {"version": 1, "data": [{"input": ...}, ...]}
 
-Only brackets, commas and strings are looked at here, a block at a time, so that a file of any size fits. A chunk has
-the bytes of its rows and where each begins and ends; whoever loads it parses them, and what is no JSON there is one bad
-row and not a bad file.
+Only brackets, commas and strings are examined here, a block at a time, so files of any size work. A chunk has the bytes
+of its rows, and where each begins and ends. Its loader parses them; invalid JSON there is one bad row, not a bad file.
 """
 
 import io
@@ -19,15 +18,15 @@ from trainer.data.read.compressed import reading_text
 from trainer.data.read.lines import BLANK, LONGEST, Piece, json_object
 from trainer.data.rows import Rows
 
-# A string and its closing quote, unless the block ends before that; or a mark. Possessive: a long string is no stack.
+# A string and its closing quote (absent at the block's end), or a mark. Possessive: no backtracking in long strings.
 TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+("|\\?\Z)|[][{},]', re.DOTALL)
 QUOTE = b'"'[0]
 BRACKET, OPENING, CLOSING, ENDING = b"["[0], b"[{", b"]}", b",]}"
-LOOK = 2**24  # bytes of a first line that are looked at to tell lines from a document
+LOOK = 2**24  # bytes of a first line examined to distinguish lines from a document
 
 
 def is_document(path: Path) -> bool:
-    """Whether a .json file is one document. A file that is none holds a row per line.
+    """Whether a .json file is one document. Otherwise it has one row per line.
 
     A single line that is an object with one list of objects is a document.
     """
@@ -41,7 +40,7 @@ def is_document(path: Path) -> bool:
         if not begin.startswith(b"{"):
             return False
         if begin.endswith((b"{", b"[", b",", b":")) or not (line.endswith(b"\n") or len(line) < LOOK):
-            return True  # goes on in the next line
+            return True  # continues in the next line
         if any(more.strip(BLANK) for more in iter(partial(stream.read, 2**10), b"")):
             return False
     row = json_object(begin)
@@ -59,7 +58,7 @@ def pieces(path: Path, size: int) -> Iterator[Piece]:
 
 
 def _load(path: Path, first: int, blob: bytes, spans: list[tuple[int, int]]) -> Rows:
-    counted = (0, 0)  # bytes, and the lines in them: places are asked for one behind the other
+    counted = (0, 0)  # bytes, and lines in them: callers usually ask for places in order
 
     def place(row: int) -> str:
         nonlocal counted
@@ -77,18 +76,18 @@ class _Window:
 
     def __init__(self, stream: io.BufferedReader, size: int) -> None:
         self.stream, self.size = stream, size
-        self.buffer, self.at = b"", 0  # at: marks before it have been seen
+        self.buffer, self.at = b"", 0  # at: end of the last mark read
         self.line = 1  # of the start of the buffer
 
     def marks(self) -> Iterator[tuple[int, int]]:
-        """Every bracket and comma outside of strings, and the position after it; ends where the buffer does."""
-        for found in TOKEN.finditer(self.buffer, self.at):
-            self.at = found.end()
-            mark = self.buffer[found.start()]
+        """Yield every bracket and comma outside of strings, and the position after it, until the buffer ends."""
+        for match in TOKEN.finditer(self.buffer, self.at):
+            self.at = match.end()
+            mark = self.buffer[match.start()]
             if mark != QUOTE:
                 yield mark, self.at
-            elif found[1] != b'"':
-                self.at = found.start()
+            elif match[1] != b'"':
+                self.at = match.start()
                 return
         self.at = len(self.buffer)
 
@@ -99,15 +98,15 @@ class _Window:
 
     def drop(self, end: int) -> bytes:
         """Remove the buffer's first bytes and return them."""
-        gone, self.buffer = self.buffer[:end], self.buffer[end:]
-        self.line += gone.count(b"\n")
+        removed, self.buffer = self.buffer[:end], self.buffer[end:]
+        self.line += removed.count(b"\n")
         self.at -= end
-        return gone
+        return removed
 
 
 @dataclass
 class _Place:
-    """Place in a document that its marks have led to."""
+    """Place in a document, updated by its marks."""
 
     depth: int = 0
     rows_at: int = 0  # depth within the list of rows; 0 = not in it
@@ -115,17 +114,17 @@ class _Place:
     lists: int = 0  # of rows, so far
     fresh: bool = False  # no row of this list has ended yet
     closed: bool = False
-    array: bool = False  # the document is one
+    array: bool = False  # the document is an array
 
     def take(self, mark: int, end: int, buffer: bytes) -> tuple[int, int] | None:
-        """The row that ends with this mark, if one does."""
+        """Return the row that ends with this mark, if any."""
         row = None
         if self.rows_at == self.depth and self.depth and mark in ENDING:
             row = self._row(buffer, end - 1, mark)
             self.begin = end
         if mark in OPENING:
             self.depth += 1
-            # at depth 2 without being in a list: the document is an object, and this one of its values
+            # at depth 2 outside of a list: the document is an object, and this is one of its values
             if mark == BRACKET and not self.rows_at and self.depth <= 2:
                 self.rows_at, self.begin, self.fresh = self.depth, end, True
                 self.array = self.depth == 1
@@ -149,7 +148,7 @@ class _Place:
 
 
 def _cut(window: _Window, path: Path) -> Iterator[tuple[int, bytes, list[tuple[int, int]]]]:
-    """Bytes with whole rows in them: the line where they begin, the bytes, where each row begins and ends."""
+    """Yield bytes of whole rows: the line of their start, the bytes, and where each row begins and ends."""
     place = _Place()
     while window.grow():
         spans = []
@@ -157,19 +156,19 @@ def _cut(window: _Window, path: Path) -> Iterator[tuple[int, bytes, list[tuple[i
             if row := place.take(mark, end, window.buffer):
                 spans.append(row)
             if place.lists > 1:
-                raise Fault(f"{path}: several lists of objects in one object; rows have to be in one")
+                raise Fault(f"{path}: several lists of objects in one object; rows must be in one list")
             if place.closed:
                 break
         if spans:
-            taken, line = spans[-1][1], window.line
-            place.begin -= taken
-            yield line, window.drop(taken), spans
+            cut, line = spans[-1][1], window.line
+            place.begin -= cut
+            yield line, window.drop(cut), spans
         _check(place, window, path)
         if not place.rows_at:
             window.drop(window.at)
     if place.depth:
-        where = f"the row at line {_line(place, window)}" if place.rows_at else f"line {_line(place, window)}"
-        raise Fault(f"{path}: breaks off in {where}: brackets or a quote are never closed")
+        location = f"the row at line {_line(place, window)}" if place.rows_at else f"line {_line(place, window)}"
+        raise Fault(f"{path}: ends within {location}: brackets or a quote are never closed")
     if not place.lists and not place.array:
         raise Fault(f"{path}: no list of objects in it; rows are objects in an array, or one per line")
 
@@ -178,11 +177,11 @@ def _check(place: _Place, window: _Window, path: Path) -> None:
     if place.closed and window.buffer[window.at :].strip(BLANK):
         raise Fault(f"{path}:{_line(place, window)}: more after the end of the JSON document")
     if place.rows_at and len(window.buffer) - place.begin > LONGEST:
-        raise Fault(f"{path}:{_line(place, window)}: a row of more than {LONGEST >> 20} MiB; is a quote missing in it?")
+        raise Fault(f"{path}:{_line(place, window)}: a row of more than {LONGEST >> 20} MiB; is a quote missing?")
 
 
 def _line(place: _Place, window: _Window) -> int:
-    """Line of the row, or of the text after the last mark."""
+    """Return the line of the row, or of the text after the last mark."""
     begin = place.begin if place.rows_at else window.at
     rest = window.buffer[begin:]
     return window.line + window.buffer.count(b"\n", 0, begin + len(rest) - len(rest.lstrip(BLANK)))

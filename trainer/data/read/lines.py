@@ -1,10 +1,10 @@
 """Reader of JSON lines and plain text: a row per line.
 
-A file that is not compressed is cut into ranges of bytes that end where a line does; whoever loads a range reads it. A
-compressed one is read here, and its chunks carry their lines. Blank lines are no rows, but are counted as lines.
+An uncompressed file is cut into ranges of bytes that end at a line end; the loader of a range reads it. A compressed
+file is read here, and its chunks carry their lines. Blank lines are not rows, but count as lines.
 
-orjson reads a line at 1 GB/s or so, and what it refuses or would change goes to json: NaN and Infinity are let pass,
-integers of any length stay exact. Both parsers keep the last value of a key that occurs twice: such a row is bad.
+orjson parses about 1 GB/s. Lines that it refuses or would change go to json: NaN and Infinity are accepted, and
+integers of any length stay exact. Both parsers keep the last value of a repeated key; such a row is bad.
 """
 
 import io
@@ -26,12 +26,12 @@ from trainer.data.rows import Bad, Row, Rows, show
 Piece = tuple[int, Callable[[], Rows]]  # bytes of the file up to its end, and its rows
 Parse = Callable[[bytes], Row | Bad]
 
-LONGEST = 2**28  # bytes of a line or of a row; longer than that, something else is wrong with the file
+LONGEST = 2**28  # bytes of a line or of a row; longer ones mean a damaged file
 BLANK = b" \t\r\n\v\f"
-HUGE = 2.0**63  # from here on orjson makes floats of integers, nearly
+HUGE = 2.0**63  # orjson converts integers of about this size to floats
 SURROGATE = re.compile("[\ud800-\udfff]")
 
-# By file: when it was written and its size; bytes from its start, and the lines in them.
+# By file: modification time and size; bytes from its start, and the lines in them.
 _counted: dict[Path, tuple[tuple[int, int], int, int]] = {}
 
 
@@ -54,15 +54,15 @@ def json_object(line: bytes) -> Row | Bad:
         row = orjson.loads(line)
         if type(row) is dict:
             return _exact(line) if _has_huge(row.values()) or _quotes(line) != 2 * _texts(row) else row
-        return Bad("no object with columns", shown=show(row))
+        return Bad("not an object with columns", shown=show(row))
     except orjson.JSONDecodeError:
         return _exact(line)
-    except RecursionError:  # orjson goes a little deeper than Python does
+    except RecursionError:  # orjson nests a little deeper than Python
         return Bad("not JSON", shown="nested too deeply")
 
 
 def parsed(lines: list[bytes], parse: Parse) -> tuple[list[Row | Bad], list[int]]:
-    """The rows of the lines, and the position of each among the lines."""
+    """Return the rows of the lines, and the index of each among the lines."""
     values, numbers = [], []
     for number, line in enumerate(lines):
         if line and (line[0] not in BLANK or line.strip(BLANK)):
@@ -107,7 +107,7 @@ def _load_range(path: Path, start: int, stop: int, parse: Parse) -> Rows:
         file.seek(start)
         blob = file.read(stop - start)
     if len(blob) != stop - start:
-        raise Fault(f"{path}: has become shorter while it was read")
+        raise Fault(f"{path}: became shorter while it was read")
     values, numbers = parsed(blob.split(b"\n"), parse)
     before = cache(lambda: _lines_before(path, start))
     return Rows(values, lambda row: f"{path}:{before() + numbers[row] + 1}")
@@ -119,9 +119,9 @@ def _load_lines(path: Path, first: int, blob: bytes, parse: Parse) -> Rows:
 
 
 def _lines_before(path: Path, start: int) -> int:
-    """Number of lines before a position.
+    """Return the number of lines before a position.
 
-    It is counted only when a place is asked for, and on from the last such place.
+    Counting is done on demand, and continues from the last position.
     """
     with faults(path), path.open("rb") as file:
         status = os.fstat(file.fileno())
@@ -141,31 +141,31 @@ def _lines_before(path: Path, start: int) -> int:
 
 
 def _exact(line: bytes) -> Row | Bad:
-    """A line read by json, for lines that orjson refuses or would change."""
+    """Parse a line with json: for lines that orjson refuses or would change."""
     try:
         row = json.loads(line.decode().rstrip(), object_pairs_hook=_once)
-    except _Twice as error:
+    except _Repeated as error:
         return Bad("a key occurs twice", error.key)
     except UnicodeDecodeError as error:
         return Bad("not UTF-8", shown=f"at byte {error.start}")
     except json.JSONDecodeError as error:
         rest = error.doc[error.pos :][:30]
-        near = f"near {show(rest)}" if rest else f"its end, after {show(error.doc[-30:])}"
-        return Bad("not JSON", shown=f"{error.msg} at character {error.pos}, {near}")
+        where = f"near {show(rest)}" if rest else f"its end, after {show(error.doc[-30:])}"
+        return Bad("not JSON", shown=f"{error.msg} at character {error.pos}, {where}")
     except RecursionError:
         return Bad("not JSON", shown="nested too deeply")
     except ValueError as error:  # an integer of more than 4,300 digits
         return Bad("not JSON", shown=str(error).partition(";")[0])
-    if half := half_pair(row):
-        return Bad("half of a surrogate pair", *half)
-    return row if isinstance(row, dict) else Bad("no object with columns", shown=show(row))
+    if bad_text := half_pair(row):
+        return Bad("half of a surrogate pair", *bad_text)
+    return row if isinstance(row, dict) else Bad("not an object with columns", shown=show(row))
 
 
 def half_pair(value: Any, field: str = "") -> tuple[str, str] | None:
-    """Field and text of a string that UTF-8 cannot hold."""
+    """Return field and text of a string with half of a surrogate pair, which UTF-8 cannot encode."""
     if isinstance(value, str):
-        found = SURROGATE.search(value)
-        return (field, ascii(value[max(0, found.start() - 20) : found.start() + 10])) if found else None
+        half = SURROGATE.search(value)
+        return (field, ascii(value[max(0, half.start() - 20) : half.start() + 10])) if half else None
     if isinstance(value, dict):
         for key, inner in value.items():
             if found := half_pair(key, field) or half_pair(inner, f"{field}.{key}" if field else key):
@@ -177,7 +177,7 @@ def half_pair(value: Any, field: str = "") -> tuple[str, str] | None:
     return None
 
 
-class _Twice(ValueError):
+class _Repeated(ValueError):
     """A key that occurs twice in an object."""
 
     def __init__(self, key: str) -> None:
@@ -186,22 +186,22 @@ class _Twice(ValueError):
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict[str, Any]()
+    result = dict[str, Any]()
     for key, value in pairs:
-        if key in found:
-            raise _Twice(key)
-        found[key] = value
-    return found
+        if key in result:
+            raise _Repeated(key)
+        result[key] = value
+    return result
 
 
 def _quotes(line: bytes) -> int:
-    """Number of quotes that begin or end a text."""
+    """Return the number of quotes that begin or end a string."""
     line = line.replace(b"\\\\", b"") if b"\\\\" in line else line
     return line.count(b'"') - line.count(b'\\"')
 
 
 def _texts(value: Any) -> int:
-    """Number of keys and texts in a value."""
+    """Return the number of keys and strings in a value."""
     kind = type(value)
     if kind is dict:
         return len(value) + sum(map(_texts, value.values()))

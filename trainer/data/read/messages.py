@@ -1,36 +1,37 @@
-"""Conversations of many formats made one: role and content, tool calls as objects, in an order that a template accepts.
+"""Conversations in many formats, converted to one: role and content, tool calls as objects, in an order that templates
+accept.
 
-These are read: role/content and ShareGPT's from/value, by whatever name they call the two sides; content in parts of
-text; all of it as JSON in a text. Tool calls become {"type": "function", "function": {"name", "arguments"}} with
-arguments an object, as transformers wants them. Nulls are taken out of tool calls and tools: Parquet puts one into
-every object that lacks a key which another has.
+Supported: role/content and ShareGPT's from/value, with many names for the two sides; content in parts of text; all of
+it as JSON in a string. Tool calls become {"type": "function", "function": {"name", "arguments"}} with arguments as an
+object, as transformers needs them. Nulls are removed from tool calls and tools: Parquet adds a null to every object
+that lacks a key of another object.
 
-A system prompt stands first or nowhere, a user begins, a user's or a tool's message is answered, an answer is followed
-by another only where that calls a tool, a tool answers a call, and an answer ends it all.
+A system prompt comes first or not at all. The first message after it is a user's. Each message of a user or a tool is
+answered. An answer follows another answer only if it calls a tool, a tool answers a call, and the last message is an
+answer.
 """
 
 # pyright: reportOptionalMemberAccess=false
 
 import json
 import math
-import re
 from typing import Any
 
+from trainer.data.read.lines import SURROGATE
 from trainer.data.rows import Bad, show
 
 Message = dict[str, Any]
-SURROGATE = re.compile("[\ud800-\udfff]")
 SYSTEM = ("system", "developer")
 ROLES = {name: name for name in (*SYSTEM, "user", "assistant", "tool")}
 ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 ROLES |= {"function_call": "assistant", "tool_call": "assistant"}
 ROLES |= {"function": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool"}
-CALLS = ("function_call", "tool_call")  # whose content is the call
-KEPT = ("name", "tool_call_id", "reasoning_content", "thinking")  # texts that templates know, beside role and content
+CALLS = ("function_call", "tool_call")  # roles whose content is the call
+KEPT = ("name", "tool_call_id", "reasoning_content", "thinking")  # further texts that templates use
 
 
 class Unfit(Exception):
-    """A value that no row can hold."""
+    """A value that cannot be used in a row."""
 
     def __init__(self, bad: Bad):
         super().__init__(bad)
@@ -53,18 +54,18 @@ def read(value: object, field: str) -> list[Message]:
         raise Unfit(Bad("not a list of messages", field, show(value)))
     if not value:
         raise Unfit(Bad("no messages", field, "[]"))
-    return [_message(one, f"{field}[{number}]") for number, one in enumerate(value)]
+    return [_message(message, f"{field}[{number}]") for number, message in enumerate(value)]
 
 
 def _message(value: object, field: str) -> Message:
     if not isinstance(value, dict):
-        raise Unfit(Bad("message is no object", field, show(value)))
+        raise Unfit(Bad("message is not an object", field, show(value)))
     names = ("from", "value") if "from" in value and "role" not in value else ("role", "content")
-    said, content = value.get(names[0]), value.get(names[1])
-    role = ROLES.get(said.lower()) if isinstance(said, str) else None
+    sender, content = value.get(names[0]), value.get(names[1])
+    role = ROLES.get(sender.lower()) if isinstance(sender, str) else None
     if role is None:
-        raise Unfit(Bad("unknown role", f"{field}.{names[0]}", show(said)))
-    if said.lower() in CALLS:
+        raise Unfit(Bad("unknown role", f"{field}.{names[0]}", show(sender)))
+    if sender.lower() in CALLS:
         return {"role": role, "content": "", "tool_calls": _calls(_json(content, field), f"{field}.{names[1]}")}
     message: Message = {"role": role, "content": _content(content, f"{field}.{names[1]}")}
     for key in KEPT:
@@ -89,7 +90,7 @@ def _content(value: object, field: str) -> str:
 def _calls(value: object, field: str) -> list[dict[str, Any]]:
     calls = [value] if isinstance(value, dict) else value
     if not isinstance(calls, list):
-        raise Unfit(Bad("tool calls are no list of objects", field, show(value)))
+        raise Unfit(Bad("tool calls are not a list of objects", field, show(value)))
     return [_call(call, f"{field}[{number}]") for number, call in enumerate(calls)]
 
 
@@ -100,22 +101,22 @@ def _call(value: object, field: str) -> dict[str, Any]:
     arguments = inner.get("arguments", inner.get("parameters"))
     arguments = _json(arguments, field) if arguments not in (None, "") else {}
     if not isinstance(arguments, dict):
-        raise Unfit(Bad("arguments of a tool call are no object", f"{field}.arguments", show(arguments)))
+        raise Unfit(Bad("arguments of a tool call are not an object", f"{field}.arguments", show(arguments)))
     call = {"type": "function", "function": {"name": inner["name"], "arguments": arguments}}
     return clean(call | ({"id": value["id"]} if isinstance(value.get("id"), str) else {}), field)
 
 
 def tools(value: object, field: str) -> list[dict[str, Any]]:
-    found = _json(value, field)
-    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
-        raise Unfit(Bad("tools are no list of objects", field, show(value)))
-    return clean(found, field)
+    parsed = _json(value, field)
+    if not isinstance(parsed, list) or not all(isinstance(tool, dict) for tool in parsed):
+        raise Unfit(Bad("tools are not a list of objects", field, show(value)))
+    return clean(parsed, field)
 
 
 def check(messages: list[Message], field: str) -> None:
     """Check the order of roles, and that no message is empty."""
     if messages and messages[0]["role"] in SYSTEM and not messages[0]["content"].strip():
-        del messages[0]  # some data sets have an empty one in every row
+        del messages[0]  # some data sets have an empty system prompt in every row
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         raise Unfit(Bad("no answer", field, ", ".join(message["role"] for message in messages)))
@@ -144,7 +145,7 @@ def _follows(message: Message, before: Message | None, number: int) -> bool:
 
 
 def text(value: object, field: str, empty: str) -> str:
-    """A text that can be written. An empty one is refused if `empty` gives a reason."""
+    """Return the value if it is a string that can be written. Refuse an empty one if `empty` gives a reason."""
     if not isinstance(value, str):
         raise Unfit(Bad("not text", field, show(value)))
     if not value.isascii() and SURROGATE.search(value):
@@ -155,7 +156,7 @@ def text(value: object, field: str, empty: str) -> str:
 
 
 def _parsed(value: str) -> Any:
-    """Value of a JSON text; the text itself where it is no JSON."""
+    """Return the value of a JSON string, or the string itself if it is not JSON."""
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
@@ -172,12 +173,12 @@ def _json(value: Any, field: str) -> Any:
 
 
 def clean(value: Any, field: str, depth: int = 0) -> Any:
-    """The same value without nulls in objects. Values that JSON cannot hold are refused."""
+    """Return the value without nulls in objects. Refuse values that JSON cannot represent."""
     if isinstance(value, dict):
-        pairs = ((text(key, field, ""), one) for key, one in value.items() if one is not None)
-        return {key: clean(one, f"{field}.{key}", depth + 1) for key, one in pairs} if depth < 64 else _deep(field)
+        pairs = ((text(key, field, ""), inner) for key, inner in value.items() if inner is not None)
+        return {key: clean(inner, f"{field}.{key}", depth + 1) for key, inner in pairs} if depth < 64 else _deep(field)
     if isinstance(value, list):
-        return [clean(one, field, depth + 1) for one in value] if depth < 64 else _deep(field)
+        return [clean(inner, field, depth + 1) for inner in value] if depth < 64 else _deep(field)
     if isinstance(value, str):
         return text(value, field, "")
     if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):

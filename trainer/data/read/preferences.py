@@ -1,11 +1,11 @@
-"""Pairs of answers to one prompt, of which one is preferred, in the shapes that data sets on the Hub have.
+"""Pairs of answers to one prompt, one of them preferred, in the formats of data sets on the Hub.
 
     prompt, chosen and rejected texts                    one question and two answers
-    chosen and rejected as lists of messages, or as one  whole conversations, or answers behind a prompt
-    chosen and rejected texts alone                      the prompt is what both begin with; turns of Anthropic's
+    chosen and rejected as lists of messages, or as one  whole conversations, or answers to a separate prompt
+    chosen and rejected texts alone                      the prompt is their common beginning; turns of Anthropic's
                                                          "\\n\\nHuman: ... \\n\\nAssistant: ..." become messages
 
-Both answers have the same conversation in front of them: what differs there is no comparison of answers.
+Both answers must follow the same conversation; otherwise this is not a comparison of answers.
 """
 
 import re
@@ -25,27 +25,27 @@ ROLES = {"Human": "user", "Assistant": "assistant"}
 def fits(chosen: object, rejected: object) -> bool:
     """Whether these can be two answers."""
     both = (chosen, rejected)
-    return all(isinstance(one, str) for one in both) or all(_is_conversation(one) for one in both)
+    return all(isinstance(answer, str) for answer in both) or all(_is_conversation(answer) for answer in both)
 
 
 def pair(prompt: Any, chosen: Any, rejected: Any, system: str) -> Row:
-    """The canonical row. `prompt` is None where the answers hold it themselves."""
-    chosen, rejected = (_listed(one) for one in (chosen, rejected))
+    """Return the canonical row. `prompt` is None if the answers contain it."""
+    chosen, rejected = _listed(chosen), _listed(rejected)
     if isinstance(chosen, str) and isinstance(rejected, str) and not conversations.looks_like(chosen, False):
-        found = _of_texts(prompt, chosen, rejected, system)
+        rows = _of_texts(prompt, chosen, rejected, system)
     else:
-        found = [_conversation(prompt, one, side, system) for one, side in zip((chosen, rejected), SIDES, strict=True)]
-    if found[0] == found[1]:
+        rows = [_conversation(prompt, chosen, "chosen", system), _conversation(prompt, rejected, "rejected", system)]
+    if rows[0] == rows[1]:
         raise Unfit(Bad("both answers are equal", "rejected", show(rejected)))
-    if "messages" in found[0] and found[0]["messages"][:-1] != found[1]["messages"][:-1]:
+    if "messages" in rows[0] and rows[0]["messages"][:-1] != rows[1]["messages"][:-1]:
         raise Unfit(Bad("answers to different prompts", "rejected", "conversations differ before their last message"))
-    return dict(zip(SIDES, found, strict=True))
+    return dict(zip(SIDES, rows, strict=True))
 
 
 def opens(prompt: Any) -> bool:
-    """Whether a conversation is what answers stand behind, and does not end with one of them."""
-    found = conversations.read(prompt, "prompt") if conversations.looks_like(prompt, False) else []
-    return bool(found) and found[-1]["role"] == "user"
+    """Whether the value is a conversation that ends with a user's message, so answers can follow it."""
+    turns = conversations.read(prompt, "prompt") if conversations.looks_like(prompt, False) else []
+    return bool(turns) and turns[-1]["role"] == "user"
 
 
 def _is_conversation(value: object) -> bool:
@@ -53,66 +53,66 @@ def _is_conversation(value: object) -> bool:
 
 
 def _listed(answer: Any) -> Any:
-    """A conversation, also where it is a single message."""
+    """Return a single message as a conversation."""
     return [answer] if isinstance(answer, dict) else answer
 
 
 def _of_texts(prompt: Any, chosen: str, rejected: str, system: str) -> list[Row]:
-    if prompt is None and all(TURN.match(one) for one in (chosen, rejected)):
-        return [_checked(_turns(one), side) for one, side in zip((chosen, rejected), SIDES, strict=True)]
+    if prompt is None and TURN.match(chosen) and TURN.match(rejected):
+        return [_checked(_turns(chosen), "chosen"), _checked(_turns(rejected), "rejected")]
     if prompt is None:
         prompt, chosen, rejected = _split(chosen, rejected)
     answers = [
-        conversations.text(one, side, "empty answer") for one, side in zip((chosen, rejected), SIDES, strict=True)
+        conversations.text(text, side, "empty answer") for text, side in zip((chosen, rejected), SIDES, strict=True)
     ]
     if conversations.looks_like(prompt, False):
         before = conversations.read(prompt, "prompt")
-        return [_checked([*before, _said("assistant", one)], "prompt") for one in answers]
+        return [_checked([*before, _new_message("assistant", answer)], "prompt") for answer in answers]
     question = conversations.text(prompt, "prompt", "empty")
-    if all(one.startswith(question) for one in answers):
-        answers = [conversations.text(one[len(question) :], "chosen", "empty answer") for one in answers]
+    if all(answer.startswith(question) for answer in answers):
+        answers = [conversations.text(answer[len(question) :], "chosen", "empty answer") for answer in answers]
     if not system.strip():
-        return [{"input": question, "output": one} for one in answers]
-    before = [_said("system", system), _said("user", question)]
-    return [_checked([*before, _said("assistant", one)], "chosen") for one in answers]
+        return [{"input": question, "output": answer} for answer in answers]
+    before = [_new_message("system", system), _new_message("user", question)]
+    return [_checked([*before, _new_message("assistant", answer)], "chosen") for answer in answers]
 
 
 def _conversation(prompt: Any, answer: Any, side: str, system: str) -> Row:
-    """A conversation that ends with the answer. One that is whole has its prompt within."""
-    found = conversations.read(answer, side)
-    if prompt is not None and found[0]["role"] == "assistant":
-        found = [*_asked(prompt), *found]
-    if system.strip() and found[0]["role"] not in conversations.SYSTEM:
-        found = [_said("system", system), *found]
-    return _checked(found, side)
+    """Return a conversation that ends with the answer. A complete conversation contains its prompt."""
+    messages = conversations.read(answer, side)
+    if prompt is not None and messages[0]["role"] == "assistant":
+        messages = [*_question(prompt), *messages]
+    if system.strip() and messages[0]["role"] not in conversations.SYSTEM:
+        messages = [_new_message("system", system), *messages]
+    return _checked(messages, side)
 
 
-def _asked(prompt: Any) -> list[Message]:
+def _question(prompt: Any) -> list[Message]:
     if conversations.looks_like(prompt, False):
         return conversations.read(prompt, "prompt")
-    return [_said("user", conversations.text(prompt, "prompt", "empty"))]
+    return [_new_message("user", conversations.text(prompt, "prompt", "empty"))]
 
 
-def _checked(found: list[Message], field: str) -> Row:
-    conversations.check(found, field)
-    return {"messages": found}
+def _checked(messages: list[Message], field: str) -> Row:
+    conversations.check(messages, field)
+    return {"messages": messages}
 
 
-def _said(role: str, content: str) -> Message:
+def _new_message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
 def _turns(text: str) -> list[Message]:
     _, *pieces = TURN.split(text)
-    return [_said(ROLES[name], said.strip()) for name, said in zip(pieces[::2], pieces[1::2], strict=True)]
+    return [_new_message(ROLES[name], content.strip()) for name, content in zip(pieces[::2], pieces[1::2], strict=True)]
 
 
 def _split(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """The prompt that both texts begin with, up to a space, and what is left of each."""
+    """Return the common prompt of both texts, up to a space, and the rest of each."""
     same = takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))
     prompt = "".join(letter for letter, _ in same)
     if not prompt.endswith((" ", "\n")):
         prompt = prompt[: max(prompt.rfind(" "), prompt.rfind("\n")) + 1]
     if not prompt.strip():
-        raise Unfit(Bad("no prompt", "chosen", "both answers begin differently, and there is no column prompt"))
+        raise Unfit(Bad("no prompt", "chosen", "the answers have no common beginning, and no column prompt exists"))
     return prompt, chosen[len(prompt) :], rejected[len(prompt) :]

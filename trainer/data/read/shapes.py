@@ -1,14 +1,14 @@
 """Meaning of a source's columns, inferred from their names and from the values of the first rows.
 
-Columns that the configuration names win. Else each reading below is tried: its columns have to be there, and the first
-rows have to hold what it needs. Exactly one must fit; text alone counts only where nothing else does. Columns that
-nobody named are left alone, and the reason says so.
+Columns that the configuration names take precedence. Otherwise each reading below is tried: its columns must exist, and
+the first rows must have suitable values. Exactly one reading must fit; text alone is used only if nothing else fits.
+Other columns are ignored, and the reason lists them.
 
     messages   messages, conversation or conversations, with role/content or from/value (ShareGPT); or a prompt that is
                a list of messages, with its response, completion or answer, or verl's reward_model.ground_truth
     pairs      the names in PAIRS
-    preference chosen and rejected, with a prompt beside or within (trainer/data/read/preferences.py); where a data
-               set can be read in another way too, data.shape has to ask for it
+    preference chosen and rejected, with or without a prompt column (trainer/data/read/preferences.py); if another
+               reading fits too, data.shape must select this one
     text       text or content
 """
 
@@ -46,11 +46,11 @@ NONE = object()
 
 @dataclass(frozen=True)
 class Shape:
-    """Way in which a row of the source becomes a canonical one."""
+    """Conversion of a source's rows to canonical rows."""
 
     kind: Kind
     reason: str
-    columns: dict[str, str]  # of what: input, output, context, messages, tools, system, text
+    columns: dict[str, str]  # by use: input, output, context, messages, tools, system, text
 
     def row(self, raw: Row) -> Row | Bad:
         try:
@@ -70,24 +70,24 @@ def detect(part: Part, first: Sequence[Row], place: str) -> Shape:
     rows = [row for row in first if isinstance(row, dict)]
     names = list(dict.fromkeys(name for row in rows for name in row))
     if not names:
-        raise Fault(f"{place}: no columns; its first rows are empty")
-    said = {key: getattr(part, key) for key in ("input", "output", "messages", "tools", "system", "text")}
-    said = {key: column for key, column in said.items() if column is not None}
-    for key, column in said.items():
+        raise Fault(f"{place}: no columns: its first rows are empty")
+    configured = {key: getattr(part, key) for key in ("input", "output", "messages", "tools", "system", "text")}
+    configured = {key: column for key, column in configured.items() if column is not None}
+    for key, column in configured.items():
         if all(_find(row, column) is NONE for row in rows):
-            raise Fault(f"{place}: no column {column} (data.{key}); there are {_listed(rows, names)}")
+            raise Fault(f"{place}: no column {column} (data.{key}); the columns are {_listed(rows, names)}")
     if part.shape == "preference":
         columns = _only(_readings(rows, part.shape), rows, names, place)
-        columns |= {key: column for key, column in said.items() if key in ("input", "system")}
-        why = "data.shape is preference"
-    elif said.keys() & {"input", "output", "messages", "text"}:
-        columns = _said(said, rows, names, place)
-        why = "as the configuration says"
+        columns |= {key: column for key, column in configured.items() if key in ("input", "system")}
+        reason = "data.shape is preference"
+    elif configured.keys() & {"input", "output", "messages", "text"}:
+        columns = _completed(configured, rows, names, place)
+        reason = "from the configuration"
     else:
-        columns = _only(_readings(rows, part.shape), rows, names, place) | said
-        why = "the columns are called so"
+        columns = _only(_readings(rows, part.shape), rows, names, place) | configured
+        reason = "from the names of the columns"
         if part.shape != "auto":
-            why += f", and data.shape is {part.shape}"
+            reason += f", and data.shape is {part.shape}"
     if "chosen" in columns:
         columns = _with_prompt(columns, names)
     elif "messages" in columns or columns.keys() & {"tools", "system"}:
@@ -96,24 +96,24 @@ def detect(part: Part, first: Sequence[Row], place: str) -> Shape:
                 columns[key] = name
     kind = _kind(columns)
     if part.shape not in ("auto", kind, "sharegpt") or (part.shape == "sharegpt" and kind != "messages"):
-        raise Fault(f"{place}: data.shape is {part.shape}, but {_told(columns)} makes {kind}")
+        raise Fault(f"{place}: data.shape is {part.shape}, but {_described(columns)} makes {kind}")
     unused = [
         name
         for name in names
         if name not in {column.split(".")[0] for column in columns.values()} | set(columns.values())
     ]
-    left = f"; not used: {', '.join(unused)}" if unused else ""
-    return Shape(kind, f"{_told(columns)}: {why}{left}", columns)
+    ignored = f"; not used: {', '.join(unused)}" if unused else ""
+    return Shape(kind, f"{_described(columns)}: {reason}{ignored}", columns)
 
 
 def _with_prompt(columns: dict[str, str], names: list[str]) -> dict[str, str]:
-    """Columns of a comparison, with those of its prompt and system prompt where there are some."""
+    """Add the columns of the prompt and the system prompt, if they exist."""
     prompt = next((name for name in preferences.PROMPTS if name in names), None)
     turns = next((name for name in MESSAGES if name in names), None)
-    found = {"input": prompt} if prompt else {"messages": turns} if turns else {}
+    prompt_columns = {"input": prompt} if prompt else {"messages": turns} if turns else {}
     if prompt == "instruction" and "input" in names and "input" not in columns:  # Alpaca's
-        found["context"] = "input"
-    return found | ({"system": "system"} if "system" in names else {}) | columns
+        prompt_columns["context"] = "input"
+    return prompt_columns | ({"system": "system"} if "system" in names else {}) | columns
 
 
 def _kind(columns: dict[str, str]) -> Kind:
@@ -124,29 +124,29 @@ def _kind(columns: dict[str, str]) -> Kind:
     return "messages" if columns.keys() & {"messages", "tools", "system"} else "pairs"
 
 
-def _told(columns: dict[str, str]) -> str:
+def _described(columns: dict[str, str]) -> str:
     return ", ".join(f"{column} -> {key}" for key, column in columns.items())
 
 
-def _said(said: dict[str, str], rows: list[Row], names: list[str], place: str) -> dict[str, str]:
-    """Complete what the configuration says, where the other half of a pair has one name that it can have."""
-    kinds = [keys for keys in ({"text"}, {"messages"}, {"input"}) if keys & said.keys()]
-    if len(kinds) > 1 or ("text" in said and len(said) > 1):
+def _completed(configured: dict[str, str], rows: list[Row], names: list[str], place: str) -> dict[str, str]:
+    """Complete the configured columns if only one column can be the missing half of a pair."""
+    kinds = [keys for keys in ({"text"}, {"messages"}, {"input"}) if keys & configured.keys()]
+    if len(kinds) > 1 or ("text" in configured and len(configured) > 1):
         raise Fault(
-            f"{place}: {', '.join(f'data.{key}' for key in said)} do not go together: a pair has input and "
+            f"{place}: {', '.join(f'data.{key}' for key in configured)} cannot be combined: a pair has input and "
             "output, a conversation has messages, and text stands alone"
         )
-    if "text" in said or "messages" in said:
-        return dict(said)
+    if "text" in configured or "messages" in configured:
+        return dict(configured)
     for missing, known in (("input", INPUTS), ("output", OUTPUTS)):
-        if missing in said:
+        if missing in configured:
             continue
-        found = [name for name in known if name in names and name not in said.values()]
-        if len(found) != 1:
-            why = f"{' and '.join(found)} could be it" if found else "no column is called like one"
-            raise Fault(f"{place}: data.{missing} is missing: {why}; there are {_listed(rows, names)}")
-        said = said | {missing: found[0]}
-    return {key: said[key] for key in ("input", "output", "tools", "system") if key in said}
+        candidates = [name for name in known if name in names and name not in configured.values()]
+        if len(candidates) != 1:
+            problem = f"{' and '.join(candidates)} are candidates" if candidates else "no column has a known name"
+            raise Fault(f"{place}: data.{missing} is missing: {problem}; the columns are {_listed(rows, names)}")
+        configured = configured | {missing: candidates[0]}
+    return {key: configured[key] for key in ("input", "output", "tools", "system") if key in configured}
 
 
 def _readings(rows: list[Row], shape: str) -> list[dict[str, str]]:
@@ -155,11 +155,11 @@ def _readings(rows: list[Row], shape: str) -> list[dict[str, str]]:
     if any("context" in reading or reading.get("input") == "instruction" for reading in named):
         named = [reading for reading in named if reading.get("input") != "input"]
     fitting = [reading for reading in named if any(_fits(reading, row, shape) for row in rows)]
-    # None fits: numbers for answers, say. Then names alone decide, and each row tells what is wrong with it.
-    found = fitting or [reading for reading in named if not ("messages" in reading and "output" in reading)]
+    # None fits, for example because answers are numbers. Then names decide, and each bad row is reported.
+    readings = fitting or [reading for reading in named if not ("messages" in reading and "output" in reading)]
     for last in ("text", "chosen"):
-        found = [reading for reading in found if last not in reading] or found
-    return found
+        readings = [reading for reading in readings if last not in reading] or readings
+    return readings
 
 
 def _by_name() -> list[dict[str, str]]:
@@ -175,7 +175,7 @@ def _allowed(reading: dict[str, str], shape: str) -> bool:
 
 
 def _with_context(reading: dict[str, str], rows: list[Row]) -> dict[str, str]:
-    """Reading with Alpaca's optional input, appended to the instruction."""
+    """Add Alpaca's optional input, which is appended to the instruction."""
     if reading.get("input") == "instruction" and _has(rows, "input"):
         return {"input": "instruction", "context": "input", "output": reading["output"]}
     return reading
@@ -203,17 +203,17 @@ def _fits(reading: dict[str, str], row: Row, shape: str) -> bool:
 def _only(readings: list[dict[str, str]], rows: list[Row], names: list[str], place: str) -> dict[str, str]:
     if len(readings) == 1:
         return dict(readings[0])
-    advice = "data.input and data.output, data.messages, or data.text say which to use; data.shape says which kind"
+    advice = "Set data.input and data.output, data.messages, or data.text, or the kind with data.shape"
     if readings:
-        could = "; or ".join(_told(reading) for reading in readings)
+        could = "; or ".join(_described(reading) for reading in readings)
         raise Fault(
-            f"{place}: the columns can be read in several ways: {could}. There are {_listed(rows, names)}. {advice}"
+            f"{place}: several readings of the columns fit: {could}. The columns are {_listed(rows, names)}. {advice}"
         )
-    raise Fault(f"{place}: no columns that are known: there are {_listed(rows, names)}. {advice}")
+    raise Fault(f"{place}: no known columns: the columns are {_listed(rows, names)}. {advice}")
 
 
 def _listed(rows: list[Row], names: list[str]) -> str:
-    """Columns, each with the kind of its first value."""
+    """Return the columns, each with the kind of its first value."""
     return ", ".join(
         f"{name} ({_type(next((row[name] for row in rows if row.get(name) is not None), None))})" for name in names
     )
@@ -231,7 +231,7 @@ def _type(value: object) -> str:
 
 
 def _find(row: Row, column: str) -> Any:
-    """Value of a column by its name, or by a path into objects; NONE where there is no such column."""
+    """Return a column's value by its name, or by a path into objects; NONE if the column does not exist."""
     if column in row:
         return row[column]
     value: Any = row
@@ -245,8 +245,8 @@ def _find(row: Row, column: str) -> Any:
 def _value(row: Row, column: str) -> Any:
     value = _find(row, column)
     if value is NONE:
-        there = ", ".join(map(str, row)) or "none"
-        raise conversations.Unfit(Bad("no such column", column, f"there are {there}"))
+        names = ", ".join(map(str, row)) or "none"
+        raise conversations.Unfit(Bad("no such column", column, f"the columns are {names}"))
     return value
 
 
@@ -255,12 +255,12 @@ def _text(row: Row, column: str, empty: str) -> str:
 
 
 def _pair(row: Row, columns: dict[str, str]) -> Row:
-    question = _behind(_text(row, columns["input"], "empty"), row, columns)
+    question = _with_input(_text(row, columns["input"], "empty"), row, columns)
     return {"input": question, "output": _text(row, columns["output"], "empty answer")}
 
 
-def _behind(question: str, row: Row, columns: dict[str, str]) -> str:
-    """The question with what Alpaca's rows have behind it."""
+def _with_input(question: str, row: Row, columns: dict[str, str]) -> str:
+    """Append Alpaca's input to the question."""
     context = _find(row, columns["context"]) if "context" in columns else None
     if context in (None, NONE, ""):
         return question
@@ -272,7 +272,7 @@ def _preference(row: Row, columns: dict[str, str]) -> Row:
     if "messages" in columns and preferences.opens(turns := _find(row, columns["messages"])):
         prompt = turns
     if isinstance(prompt, str):
-        prompt = _behind(prompt, row, columns)
+        prompt = _with_input(prompt, row, columns)
     system = _find(row, columns["system"]) if "system" in columns else None
     system = "" if system in (None, NONE) else conversations.text(system, columns["system"], "")
     chosen, rejected = (_value(row, columns[side]) for side in preferences.SIDES)
@@ -282,21 +282,21 @@ def _preference(row: Row, columns: dict[str, str]) -> Row:
 def _conversation(row: Row, columns: dict[str, str]) -> Row:
     if "messages" in columns:
         column = columns["messages"]
-        found = conversations.read(_value(row, column), column)
+        turns = conversations.read(_value(row, column), column)
         if "output" in columns:
-            found = [*found, *_reply(_value(row, columns["output"]), columns["output"])]
+            turns = [*turns, *_reply(_value(row, columns["output"]), columns["output"])]
     else:
         pair = _pair(row, columns)
         column = columns["input"]
-        found = [{"role": "user", "content": pair["input"]}, {"role": "assistant", "content": pair["output"]}]
+        turns = [{"role": "user", "content": pair["input"]}, {"role": "assistant", "content": pair["output"]}]
     system = _find(row, columns["system"]) if "system" in columns else None
-    if system not in (None, NONE, "") and not (found and found[0]["role"] in conversations.SYSTEM):
+    if system not in (None, NONE, "") and not (turns and turns[0]["role"] in conversations.SYSTEM):
         content = conversations.text(system, columns["system"], "")
-        found = [{"role": "system", "content": content}, *found] if content.strip() else found
-    conversations.check(found, column)
+        turns = [{"role": "system", "content": content}, *turns] if content.strip() else turns
+    conversations.check(turns, column)
     tools = _find(row, columns["tools"]) if "tools" in columns else None
     tools = conversations.tools(tools, columns["tools"]) if tools not in (None, NONE, "") else []
-    return {"messages": found} | ({"tools": tools} if tools else {})
+    return {"messages": turns} | ({"tools": tools} if tools else {})
 
 
 def _reply(value: Any, column: str) -> list[dict[str, Any]]:
@@ -306,5 +306,5 @@ def _reply(value: Any, column: str) -> list[dict[str, Any]]:
 
 
 def _printable(text: str) -> str:
-    """Text with halves of surrogate pairs as escapes: no report could hold them."""
+    """Return the text with halves of surrogate pairs as escapes, because reports cannot store them."""
     return text.encode(errors="backslashreplace").decode()

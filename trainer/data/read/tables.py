@@ -1,11 +1,11 @@
 """Reader of Parquet and Arrow: rows as Python objects, a few megabytes at a time.
 
 Files are read here, a batch at a time, and a chunk carries its batches in Arrow's stream format. A row group of Parquet
-can be as large as the file and cannot be entered in the middle. A small one does not tell how large its rows are
-either: a prompt that all rows share lies there once.
+can be as large as the file and cannot be read from the middle. Its stored size also does not show how large its rows
+are: a prompt that all rows share is stored once.
 
-Arrow gives all objects of a list the same keys: those that an object of the source did not have are None, and are left
-out. A column that is None stays. Bytes, times and decimals are left as Python has them. Not covered: encrypted Parquet.
+Arrow gives all objects of a list the same keys: keys that an object of the source lacked are None, and are removed. A
+column that is None stays. Bytes, times and decimals keep their Python type. Not covered: encrypted Parquet.
 """
 
 import mmap
@@ -28,7 +28,7 @@ from trainer.data.rows import Bad, Row, Rows
 
 ROWS = 20_000  # at most in a chunk
 BATCH = 200  # rows of Parquet decoded at once
-BUFFER = 2**20  # read ahead in each column, in place of the whole of it
+BUFFER = 2**20  # bytes read ahead in each column
 MAGIC = b"ARROW1"
 
 
@@ -40,7 +40,7 @@ def parquet(path: Path, size: int) -> Iterator[Piece]:
 
 
 def arrow(path: Path, size: int) -> Iterator[Piece]:
-    """Read both of Arrow's formats: the file is a stream behind a magic word, with an index at its end."""
+    """Read both of Arrow's formats: a file is a stream after a magic word, with an index at its end."""
     with table_faults(path):
         if compression(path):
             with reading(path) as (stream, position):
@@ -55,21 +55,21 @@ def arrow(path: Path, size: int) -> Iterator[Piece]:
         source = pa.BufferReader(pa.py_buffer(mapped))
         if mapped[: len(MAGIC)] == MAGIC:
             if mapped[-len(MAGIC) :] != MAGIC:
-                raise Fault(f"{path}: breaks off: the end of an Arrow file is missing")
+                raise Fault(f"{path}: truncated: the end of an Arrow file is missing")
             source.seek(8)
         batches = _of_stream(path, pa.ipc.open_stream(source), source.tell)
         for piece in _carried(path, batches, size):
             yield piece
-            mapped.madvise(mmap.MADV_DONTNEED)  # pages that have been read are no memory of ours any more
+            mapped.madvise(mmap.MADV_DONTNEED)  # release pages that have been read
 
 
 def without_absent_keys(value: Any, within: bool = False) -> Any:
-    """The value, where objects in lists lose the keys that are None."""
+    """Return the value; objects in lists lose the keys that are None."""
     if isinstance(value, list):
         return [without_absent_keys(inner, True) for inner in value]
     if isinstance(value, dict):
         inner = value.items()
-        return {key: without_absent_keys(one, within) for key, one in inner if not (within and one is None)}
+        return {key: without_absent_keys(item, within) for key, item in inner if not (within and item is None)}
     return value
 
 
@@ -107,22 +107,22 @@ def _of_stream(path: Path, reader: pa.RecordBatchReader, position: Callable[[], 
 
 
 def _carried(path: Path, spans: Iterable[Span], size: int) -> Iterator[Piece]:
-    """Pieces cut at about this size, by the memory that rows take: in the file, equal values may lie once."""
-    held, taken, rows = [], 0, 0
+    """Yield pieces cut at about this size of their rows in memory: a file may store equal values once."""
+    batches, size_held, rows = [], 0, 0
     first, position = 1, 0
     for batch, before, after in spans:
         step = max(1, min(ROWS, batch.num_rows * size // max(1, batch.nbytes)))
         for start in range(0, batch.num_rows, step):
-            held.append(batch.slice(start, step))
-            taken += held[-1].nbytes
-            rows += held[-1].num_rows
+            batches.append(batch.slice(start, step))
+            size_held += batches[-1].nbytes
+            rows += batches[-1].num_rows
             position = before + (after - before) * min(start + step, batch.num_rows) // batch.num_rows
-            if taken >= size or rows >= ROWS:
-                yield position, partial(_load, path, first, _packed(held))
+            if size_held >= size or rows >= ROWS:
+                yield position, partial(_load, path, first, _packed(batches))
                 first += rows
-                held, taken, rows = [], 0, 0
-    if held:
-        yield position, partial(_load, path, first, _packed(held))
+                batches, size_held, rows = [], 0, 0
+    if batches:
+        yield position, partial(_load, path, first, _packed(batches))
 
 
 def _packed(batches: list[pa.RecordBatch]) -> bytes:
@@ -137,17 +137,17 @@ def _load(path: Path, first: int, packed: bytes) -> Rows:
     values: list[Row | Bad] = []
     for batch in pa.ipc.open_stream(packed):
         try:
-            found = batch.to_pylist(maps_as_pydicts="lossy")
+            rows = batch.to_pylist(maps_as_pydicts="lossy")
         except (ValueError, OverflowError):
             values += [_row(batch, number) for number in range(batch.num_rows)]
             continue
         nested = any(pa.types.is_nested(field.type) for field in batch.schema)
-        values += map(without_absent_keys, found) if nested else found
+        values += map(without_absent_keys, rows) if nested else rows
     return Rows(values, lambda row: f"{path} row {first + row}")
 
 
 def _row(batch: pa.RecordBatch, number: int) -> Row | Bad:
-    """One row of a batch in which some value has no Python object; a Bad where it is in this row."""
+    """Return one row of a batch in which some value has no Python object; a Bad if it is in this row."""
     row = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
@@ -155,20 +155,20 @@ def _row(batch: pa.RecordBatch, number: int) -> Row | Bad:
         except UnicodeDecodeError as error:
             return Bad("not UTF-8", name, f"at byte {error.start}")
         except (ValueError, OverflowError) as error:
-            return Bad("no value that Python has", name, str(error).splitlines()[0])
+            return Bad("no such value in Python", name, str(error).splitlines()[0])
     return row
 
 
 def _require_names(path: Path, schema: pa.Schema) -> None:
-    if twice := next((name for name in schema.names if schema.names.count(name) > 1), None):
-        raise Fault(f"{path}: column {twice} occurs twice")
+    if repeated := next((name for name in schema.names if schema.names.count(name) > 1), None):
+        raise Fault(f"{path}: column {repeated} occurs twice")
 
 
 @contextmanager
 def _unpacked(path: Path) -> Iterator[tuple[Any, int]]:
-    """File and size.
+    """Yield file and size.
 
-    Parquet is read from its end: a file that is compressed as a whole has to lie unpacked somewhere.
+    Parquet is read from its end, so a file compressed as a whole is unpacked to disk first.
     """
     if not compression(path):
         with faults(path):

@@ -9,24 +9,24 @@ from trainer.data.rows import Bad
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Token ids of a row, and which of them count in the loss: a model is asked for those, and shown the others."""
+    """Token ids of a row, and which of them count in the loss; the others are context."""
 
     ids: np.ndarray  # int32
-    learned: np.ndarray  # bool, of the token itself and not of the one before it, which is asked for it
+    learned: np.ndarray  # bool, at the learned token itself, not at the position that predicts it
     start: int  # where the last answer begins
-    cut: int = 0  # tokens of the prompt that were cut away
-    odd: bool = False  # the generation prompt is not what stands in front of the last answer
-    first: int = 0  # tokens of the chosen answer with its prompt, behind which the rejected one follows with the same
+    cut: int = 0  # tokens removed from the prompt
+    odd: bool = False  # the text before the last answer is not the generation prompt
+    first: int = 0  # tokens of prompt and chosen answer; prompt and rejected answer follow
 
     def before(self, other: "Encoded") -> "Encoded":
-        """Join a rejected answer behind this chosen one."""
+        """Append a rejected answer to this chosen one."""
         ids, learned = (np.concatenate(both) for both in ((self.ids, other.ids), (self.learned, other.learned)))
         return Encoded(ids, learned, self.start, self.cut + other.cut, self.odd or other.odd, len(self.ids))
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Limit of a row's tokens. A packed sequence is stored with one more, which is only ever a label."""
+    """Limit of a row's tokens. A packed sequence is stored with one more token, which is only a label."""
 
     seq_length: int
     packed: bool

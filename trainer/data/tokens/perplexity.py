@@ -2,9 +2,9 @@
 
 import math
 
-MOST = 700.0  # exp of much more is beyond what a float holds
+MOST = 700.0  # exp of larger values overflows
 
 
 def perplexity(loss: float) -> float:
-    """The number of tokens among which a model that chooses evenly would have this loss."""
+    """Return the number of tokens among which a uniform choice would have this loss."""
     return math.exp(min(loss, MOST))

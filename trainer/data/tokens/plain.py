@@ -1,9 +1,9 @@
-"""Encoding as Megatron-Bridge does it: a text with {input} and {output} for prompt and answer, or a text alone.
+"""Encoding like Megatron-Bridge's: a text with {input} and {output} for prompt and answer, or a text alone.
 
-Prompt and answer are tokenised apart. A space before the answer is one token with the answer's first word, and so
-belongs to it: a prompt that ends in a space ends in a token that training has never seen there. All else before the
-answer belongs to the prompt. Bridge strips spaces around both, and nothing else, and cuts a long prompt at its end; it
-would also cut an answer, which is refused here.
+Prompt and answer are tokenised separately. A space before the answer belongs to the answer, because both form one
+token: a prompt that ends in a space would end in a token that training never has there. All other text before the
+answer belongs to the prompt. Like Bridge, spaces around both are stripped, and a long prompt is cut at its end. Bridge
+would also cut an answer; here such a row is refused.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ def prompt(template: TemplateText, row: Row) -> str:
 
 
 def answer(template: TemplateText, row: Row) -> str:
-    """Text behind the prompt, without its stop."""
+    """Return the text after the prompt, without its stop."""
     return template.space + row["output"].strip(" ")
 
 
 def encode(template: TemplateText, rows: Sequence[Row]) -> list[Encoded | Bad]:
     before, after, _ = split(template.text)
-    end = template.end  # the end of text is an id, as Bridge has it; any other stop is text
+    end = template.end  # the end of text is an id, as in Bridge; any other stop is text
     space, stop = template.space, "" if template.end else template.stop
     texts = [before + row["input"].strip(" ") + after for row in rows]
     texts += [space + row["output"].strip(" ") + stop for row in rows]
@@ -55,8 +55,8 @@ def _join(template: TemplateText, prompt: list[int], answer: list[int], end: lis
 
 
 def encode_text(template: TemplateText, rows: Sequence[Row]) -> list[Encoded | Bad]:
-    """Encode documents, each with the end of text behind it. They are not cut: pretraining puts them in a row."""
+    """Encode documents, each followed by the end of text. They are not cut: pretraining concatenates them."""
     stop = "" if template.end else template.stop
-    found = tokenizers.ids(template.tokenizer, [row["text"] + stop for row in rows])
-    wholes = [np.array(ids + template.end, dtype=np.int32) for ids in found]
-    return [Encoded(ids, np.ones(len(ids), dtype=bool), 0) for ids in wholes]
+    token_ids = tokenizers.ids(template.tokenizer, [row["text"] + stop for row in rows])
+    documents = [np.array(ids + template.end, dtype=np.int32) for ids in token_ids]
+    return [Encoded(ids, np.ones(len(ids), dtype=bool), 0) for ids in documents]

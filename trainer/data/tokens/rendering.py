@@ -1,8 +1,8 @@
-"""Jinja templates compiled and rendered as transformers does, with limits on time, memory and length.
+"""Compile and render Jinja templates like transformers, with limits on time, memory and length.
 
-A template comes with a model's folder. Its author may have made a loop without end, or a text of gigabytes, and
-Jinja's sandbox limits neither: it even computes constants while it compiles. So a worker does both
-(trainer/startup/limited_calls.py). That costs about 0.02 ms a rendering.
+A template comes with a model's folder. It may contain an endless loop or produce gigabytes of text, and Jinja's sandbox
+limits neither; it even computes constants during compilation. Therefore a worker process does both
+(trainer/startup/limited_calls.py), at a cost of about 0.02 ms per rendering.
 """
 
 from typing import Any
@@ -18,24 +18,24 @@ class Refused(ValueError):
 
 
 def start() -> None:
-    """Fork the process that renders, while this one is small."""
-    import transformers.utils.chat_template_utils  # noqa: F401  imported once, and not in each worker
+    """Fork the rendering process while this process is small."""
+    import transformers.utils.chat_template_utils  # noqa: F401  imported once, not in each worker
 
     _calls.start()
 
 
 def render(**request: Any) -> tuple[list[str], list[list[tuple[int, int]]]]:
-    """Render as transformers' render_jinja_template. Raises Exceeded beyond a limit, Refused if the template raises."""
+    """Render like transformers' render_jinja_template. Raises Exceeded beyond a limit, Refused on template errors."""
     return _answer(request)
 
 
 def variables(text: str) -> set[str]:
-    """Names of the variables that a template uses. Raises as render() does."""
+    """Return the names of the variables that a template uses. Raises like render()."""
     return set(_answer(text))
 
 
 def install() -> None:
-    """Have transformers' tokenizers render with limits in this process, which serves callers."""
+    """Make transformers' tokenizers render with limits in this process, which serves callers."""
     from transformers import tokenization_utils_base
 
     tokenizers: Any = tokenization_utils_base
@@ -68,7 +68,7 @@ def _work(request: dict[str, Any] | str) -> tuple[Any, str]:
         return meta.find_undeclared_variables(environment.parse(request)), ""
     except MemoryError:
         raise
-    except Exception as error:  # a template can raise anything that Python can
+    except Exception as error:  # a template can raise any Python exception
         line = (str(error).strip().splitlines() or [""])[0]
         return None, line[:1000] or type(error).__name__
 

@@ -1,10 +1,9 @@
-"""Spans of a rendered conversation that are learned: which characters, and which tokens those are.
+"""Learned spans of a rendered conversation: which characters, and which tokens.
 
-There are two ways to find the characters. A template with {% generation %} marks them itself, and transformers notes
-where. Any other template renders the conversation again for each answer, up to it and with the generation prompt, which
-is what a served model is shown. The text that the whole has beyond that is learned, up to where the rendering with the
-answer ends. Each shorter rendering must be how the whole begins. That is checked, since templates may drop what earlier
-turns have thought.
+Characters are found in two ways. A template with {% generation %} marks them, and transformers records the spans. With
+any other template the conversation is rendered again for each answer: up to the answer, with the generation prompt, as
+a served model gets it. The text after that, up to the end of the rendering with the answer, is learned. Each shorter
+rendering must be a prefix of the whole. That is checked, because templates may drop the reasoning of earlier turns.
 """
 
 import re
@@ -18,7 +17,7 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Refused(Exception):
-    """A row that the template cannot render, or not so that it is known what to learn."""
+    """A row that the template cannot render, or whose learned text cannot be determined."""
 
     def __init__(self, bad: Bad):
         super().__init__(bad)
@@ -28,22 +27,22 @@ class Refused(Exception):
 @dataclass(frozen=True)
 class Rendered:
     text: str
-    spans: list[Span]  # of each turn that is learned, the last answer's at the end
+    spans: list[Span]  # of each learned turn; the last one is the last answer's
     last: int  # where the last answer begins
-    inside: bool = True  # whether a token that begins in front of a span, and ends in it, is learned
-    odd: bool = False  # the generation prompt is not what stands in front of the last answer
+    inside: bool = True  # whether a token that begins before a span and ends in it is learned
+    odd: bool = False  # the text before the last answer is not the generation prompt
 
 
 def by_tags(text: str, spans: list[Span], earlier: int) -> Rendered:
-    """Text and spans of a rendering with tags. The first `earlier` spans lie in front of the last answer."""
-    mine = spans[earlier:]
-    return Rendered(text, spans, mine[0][0] if mine else len(text))
+    """Return text and spans of a rendering with tags. The first `earlier` spans precede the last answer."""
+    of_last = spans[earlier:]
+    return Rendered(text, spans, of_last[0][0] if of_last else len(text))
 
 
 def by_prefixes(render, messages: list[dict[str, Any]], text: str, turns: list[int]) -> Rendered:
-    """Text and spans by rendering the conversation up to each answer.
+    """Return text and spans by rendering the conversation up to each answer.
 
-    render(messages, generation_prompt) returns a text. `turns` are those to learn, the last one last.
+    render(messages, generation_prompt) returns a text. `turns` are the turns to learn, in order.
     """
     spans, odd = [], False
     for i in turns:
@@ -62,12 +61,12 @@ def _start(render, messages: list[dict[str, Any]], text: str, i: int) -> tuple[i
     shown = render(messages[:i], True)
     if text.startswith(shown):
         return len(shown), False
-    # The generation prompt goes on where the answer begins, with <think> for example: as far as they agree it is shown.
+    # The generation prompt may contain more, for example <think>: the common beginning is the prompt.
     before = len(render(messages[:i], False))
     if text[:before] != shown[:before]:
         raise Refused(_changed(i))
     pairs = enumerate(zip(shown[before:], text[before:], strict=False), before)
-    agree = next((at for at, (one, other) in pairs if one != other), len(text))
+    agree = next((at for at, (left, right) in pairs if left != right), len(text))
     content = messages[i].get("content")
     begins = text.find(content, before) if content else -1
     return (min(agree, begins) if begins >= 0 else agree), True
@@ -77,16 +76,16 @@ def _changed(i: int) -> Bad:
     return Bad(
         "template changes earlier turns",
         f"messages[{i}]",
-        "it renders otherwise when turns follow; data.loss_on: answer learns the last alone",
+        "it renders differently when turns follow; data.loss_on: answer learns only the last answer",
     )
 
 
 def tokens(encoding, span: Span, length: int, inside: bool) -> Span:
-    """Tokens of a span, in a text of `length` characters, as (first, last + 1).
+    """Return the tokens of a span as (first, last + 1), in a text of `length` characters.
 
     transformers goes from the token of the first character to the first token of the last one. A character may be
-    several tokens, which all belong here. It may also be none, if the tokenizer drops it, which transformers does not
-    foresee.
+    several tokens, which all belong to the span. It may also have no token if the tokenizer drops it, which
+    transformers does not handle.
     """
     start, end = span
     first = _at(encoding, start, length)
@@ -99,7 +98,7 @@ def tokens(encoding, span: Span, length: int, inside: bool) -> Span:
 
 
 def _at(encoding, place: int, length: int) -> int:
-    """Number of the first token of the character at a place, or of the next one that has a token."""
+    """Return the index of the first token of the character at a place, or of the next character with a token."""
     for at in range(place, length):
         token = encoding.char_to_token(at)
         if token is not None:

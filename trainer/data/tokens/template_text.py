@@ -1,4 +1,4 @@
-"""Text of a template, the variables it is rendered with, and the tokenizer. Encoding is in templates.py."""
+"""Text of a template, the variables for rendering it, and the tokenizer. templates.py encodes."""
 
 import re
 from dataclasses import dataclass
@@ -19,27 +19,27 @@ class TemplateText:
     """Text and settings of a template."""
 
     kind: Kind
-    text: Any  # str; or, of a tokenizer with several chat templates, those by name
-    origin: str  # where the text comes from, for people
+    text: Any  # str; or several chat templates of a tokenizer, by name
+    origin: str  # source of the text, for people
     loss_on: str
-    stop: str  # text behind the last answer, learned with it
+    stop: str  # text after the last answer, learned with it
     options: dict[str, bool | int | str]
     limit: Limit
     tokenizer: Tokenizer
 
     def without_end(self, answer: str) -> str:
-        """The answer of a model without its stop."""
+        """Return a model's answer without its stop."""
         answer = answer.removesuffix(self.stop).rstrip()
         end = next((name for name in self.special if answer.endswith(name)), "")
         return answer.removesuffix(end)
 
     @property
     def ends_by_text(self) -> list[str]:
-        """Texts that end an answer besides the end of text, at which every model stops."""
+        """Return the texts that end an answer, without the end of text, at which every model stops."""
         return [self.stop] if self.stop and self.stop != self.tokenizer.eos_token else []
 
     def source(self, tools: list | None) -> str:
-        """Jinja text for a conversation with these tools, as transformers chooses it."""
+        """Return the Jinja text for a conversation with these tools, chosen like transformers."""
         if isinstance(self.text, str):
             return self.text
         return self.text["tool_use" if tools is not None and "tool_use" in self.text else "default"]
@@ -57,7 +57,7 @@ class TemplateText:
 
     @cached_property
     def special_starts(self) -> set[str]:
-        """Beginnings of special tokens. They are cheap to look for: nearly all begin with "<|"."""
+        """Return the beginnings of special tokens, for a fast search: nearly all begin with "<|"."""
         return {name[:2] for name in self.special}
 
     @cached_property
@@ -66,13 +66,13 @@ class TemplateText:
 
     @cached_property
     def space(self) -> str:
-        """The space in front of a plain answer, or nothing."""
+        """Return the space before a plain answer, or ""."""
         space = split(self.text)[2]
         return "" if space and tokenizers.splits_words(self.tokenizer) else space
 
     @cached_property
     def end(self) -> list[int]:
-        """Ids of the stop, where it is the end of text; else none."""
+        """Return the ids of the stop if it is the end of text, else none."""
         is_end = self.stop and self.stop == self.tokenizer.eos_token
         return [self.tokenizer.eos_token_id] if is_end else []
 
@@ -86,6 +86,8 @@ class TemplateText:
 
 
 def split(text: str) -> tuple[str, str, str]:
-    """Parts of a plain template: the text before the input, the text after it, and a space before the answer or ""."""
+    """Return the parts of a plain template: the text before the input, the text after it, and a space before the answer
+    or "".
+    """
     before, between = text.removesuffix("{output}").split("{input}")
     return before, between.removesuffix(" "), " " if between.endswith(" ") else ""

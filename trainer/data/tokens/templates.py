@@ -1,13 +1,12 @@
-"""Templates, which turn rows into text and tokens: data.template, chosen once for a run, and used by evaluation too.
+"""Templates, which convert rows to text and tokens: data.template, chosen once per run, and also used by evaluation.
 
-    plain    a text with {input} and {output}, as Megatron-Bridge's prompt-completion rows (plain.py)
+    plain    a text with {input} and {output}, like Megatron-Bridge's prompt-completion rows (plain.py)
     chat     the tokenizer's chat template, or a Jinja file that uses `messages` (chat.py)
     jinja    a Jinja file that uses `input` and `output` (chat.py)
-    text     documents for pretraining, each with the end of text behind it (plain.py)
+    text     documents for pretraining, each followed by the end of text (plain.py)
 
-The record holds the template's text, what it is called with and what tells the tokenizer from another, so that nothing
-is read a second time that may have changed meanwhile. Templates that write the date (strftime_now) are rendered with
-the date of the day.
+The record has the template's text, its arguments and the tokenizer's identity, so evaluation reads no file that may
+have changed since. Templates that write the date (strftime_now) are rendered with the current date.
 """
 
 import json
@@ -41,7 +40,7 @@ RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "input", 
 
 @dataclass(frozen=True)
 class Template(TemplateText):
-    """A template that rows are encoded with."""
+    """A template that encodes rows."""
 
     def encode(self, rows: Sequence[Row]) -> list[Encoded | Bad]:
         if not rows or "chosen" not in rows[0]:
@@ -57,14 +56,14 @@ class Template(TemplateText):
         pairs = [_pair(self, row) for row in rows]
         good = [row for row in pairs if not isinstance(row, Bad)]
         try:
-            found = iter((plain if self.kind == "plain" else chat).encode(self, good))
+            encoded = iter((plain if self.kind == "plain" else chat).encode(self, good))
         except chat.Unrendered as error:
             error.row = [number for number, row in enumerate(pairs) if not isinstance(row, Bad)][error.row]
             raise
-        return [row if isinstance(row, Bad) else next(found) for row in pairs]
+        return [row if isinstance(row, Bad) else next(encoded) for row in pairs]
 
     def line(self, row: Row) -> Row:
-        """Make the row of training.jsonl. Of two answers it is the chosen one's, with the other's text beside."""
+        """Return the row for training.jsonl. For two answers it is the chosen one's, plus the rejected one's text."""
         if "chosen" in row:
             return self.line(row["chosen"]) | {"rejected": self.reference(row["rejected"])}
         if self.kind == "text":
@@ -76,30 +75,30 @@ class Template(TemplateText):
         return {"input": pair["input"], "output": pair["output"]}
 
     def prompt(self, line: Row) -> str:
-        """Prompt for a model: the text in front of the last answer."""
+        """Return the prompt for a model: the text before the last answer."""
         return plain.prompt(self, line) if self.kind == "plain" else chat.prompt_and_answer(self, line)[0]
 
     def answer(self, line: Row) -> str:
-        """The text of the last answer as it is learned, its stop included."""
+        """Return the text of the last answer with its stop, as in training."""
         if self.kind == "plain":
             return plain.answer(self, line) + self.stop
         return chat.prompt_and_answer(self, line)[1]
 
     def reference(self, line: Row) -> str:
-        """The last answer alone."""
+        """Return the last answer without its stop."""
         return line["output"] if "output" in line else line["messages"][-1].get("content") or ""
 
     def tokens(self, line: Row) -> tuple[list[int], list[int]]:
-        """Tokens of prompt and answer as training has them, cut where training cuts."""
-        (found,) = self.encode([line])
-        if isinstance(found, Bad):
-            raise Fault(f"{found.reason}: {found.field} {found.shown}")
-        ids = found.ids.tolist()
-        end = int(np.flatnonzero(found.learned)[-1]) + 1  # a line break behind the end of a turn may not be learned
-        return ids[: found.start], ids[found.start : end]
+        """Return the tokens of prompt and answer as in training, cut in the same way."""
+        (encoded,) = self.encode([line])
+        if isinstance(encoded, Bad):
+            raise Fault(f"{encoded.reason}: {encoded.field} {encoded.shown}")
+        ids = encoded.ids.tolist()
+        end = int(np.flatnonzero(encoded.learned)[-1]) + 1  # a line break after the end of a turn may not be learned
+        return ids[: encoded.start], ids[encoded.start : end]
 
     def record(self) -> dict[str, Any]:
-        """Record for from_record(), as JSON."""
+        """Return the record for from_record(), as JSON."""
         return {
             "kind": self.kind,
             "text": self.text,
@@ -115,17 +114,17 @@ class Template(TemplateText):
         }
 
     def checks(self, encoded: Sequence[Encoded], rows: Sequence[Row]) -> dict[str, list[int]]:
-        """Positions of odd rows, by anomaly."""
+        """Return the indexes of anomalous rows, by anomaly."""
         return anomalies.find(self, encoded, rows)
 
 
 def choose(data: Data, tokenizer: Tokenizer, kind: str) -> Template:
-    """The template for rows of a kind: pairs, messages or text."""
+    """Return the template for rows of a kind: pairs, messages or text."""
     limit = Limit(data.seq_length, data.packed, data.too_long)
     folder = tokenizer.name_or_path
     taken = sorted(RESERVED & data.template_options.keys())
     if taken:
-        raise Fault(f"data.template_options: {', '.join(taken)}: every template is given that; other names are free")
+        raise Fault(f"data.template_options: {', '.join(taken)}: reserved; every template gets these; use other names")
 
     def make(template: Kind, text: Any, origin: str) -> Template:
         stop = data.stop
@@ -133,8 +132,8 @@ def choose(data: Data, tokenizer: Tokenizer, kind: str) -> Template:
             stop = "" if template == "chat" and not origin.endswith(".jinja") else _end(tokenizer)
         if template in ("chat", "jinja") and not tokenizer.is_fast:
             raise Fault(
-                f"{folder}: a tokenizer without tokenizer.json cannot say where answers begin; only a text "
-                'such as data.template: "{input} {output}" can be used with it'
+                f"{folder}: a tokenizer without tokenizer.json cannot locate answers; use a text "
+                'such as data.template: "{input} {output}"'
             )
         if template in ("chat", "jinja"):
             rendering.start()
@@ -142,7 +141,7 @@ def choose(data: Data, tokenizer: Tokenizer, kind: str) -> Template:
 
     if kind == "text":
         if data.template != "auto":
-            raise Fault(f"data.template: {data.template}: the rows are texts without a prompt; leave it out")
+            raise Fault(f"data.template: {data.template}: the rows are texts without a prompt; remove this key")
         return make("text", "", "text")
     name = data.template
     if re.fullmatch(PLAIN, name, re.DOTALL):
@@ -152,12 +151,12 @@ def choose(data: Data, tokenizer: Tokenizer, kind: str) -> Template:
     templates = tokenizer.chat_template
     if isinstance(templates, dict) and "default" not in templates:
         raise Fault(
-            f"{folder}: its chat templates are {', '.join(templates)}, and none is the default; "
+            f"{folder}: its chat templates are {', '.join(templates)}, without a default; "
             "data.template: NAME.jinja uses a file"
         )
     if templates:
         return make("chat", templates, CHAT)
-    advice = f'{folder}: the tokenizer has no chat template; data.template: "{DEFAULT}", or a file NAME.jinja, would do'
+    advice = f'{folder}: the tokenizer has no chat template; use data.template: "{DEFAULT}", or a file NAME.jinja'
     if name == "chat":
         raise Fault(f"data.template: chat: {advice}")
     return make("plain", DEFAULT, "no chat template")
@@ -165,7 +164,9 @@ def choose(data: Data, tokenizer: Tokenizer, kind: str) -> Template:
 
 def _end(tokenizer: Tokenizer) -> str:
     if not tokenizer.eos_token:
-        raise Fault(f"{tokenizer.name_or_path}: no end of text (eos_token); data.stop says what ends an answer instead")
+        raise Fault(
+            f"{tokenizer.name_or_path}: no end of text (eos_token); set data.stop to the text that ends an answer"
+        )
     return tokenizer.eos_token
 
 
@@ -181,33 +182,33 @@ def _file(name: str) -> tuple[Kind, str, str]:
     except rendering.Refused as error:
         raise Fault(f"data.template: {name}: {error}") from None
     except Exceeded as error:
-        raise Fault(f"data.template: {name}: it {error}; repair it") from None
+        raise Fault(f"data.template: {name}: it {error}; fix it") from None
     if "messages" in used:
         return "chat", text, name
     if {"input", "output"} <= used:
         return "jinja", text, name
     raise Fault(
-        f"data.template: {name}: uses neither messages, nor input and output; "
+        f"data.template: {name}: uses neither messages nor input and output; "
         f"it uses {', '.join(sorted(used)) or 'no variables'}"
     )
 
 
 def from_record(record: dict[str, Any], tokenizer: Tokenizer) -> Template:
-    """The template that a run was prepared with. The tokenizer has to be the one it was recorded with."""
+    """Return the template of a run's preparation. The tokenizer must be the recorded one."""
     folder, facts = tokenizer.name_or_path, tokenizers.facts(tokenizer)
     for file, digest in record["tokenizer"]["files"].items():
         if facts["files"].get(file) != digest:
             raise Fault(
-                f"{folder}: {file} is not the one that the data were prepared with: "
+                f"{folder}: {file} is not the file with which the data were prepared: "
                 f"SHA-256 {str(facts['files'].get(file))[:12]}, not {digest[:12]}"
             )
     if facts["special_tokens"] != record["tokenizer"]["special_tokens"]:
         raise Fault(
-            f"{folder}: special tokens are {json.dumps(facts['special_tokens'])}, and were "
+            f"{folder}: special tokens are {json.dumps(facts['special_tokens'])}, but were "
             f"{json.dumps(record['tokenizer']['special_tokens'])} when the data were prepared"
         )
     if record["origin"] == CHAT and tokenizer.chat_template != record["text"]:
-        raise Fault(f"{folder}: its chat template is not the one that the data were prepared with")
+        raise Fault(f"{folder}: its chat template is not the one with which the data were prepared")
     if record["kind"] in ("chat", "jinja"):
         rendering.start()
     limit = Limit(record["seq_length"], record["packed"], record["too_long"])
@@ -222,7 +223,7 @@ def _joined(chosen: Encoded | Bad, rejected: Encoded | Bad) -> Encoded | Bad:
 
 
 def _pair(template: Template, row: Row) -> Row | Bad:
-    """Row for a plain template; a conversation of one question and one answer is one."""
+    """Return the row for a plain template; a conversation of one question and one answer is converted."""
     if "messages" not in row:
         return row
     messages = row["messages"]
@@ -232,7 +233,7 @@ def _pair(template: Template, row: Row) -> Row | Bad:
     return Bad(
         "more than a question and its answer",
         "messages",
-        f"{', '.join(roles)}; a template with input and output holds one of each; data.template: chat",
+        f"{', '.join(roles)}; a template with input and output has one of each; use data.template: chat",
     )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from contract import checksums
 from contract.faults import Fault
-from trainer.patches.families import kimi_k2
+from trainer.patches import families
 from trainer.patches.transformers_imports import import_transformers
 
 Tokenizer = Any  # transformers' PreTrainedTokenizerBase, which cannot be named without importing it
@@ -73,7 +73,7 @@ def load(folder: Path, trust_remote_code: bool) -> Tokenizer:
             import_transformers()
         from transformers import AutoTokenizer
 
-        kimi_k2.install()
+        families.install_for(folder)
         try:
             tokenizer = AutoTokenizer.from_pretrained(
                 str(folder), trust_remote_code=trust_remote_code, local_files_only=True

@@ -1,11 +1,11 @@
-"""Rows that are alike: copies, near copies and leaks, where each lies, and which are dropped.
+"""Similar rows: copies, near copies and leaks, their places, and which are dropped.
 
-    find(spool, kept, split) -> Alike       of all rows that are kept
-    dropped(found, data) -> mask            those that data.near_copies and data.leaks leave out
-    write(folder, found, ...) -> facts      alike.jsonl, which lists them all, and what report.json says of it
+    find(spool, kept, split) -> Alike       for all kept rows
+    dropped(found, data) -> mask            rows that data.near_copies and data.leaks leave out
+    write(folder, found, ...) -> facts      alike.jsonl, which lists them all, and its summary for report.json
 
-A leak is a row of validation or of the test that is nearly a row of training, or has its prompt, or a row of the test
-that is nearly one of validation. trainer/data/read/likeness.py says how near copies are found, and how surely.
+A leak is a row of validation or test that is nearly a row of training or has the same prompt, or a row of test that is
+nearly one of validation. trainer/data/read/likeness.py describes how near copies are found, and how reliably.
 """
 
 import itertools
@@ -32,12 +32,12 @@ COPY, NEAR, LEAK = "copy", "near copy", "leak"
 
 @dataclass(frozen=True)
 class Alike:
-    """Likeness of the kept rows, each by its place among them."""
+    """Similarity of the kept rows, each by its index among them."""
 
     split: np.ndarray
-    like: np.ndarray  # the earlier row that it is like; -1 where there is none
-    exact: np.ndarray  # whether it is a copy of that
-    asked: np.ndarray  # key of its prompt
+    like: np.ndarray  # the similar earlier row; -1 if none
+    exact: np.ndarray  # whether it is a copy of that row
+    prompt: np.ndarray  # key of its prompt
 
     @property
     def near(self) -> np.ndarray:
@@ -45,15 +45,15 @@ class Alike:
 
     @property
     def across(self) -> np.ndarray:
-        """Whether the row and the one that it is like are of two splits."""
+        """Whether the row and the similar one are of different splits."""
         return (self.like >= 0) & (self.split != self.split[np.maximum(self.like, 0)])
 
     def only(self, taken: np.ndarray) -> "Alike":
-        """Likeness of the rows that are taken. What was like one that is not is like none."""
+        """Return the similarity of the rows that are taken. Rows similar to a removed row count as similar to none."""
         place = np.cumsum(taken, dtype=np.int32) - 1
         like = np.where((self.like >= 0) & taken[np.maximum(self.like, 0)], place[np.maximum(self.like, 0)], -1)
         return Alike(
-            self.split[taken], like[taken].astype(np.int32), (self.exact & (like >= 0))[taken], self.asked[taken]
+            self.split[taken], like[taken].astype(np.int32), (self.exact & (like >= 0))[taken], self.prompt[taken]
         )
 
 
@@ -73,45 +73,45 @@ def find(spool: Spool, kept: np.ndarray, split: np.ndarray) -> Alike:
     return Alike(split, like, exact, spool.column("asked", np.uint64, kept))
 
 
-def counts(found: Alike, kept: np.ndarray) -> dict[str, dict[str, Any]]:
-    """Numbers of the rows that are alike, as report.json has them."""
-    near, held_out = np.flatnonzero(found.near), found.split != 0
-    samples = [[int(kept[row]), int(kept[found.like[row]])] for row in near[:SAMPLES]]
-    prompts = int(np.isin(found.asked[held_out], found.asked[~held_out]).sum()) if held_out.any() else 0
+def counts(alike: Alike, kept: np.ndarray) -> dict[str, dict[str, Any]]:
+    """Return the numbers of similar rows for report.json."""
+    near, held_out = np.flatnonzero(alike.near), alike.split != 0
+    samples = [[int(kept[row]), int(kept[alike.like[row]])] for row in near[:SAMPLES]]
+    prompts = int(np.isin(alike.prompt[held_out], alike.prompt[~held_out]).sum()) if held_out.any() else 0
     return {
-        "duplicates": {"exact": int(found.exact.sum()), "near": len(near), "samples": samples},
-        "overlap": {"exact": prompts, "near": int((found.near & found.across).sum())},
+        "duplicates": {"exact": int(alike.exact.sum()), "near": len(near), "samples": samples},
+        "overlap": {"exact": prompts, "near": int((alike.near & alike.across).sum())},
     }
 
 
-def dropped(found: Alike, data: Data) -> np.ndarray:
-    """Whether each row is left out: copies, near copies within a split, and rows of training that are held out, too.
+def dropped(alike: Alike, data: Data) -> np.ndarray:
+    """Return which rows are left out: copies, near copies within a split, and training rows that are also held out.
 
-    Of validation go the rows that the test has. Rows that are like the same earlier row count as like one another.
+    Validation loses the rows that test has. Rows similar to the same earlier row count as similar to one another.
     """
-    gone = np.zeros(len(found.split), bool)
+    out = np.zeros(len(alike.split), bool)
     if data.duplicates == "drop" and not choose.first_pass(data):
-        gone |= found.exact
+        out |= alike.exact
     if data.near_copies == "drop":
-        gone |= found.near & ~found.across
+        out |= alike.near & ~alike.across
     if data.leaks == "drop":
-        head = np.where(found.like >= 0, found.like, np.arange(len(gone), dtype=np.int32))
-        for split, held in ((0, found.split != 0), (1, found.split == 2)):
+        head = np.where(alike.like >= 0, alike.like, np.arange(len(out), dtype=np.int32))
+        for split, held in ((0, alike.split != 0), (1, alike.split == 2)):
             marked = held.copy()
             marked[head[held]] = True
-            gone |= (marked | marked[head] | np.isin(found.asked, found.asked[held])) & (found.split == split)
-    return gone
+            out |= (marked | marked[head] | np.isin(alike.prompt, alike.prompt[held])) & (alike.split == split)
+    return out
 
 
-def write(folder: Path, found: Alike, gone: np.ndarray, spool: Spool, kept: np.ndarray) -> dict[str, Any]:
-    """List the rows that are alike. Returns what the report says of the list; nothing where no row is like another."""
+def write(folder: Path, alike: Alike, dropped_rows: np.ndarray, spool: Spool, kept: np.ndarray) -> dict[str, Any]:
+    """List the similar rows. Return the summary for the report; empty if no rows are similar."""
     total: Counter[str] = Counter()
     samples: dict[str, list[dict[str, Any]]] = {}
-    pairs = _pairs(found)
+    pairs = _pairs(alike)
     if not len(pairs[0]):
         return {}
     with (folder / FILE).open("wb") as file:
-        for entry in _entries(pairs, found, gone, _Places(spool, kept)):
+        for entry in _entries(pairs, alike, dropped_rows, _Places(spool, kept)):
             kind = entry["kind"]
             total[kind] += 1
             if total[kind] <= SHOWN:
@@ -120,47 +120,56 @@ def write(folder: Path, found: Alike, gone: np.ndarray, spool: Spool, kept: np.n
     return {"alike": {"file": FILE, "counts": {kind: total[kind] for kind in (LEAK, COPY, NEAR)}, "samples": samples}}
 
 
-def _pairs(found: Alike) -> tuple[np.ndarray, np.ndarray]:
-    """Rows that are listed, in order, and what each is like: for one held out, a training row of its prompt first."""
-    other = found.like.copy()
-    training, held = np.flatnonzero(found.split == 0), found.split != 0
-    keys, first = np.unique(found.asked[training], return_index=True)
-    asks = np.flatnonzero(held & ~found.across)
-    if len(keys) and len(asks):
-        place = np.minimum(np.searchsorted(keys, found.asked[asks]), len(keys) - 1)
-        same = keys[place] == found.asked[asks]
-        other[asks[same]] = training[first[place[same]]]
+def _pairs(alike: Alike) -> tuple[np.ndarray, np.ndarray]:
+    """Return the listed rows, in order, and the similar row of each; a held-out row prefers a training row of its
+    prompt.
+    """
+    other = alike.like.copy()
+    training, held_out = np.flatnonzero(alike.split == 0), alike.split != 0
+    keys, first = np.unique(alike.prompt[training], return_index=True)
+    candidates = np.flatnonzero(held_out & ~alike.across)
+    if len(keys) and len(candidates):
+        place = np.minimum(np.searchsorted(keys, alike.prompt[candidates]), len(keys) - 1)
+        same = keys[place] == alike.prompt[candidates]
+        other[candidates[same]] = training[first[place[same]]]
     rows = np.flatnonzero(other >= 0)
     return rows, other[rows]
 
 
 def _entries(
-    pairs: tuple[np.ndarray, np.ndarray], found: Alike, gone: np.ndarray, places: "_Places"
+    pairs: tuple[np.ndarray, np.ndarray], alike: Alike, dropped_rows: np.ndarray, places: "_Places"
 ) -> Iterator[dict[str, Any]]:
     for start in range(0, len(pairs[0]), BLOCK):
-        rows, others = (some[start : start + BLOCK] for some in pairs)
-        told = zip(rows.tolist(), others.tolist(), places.of(rows), places.of(others), strict=True)
-        for row, other, place, where in told:
-            split, beside = int(found.split[row]), int(found.split[other])
-            kind = LEAK if split != beside else COPY if found.exact[row] else NEAR
-            why = "prompt" if found.like[row] != other else "copy" if found.exact[row] else "near copy"
-            entry = {"kind": kind, "row": place, "split": SPLITS[split], "like": where, "of": SPLITS[beside], "by": why}
-            yield entry | {"dropped": [place for at, place in ((row, place), (other, where)) if gone[at]]}
+        rows, others = (part[start : start + BLOCK] for part in pairs)
+        listed = zip(rows.tolist(), others.tolist(), places.of(rows), places.of(others), strict=True)
+        for row, other, place, other_place in listed:
+            split, other_split = int(alike.split[row]), int(alike.split[other])
+            kind = LEAK if split != other_split else COPY if alike.exact[row] else NEAR
+            reason = "prompt" if alike.like[row] != other else "copy" if alike.exact[row] else "near copy"
+            entry = {
+                "kind": kind,
+                "row": place,
+                "split": SPLITS[split],
+                "like": other_place,
+                "of": SPLITS[other_split],
+                "by": reason,
+            }
+            yield entry | {"dropped": [place for at, place in ((row, place), (other, other_place)) if dropped_rows[at]]}
 
 
 class _Places:
-    """File and line of rows, or whatever their source has in place of lines."""
+    """File and line of rows, or the equivalent of lines in their source."""
 
     def __init__(self, spool: Spool, kept: np.ndarray):
         self.spool, self.kept = spool, kept
 
     def of(self, rows: np.ndarray) -> list[str]:
         order = np.argsort(rows, kind="stable")
-        wanted = self.kept[rows[order]]
-        numbers = self.spool.column("number", np.int64, wanted)
-        files = self.spool.column("file", np.int16, wanted)
+        sorted_rows = self.kept[rows[order]]
+        numbers = self.spool.column("number", np.int64, sorted_rows)
+        files = self.spool.column("file", np.int16, sorted_rows)
         names = [""] * len(rows)
-        bounds = np.searchsorted(wanted, self.spool.starts)
+        bounds = np.searchsorted(sorted_rows, self.spool.starts)
         for chunk, (start, end) in enumerate(itertools.pairwise(bounds.tolist())):
             stems = self.spool.chunk(chunk).facts["places"] if end > start else []
             for at in range(start, end):
@@ -170,10 +179,10 @@ class _Places:
 
 def _signatures(spool: Spool, rows: np.ndarray) -> np.ndarray:
     width = likeness.HASHES
-    found = np.empty((len(rows), width), np.uint32)
+    result = np.empty((len(rows), width), np.uint32)
     chunks = np.searchsorted(spool.starts, rows, side="right") - 1
     for number in np.unique(chunks):
-        mine = np.flatnonzero(chunks == number)
+        of_chunk = np.flatnonzero(chunks == number)
         table = spool.chunk(int(number)).read("signature").reshape(-1, width)
-        found[mine] = table[rows[mine] - spool.starts[number]]
-    return found
+        result[of_chunk] = table[rows[of_chunk] - spool.starts[number]]
+    return result

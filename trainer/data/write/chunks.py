@@ -1,6 +1,6 @@
-"""Work on one chunk of a source: rows read, understood, turned into tokens, and kept in a file of the spool.
+"""Work on one chunk of a source: rows are read, converted to tokens, and stored in a file of the spool.
 
-The file's facts tell why rows are not kept: the number of each reason, and the places of the first of its kind.
+The file's facts give the reasons why rows were dropped: the number for each reason, and the places of the first ones.
 """
 
 import json
@@ -22,7 +22,7 @@ from trainer.data.tokens.chat import Unrendered
 from trainer.data.tokens.templates import Template
 from trainer.data.write import spool
 
-BATCH = 512  # rows encoded at once; more would only hold more memory
+BATCH = 512  # rows encoded at once; more would only use more memory
 SAMPLES = 3  # rows shown of each reason in a chunk
 TOO_LONG = ("longer than a sequence", "answer longer than a sequence")
 ANOMALOUS = 3  # rows shown of each anomaly in a chunk
@@ -30,11 +30,11 @@ ANOMALOUS = 3  # rows shown of each anomaly in a chunk
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings that are the same for all chunks."""
+    """Settings common to all chunks."""
 
     data: Data
     shapes: tuple[Shape, ...]  # of each part
-    splits: tuple[int | None, ...]  # of each part: its place in SPLITS where it is given, else by content
+    splits: tuple[int | None, ...]  # of each part: its index in SPLITS if fixed; None: split by content
     template: Template
     multiple: int  # of the lengths of packed rows
     folder: Path
@@ -50,7 +50,7 @@ def path(folder: Path, part: int, chunk: int, kind: str) -> Path:
 
 
 def scan(plan: Plan, chunk: Chunk, file: Path) -> None:
-    """Do only the work on a chunk that choosing rows needs."""
+    """Do only the work on a chunk that is needed to choose rows."""
     rows, _, facts = _understand(plan, chunk.load(), plan.shapes[chunk.part])
     keys = np.fromiter(map(choose.key, rows), np.uint64, len(rows))
     parts = np.full(len(rows), chunk.part, np.int16)
@@ -58,7 +58,7 @@ def scan(plan: Plan, chunk: Chunk, file: Path) -> None:
 
 
 def encode(plan: Plan, chunk: Chunk, file: Path, chosen: np.ndarray | None) -> None:
-    """Do all work on the rows of a chunk that are chosen."""
+    """Do all work on the chosen rows of a chunk."""
     loaded = chunk.load()
     rows, positions, facts = _understand(plan, loaded, plan.shapes[chunk.part])
     if chosen is not None:
@@ -76,7 +76,7 @@ def encode(plan: Plan, chunk: Chunk, file: Path, chosen: np.ndarray | None) -> N
 
 
 def _understand(plan: Plan, loaded: Rows, shape: Shape) -> tuple[list[Row], list[int], dict[str, Any]]:
-    """Canonical rows, the place of each in the chunk, and the facts on the others."""
+    """Return the canonical rows, the index of each in the chunk, and the facts on the others."""
     facts: dict[str, Any] = {"read": len(loaded.values), "dropped": {}}
     rows, positions = [], []
     for position, value in enumerate(loaded.values):
@@ -98,27 +98,27 @@ def _batch(
         results = plan.template.encode(rows)
     except Unrendered as error:
         raise Fault(f"{loaded.place(positions[error.row])}: {error}") from None
-    for row, position, found in zip(rows, positions, results, strict=True):
-        if isinstance(found, Bad):
-            _drop(facts, found, loaded, position)
+    for row, position, result in zip(rows, positions, results, strict=True):
+        if isinstance(result, Bad):
+            _drop(facts, result, loaded, position)
             continue
         kept.append(row)
-        encoded.append(found)
+        encoded.append(result)
         places.append(position)
-        if found.cut:
+        if result.cut:
             facts["cut"] += 1
-            facts["cut_tokens"] += found.cut
-    for name, found in plan.template.checks(encoded, kept).items():
-        if found:
+            facts["cut_tokens"] += result.cut
+    for name, indexes in plan.template.checks(encoded, kept).items():
+        if indexes:
             entry = facts["anomalies"].setdefault(name, {"count": 0, "samples": []})
-            entry["count"] += len(found)
+            entry["count"] += len(indexes)
             missing = ANOMALOUS - len(entry["samples"])
-            entry["samples"] += [loaded.place(places[at]) for at in found[: max(0, missing)]]
+            entry["samples"] += [loaded.place(places[at]) for at in indexes[: max(0, missing)]]
     return _arrays(kept, encoded, plan, part) | _places(places, loaded, facts)
 
 
 def _places(positions: list[int], loaded: Rows, facts: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Line or number of each row, and what stands before it in the row's place: for all of a file that is one text."""
+    """Return the line or number of each row, and the index of the text before it, which all rows of a file share."""
     texts = [loaded.place(position) for position in positions]
     stems = [text.rstrip("0123456789") for text in texts]
     facts["places"] += [stem for stem in dict.fromkeys(stems) if stem not in facts["places"]]
@@ -131,9 +131,9 @@ def _places(positions: list[int], loaded: Rows, facts: dict[str, Any]) -> dict[s
 
 
 def _arrays(rows: list[Row], encoded: Sequence[Any], plan: Plan, part: int) -> dict[str, np.ndarray]:
-    lengths = np.array([len(found.ids) for found in encoded], np.int32)
-    ids = np.concatenate([found.ids for found in encoded]) if encoded else np.empty(0, np.int32)
-    learned = np.concatenate([found.learned for found in encoded]) if encoded else np.empty(0, bool)
+    lengths = np.array([len(row.ids) for row in encoded], np.int32)
+    ids = np.concatenate([row.ids for row in encoded]) if encoded else np.empty(0, np.int32)
+    learned = np.concatenate([row.learned for row in encoded]) if encoded else np.empty(0, bool)
     keys = np.fromiter(map(choose.key, rows), np.uint64, len(rows))
     split = plan.splits[part]
     signature = likeness.signatures(ids, lengths)
@@ -143,14 +143,14 @@ def _arrays(rows: list[Row], encoded: Sequence[Any], plan: Plan, part: int) -> d
         "length": lengths,
         "learned": _sums(learned, lengths),
         "key": keys,
-        "asked": _asked(rows),
+        "asked": _prompt_keys(rows),
         "split": choose.splits(keys, plan.data) if split is None else np.full(len(rows), split, np.int8),
         "lines": np.frombuffer(b"".join(lines), np.uint8),
         "line": np.array([len(line) for line in lines], np.int32),
         "signature": signature.ravel(),
     }
     if plan.compares:
-        arrays["first"] = np.array([found.first for found in encoded], np.int32)
+        arrays["first"] = np.array([row.first for row in encoded], np.int32)
     return arrays | {f"band{number}": band for number, band in enumerate(likeness.bands(signature))}
 
 
@@ -161,8 +161,8 @@ def _line(row: dict[str, Any]) -> bytes:
         return json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
-def _asked(rows: list[Row]) -> np.ndarray:
-    """Keys of the texts before the answers: a prompt of the test that training has seen is no test."""
+def _prompt_keys(rows: list[Row]) -> np.ndarray:
+    """Return keys of the texts before the answers: a test prompt that training has seen is a leak."""
     shown = (row.get("chosen", row) for row in rows)
     prompts = (
         {"messages": row["messages"][:-1]} if "messages" in row else {"text": row.get("input") or row["text"]}

@@ -1,7 +1,7 @@
-"""Writer of Megatron-Bridge's index of a JSON lines file: where its lines end, so that any one of them can be read.
+"""Writer of Megatron-Bridge's index of a JSON lines file: the ends of its lines, for access to any line.
 
-The index equals, byte for byte, that of build_index_files() in its data/datasets/utils.py. Bridge never builds an index
-again once there is one, not even when the file has changed. So the writer of a file writes its index.
+The index equals, byte for byte, that of build_index_files() in its data/datasets/utils.py. Bridge never rebuilds an
+existing index, even if the file has changed. Therefore the writer of a file writes its index.
 """
 
 import pickle
@@ -15,7 +15,7 @@ VERSION = "0.2"  # of Megatron-Bridge's format; it refuses any other
 def write(jsonl: Path, newlines: np.ndarray) -> None:
     """Write FILE.idx.npy and FILE.idx.info.
 
-    Every line is an object and ends in a newline, whose offset `newlines` has.
+    Every line is an object and ends in a newline; `newlines` has the offsets of the newlines.
     """
     with Path(f"{jsonl}.idx.npy").open("wb") as f:
         np.save(f, newlines.astype(np.int64, copy=False), allow_pickle=False)

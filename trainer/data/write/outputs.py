@@ -1,4 +1,4 @@
-"""Writer of the files that training and evaluation read, from the spool, and of the report on them."""
+"""Write the files that training and evaluation read, from the spool, and the report on them."""
 
 import itertools
 from collections.abc import Iterator
@@ -21,23 +21,23 @@ BATCH = 4096  # documents written at once
 
 
 def write(plan: Plan, spool: Spool, done: Done, folder: Path) -> dict[str, Any]:
-    """Write the files. Returns the report."""
+    """Write the files. Return the report."""
     data = plan.data
-    kept = np.arange(int(spool.starts[-1]), dtype=np.int32)  # columns of all rows are read where they are needed
+    kept = np.arange(int(spool.starts[-1]), dtype=np.int32)  # columns are read when they are needed
     split = spool.column("split", np.int8, kept)
     _check_splits(split, plan)
     like = alike.find(spool, kept, split)
-    gone = alike.dropped(like, data)
-    found: dict[str, Any] = {"tokens": {}, "packing": {}, "alike": alike.write(folder, like, gone, spool, kept)}
+    out = alike.dropped(like, data)
+    facts: dict[str, Any] = {"tokens": {}, "packing": {}, "alike": alike.write(folder, like, out, spool, kept)}
     copies = int(like.exact.sum()) if data.duplicates == "drop" and not choose.first_pass(data) else 0
-    found["dropped"], copies = int(gone.sum()) - copies, done.copies + copies
-    if gone.any():
-        kept, split, like = kept[~gone], split[~gone], like.only(~gone)
+    facts["dropped"], copies = int(out.sum()) - copies, done.copies + copies
+    if out.any():
+        kept, split, like = kept[~out], split[~out], like.only(~out)
         _check_splits(split, plan)
     for number, name in enumerate(SPLITS):
         rows = kept[split == number]
         sequences = Sequences(spool, rows, spool.column("length", np.int32, rows))
-        found["tokens"][name] = report.lengths(sequences.lengths, spool.column("learned", np.int32, rows))
+        facts["tokens"][name] = report.lengths(sequences.lengths, spool.column("learned", np.int32, rows))
         if not len(rows):
             continue
         if plan.template.kind == "text":
@@ -46,13 +46,13 @@ def write(plan: Plan, spool: Spool, done: Done, folder: Path) -> dict[str, Any]:
         lines = folder / f"{name}.jsonl"
         indexes.write(lines, _write_lines(lines, sequences))
         if name != "test":
-            found["packing"] |= _write_tokens(name, sequences, plan, folder)
-    return _report(found, plan, spool, done, kept, like, copies)
+            facts["packing"] |= _write_tokens(name, sequences, plan, folder)
+    return _report(facts, plan, spool, done, kept, like, copies)
 
 
 def _write_tokens(name: str, sequences: Sequences, plan: Plan, folder: Path) -> dict[str, Any]:
-    """Write the files that training reads. Returns, for packed sequences, how full they are."""
-    from trainer.data.write import sequences_file  # pyarrow's libraries are 90 MB, which who reads no data does without
+    """Write the files that training reads. Return, for packed sequences, their statistics."""
+    from trainer.data.write import sequences_file  # pyarrow's libraries are 90 MB; import only to write
 
     lengths, data, end = sequences.lengths, plan.data, plan.template.tokenizer.eos_token_id
     path = folder / f"{name}.idx.parquet"
@@ -72,7 +72,7 @@ def _write_tokens(name: str, sequences: Sequences, plan: Plan, folder: Path) -> 
 
 
 def _write_lines(path: Path, sequences: Sequences) -> np.ndarray:
-    """Write lines of JSON. Returns where the lines end."""
+    """Write lines of JSON. Return the offsets of the line ends."""
     spool, rows = sequences.spool, sequences.rows
     with path.open("wb") as file:
         for chunk, start, end in spool.runs(rows, "line"):
@@ -85,28 +85,28 @@ def _write_lines(path: Path, sequences: Sequences) -> np.ndarray:
 
 def _documents(sequences: Sequences) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for start in range(0, len(sequences.rows), BATCH):
-        some = np.arange(start, min(start + BATCH, len(sequences.rows)))
-        yield sequences.tokens(some)[0], sequences.lengths[some]
+        part = np.arange(start, min(start + BATCH, len(sequences.rows)))
+        yield sequences.tokens(part)[0], sequences.lengths[part]
 
 
 def _check_splits(split: np.ndarray, plan: Plan) -> None:
     counts = np.bincount(split, minlength=len(SPLITS))
     if not counts.sum():
-        raise Fault("data: no row is left; the reasons: data.bad_rows and data.too_long, or the source itself")
-    if any(given is not None for given in plan.splits):
+        raise Fault("data: no row is left; check data.bad_rows, data.too_long and the source")
+    if any(fixed is not None for fixed in plan.splits):
         return
     data = plan.data
     for name, share, count in zip(SPLITS, (1.0, data.validation, data.test), counts, strict=True):
         if share and not count:
             raise Fault(
-                f"data.{name}: no row of {counts.sum()} falls to {name}; take more rows or a larger share"
+                f"data.{name}: none of {counts.sum()} rows is in {name}; use more rows or a larger share"
                 if name != "training"
-                else f"data: none of the {counts.sum()} rows falls to training; take more rows, or smaller other shares"
+                else f"data: none of {counts.sum()} rows is in training; use more rows, or smaller other shares"
             )
 
 
 def _report(
-    found: dict[str, Any],
+    parts: dict[str, Any],
     plan: Plan,
     spool: Spool,
     done: Done,
@@ -119,32 +119,32 @@ def _report(
     dropped = report.merged(facts, "dropped")
     if copies:
         dropped["copy of an earlier row"] = {"count": copies, "samples": []}
-    if found["dropped"]:
-        dropped[f"like another row, in {alike.FILE}"] = {"count": found["dropped"], "samples": []}
+    if parts["dropped"]:
+        dropped[f"like another row, in {alike.FILE}"] = {"count": parts["dropped"], "samples": []}
     cut, tokens = sum(fact["cut"] for fact in facts), sum(fact["cut_tokens"] for fact in facts)
-    total = sum(entry["tokens"] for entry in found["tokens"].values())
+    total = sum(entry["tokens"] for entry in parts["tokens"].values())
     result = {
         "rows": {"read": sum(done.rows), "kept": len(kept), "not_chosen": done.left - done.copies} | counts,
         "dropped": dropped,
-        "tokens": found["tokens"],
+        "tokens": parts["tokens"],
         "truncated": {"rows": cut, "share": round(cut / len(kept), 6), "tokens_cut": tokens},
         **alike.counts(like, kept),
-        **found["alike"],
-        "learned_share": round(sum(entry["learned"] for entry in found["tokens"].values()) / total, 6),
+        **parts["alike"],
+        "learned_share": round(sum(entry["learned"] for entry in parts["tokens"].values()) / total, 6),
         "anomalies": report.merged(facts, "anomalies"),
         "template": plan.template.record(),
         "example": _example(spool, kept, plan),
     }
     if plan.compares:
         result["compares"] = True
-    if found["packing"]:
-        result["packing"] = found["packing"]
+    if parts["packing"]:
+        result["packing"] = parts["packing"]
     result["warnings"] = report.warnings(result)
     return result
 
 
 def _example(spool: Spool, kept: np.ndarray, plan: Plan) -> dict[str, Any]:
-    """The first row as the model reads it, and which of its characters are learned."""
+    """Return the first row as the model reads it, and the spans of its learned characters."""
     ids, learned = Sequences(spool, kept[:1], np.empty(0, np.int32)).tokens(np.arange(1))
     bounds = [0, *(np.flatnonzero(np.diff(learned)) + 1).tolist(), len(ids)]
     text, marks = "", []

@@ -1,11 +1,11 @@
-"""Packing of rows into sequences: best fit in decreasing order of length, which leaves the least room unused.
+"""Packing of rows into sequences: best fit in decreasing order of length, which leaves the least unused room.
 
-Rows are placed a length at a time, not one by one: all rows of a length go into the packs with the smallest room that
-holds them, and packs that have been treated alike so far stay one range of numbers. The work grows with the number of
-distinct lengths; 5 million rows take 1.3 s and 300 MB. Rows of equal length are interchangeable to it, so that which
-rows share a pack, and the order of the packs, are drawn with the seed.
+Rows are placed by length, not one by one: all rows of a length go into the packs with the smallest sufficient room, and
+packs with the same history stay one range of numbers. The work grows with the number of distinct lengths; 5 million
+rows take 1.3 s and 300 MB. Rows of equal length are interchangeable, so the rows of a pack, and the order of the packs,
+are drawn with the seed.
 
-Not covered: rows longer than a pack (they have been dropped or cut before), and keeping rows in their order.
+Not covered: rows longer than a pack (dropped or cut before), and keeping rows in order.
 """
 
 from bisect import bisect_left, insort
@@ -18,24 +18,24 @@ from contract.faults import Fault
 
 
 def multiple(run: Run) -> int:
-    """The number that divides the length of every packed row, and of the sequence."""
-    found, length = packing_multiple(run.layout), run.data.seq_length
-    if run.data.packed and length % found:
-        near = [found * part for part in (length // found, length // found + 1) if part]
+    """Return the number that divides the length of every packed row, and of the sequence."""
+    divisor, length = packing_multiple(run.layout), run.data.seq_length
+    if run.data.packed and length % divisor:
+        nearest = [divisor * part for part in (length // divisor, length // divisor + 1) if part]
         raise Fault(
-            f"data.seq_length: {length} is no multiple of {found}, as the length of packed rows has to be at this "
-            f"layout; nearest: {', '.join(map(str, near))}"
+            f"data.seq_length: {length} is not a multiple of {divisor}, which this layout needs for packed "
+            f"rows; nearest: {', '.join(map(str, nearest))}"
         )
-    return found
+    return divisor
 
 
 def padded(lengths: np.ndarray, pad_to: int) -> np.ndarray:
-    """Tokens that rows of these lengths count against a pack: one less, as the last is only a label, rounded up."""
+    """Return the tokens of rows in a pack: one less, because the last token is only a label, rounded up."""
     return -(-(lengths - 1) // pad_to) * pad_to
 
 
 def assign(lengths: np.ndarray, capacity: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Assign rows to packs: pack i holds the rows order[bounds[i]:bounds[i + 1]], of `capacity` together at most."""
+    """Assign rows to packs: pack i has the rows order[bounds[i]:bounds[i + 1]], together at most `capacity` tokens."""
     if not len(lengths):
         return np.zeros(0, np.int64), np.zeros(1, np.int64)
     shortest, longest = int(lengths.min()), int(lengths.max())
@@ -50,18 +50,18 @@ def assign(lengths: np.ndarray, capacity: int, seed: int) -> tuple[np.ndarray, n
 
 
 def _place(histogram: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """Pack of every row, rows in decreasing order of length; and the number of packs."""
+    """Return the pack of every row, rows in decreasing order of length; and the number of packs."""
     placed: list[np.ndarray] = []
-    rooms: list[int] = []  # sorted: room left in the packs that are not full
+    rooms: list[int] = []  # sorted: free room of packs that are not full
     packs: dict[int, list[range]] = {}  # by that room
     count = 0
 
-    def leave(found: range, room: int) -> None:
-        if room and found:
+    def leave(range_of_packs: range, room: int) -> None:
+        if room and range_of_packs:
             if room not in packs:
                 insort(rooms, room)
                 packs[room] = []
-            packs[room].append(found)
+            packs[room].append(range_of_packs)
 
     for length in np.flatnonzero(histogram)[::-1].tolist():
         left = int(histogram[length])
@@ -69,14 +69,14 @@ def _place(histogram: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
             at = bisect_left(rooms, length)
             if at < len(rooms):
                 room = rooms[at]
-                found = packs[room].pop()
+                range_of_packs = packs[room].pop()
                 if not packs[room]:
                     del packs[room], rooms[at]
             else:
-                room, found = capacity, range(count, count + -(-left // (capacity // length)))
-                count = found.stop
-            each = room // length  # a pack that has taken one is the best fit for the next, while it has room
-            full, rest = found[: left // each], found[left // each :]
+                room, range_of_packs = capacity, range(count, count + -(-left // (capacity // length)))
+                count = range_of_packs.stop
+            each = room // length  # a pack that got a row is the best fit for the next while it has room
+            full, rest = range_of_packs[: left // each], range_of_packs[left // each :]
             placed.append(np.repeat(np.arange(full.start, full.stop, dtype=np.int32), each))
             leave(full, room - each * length)
             left -= each * len(full)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from trainer.startup.console import say
 
-SAY_EVERY = 10.0  # seconds
+PRINT_EVERY = 10.0  # seconds
 WRITE_EVERY = 0.5
 
 
 class Progress:
     def __init__(self, file: Path, total: int):
         self.file, self.total = file, total  # bytes to read; 0 = unknown
-        self.said = self.written = time.monotonic()
+        self.printed = self.written = time.monotonic()
         self.begin("")
 
     def begin(self, phase: str) -> None:
@@ -22,11 +22,11 @@ class Progress:
         self.rows: dict[int, int] = {}
 
     def rows_of(self, parts: int) -> list[int]:
-        """Numbers of rows read of each part in this phase."""
+        """Return the numbers of rows read of each part in this phase."""
         return [self.rows.get(part, 0) for part in range(parts)]
 
     def update(self, part: int, size: int, rows: int, fresh: bool) -> None:
-        """Count bytes and rows of a part. `fresh` bytes have been worked on now, the others were found done."""
+        """Count bytes and rows of a part. `fresh` bytes were processed now; the others were already finished."""
         self.done += size
         self.fresh += size if fresh else 0
         self.rows[part] = self.rows.get(part, 0) + rows
@@ -36,8 +36,8 @@ class Progress:
             line = {"phase": self.phase, "done": self.done, "total": self.total, "rows": sum(self.rows.values())}
             with self.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        if now - self.said >= SAY_EVERY:
-            self.said = now
+        if now - self.printed >= PRINT_EVERY:
+            self.printed = now
             say(f"prepare: {self.phase}: {self._reached(now)}")
 
     def _reached(self, now: float) -> str:

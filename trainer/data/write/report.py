@@ -1,6 +1,6 @@
-"""Report of preparation, as report.json: rows in and out, reasons, lengths, likeness, what is learned.
+"""Report of preparation, as report.json: rows in and out, reasons, lengths, similarity, learned tokens.
 
-Equal data and settings give an equal report, to the byte: it holds no times.
+Equal data and settings give an identical report: it contains no times.
 """
 
 from collections.abc import Iterable
@@ -12,24 +12,24 @@ from trainer.data.read.choose import SPLITS
 
 SAMPLES = 5  # rows shown of each kind
 BINS = 24
-MOST = 0.9  # share of tokens that are learned
-LEAST = 16  # multiple at most layouts (conf/rules/layout.py)
-FEW = 0.01  # share of rows left out, cut or alike that is worth a warning
+MOST = 0.9  # share of learned tokens without a warning
+LEAST = 16  # the multiple at most layouts (conf/rules/layout.py)
+FEW = 0.01  # share of rows left out, cut or similar without a warning
 
 
 def merged(facts: Iterable[dict[str, Any]], key: str) -> dict[str, Any]:
-    """Counts by reason with the first samples, over all chunks."""
-    found: dict[str, Any] = {}
+    """Sum counts by reason over all chunks, with the first samples."""
+    totals: dict[str, Any] = {}
     for chunk in facts:
         for reason, entry in chunk[key].items():
-            total = found.setdefault(reason, {"count": 0, "samples": []})
+            total = totals.setdefault(reason, {"count": 0, "samples": []})
             total["count"] += entry["count"]
             total["samples"] += entry["samples"][: SAMPLES - len(total["samples"])]
-    return dict(sorted(found.items(), key=lambda item: (-item[1]["count"], item[0])))
+    return dict(sorted(totals.items(), key=lambda item: (-item[1]["count"], item[0])))
 
 
 def lengths(tokens: np.ndarray, learned: np.ndarray) -> dict[str, Any]:
-    """Lengths of the rows of one split."""
+    """Return statistics of the row lengths of one split."""
     if not len(tokens):
         return {"rows": 0, "tokens": 0, "learned": 0}
     edges = np.unique(np.geomspace(1, tokens.max() + 1, BINS + 1).astype(np.int64))
@@ -60,46 +60,46 @@ def packing(tokens: np.ndarray, padded: np.ndarray, bounds: np.ndarray, capacity
 
 
 def warnings(report: dict[str, Any]) -> list[str]:
-    """Warnings that a person should look at before paying for a training run."""
-    found = []
+    """Return warnings that a person should read before paying for a training run."""
+    lines = []
     read = max(1, report["rows"]["read"])
     for reason, entry in report["dropped"].items():
         if entry["count"] / read > FEW:
-            found.append(f"{entry['count'] / read:.1%} of the rows were left out: {reason}")
+            lines.append(f"{entry['count'] / read:.1%} of the rows were left out: {reason}")
     if report["truncated"]["share"] > FEW:
-        found.append(f"{report['truncated']['share']:.1%} of the rows had their prompt cut")
+        lines.append(f"{report['truncated']['share']:.1%} of the rows had their prompt cut")
     if report["overlap"]["exact"]:
-        found.append(f"{report['overlap']['exact']} rows held out have a prompt that training has too")
+        lines.append(f"{report['overlap']['exact']} held-out rows have a prompt that is also in training")
     if report["overlap"]["near"]:
-        found.append(f"{report['overlap']['near']} rows are nearly a row of another split")
+        lines.append(f"{report['overlap']['near']} rows are nearly a row of another split")
     kept = max(1, report["rows"]["kept"])
     for name, count in (("copies of another", "exact"), ("nearly another", "near")):
         if report["duplicates"][count] / kept > FEW:
-            found.append(f"{report['duplicates'][count] / kept:.1%} of the rows are {name}")
+            lines.append(f"{report['duplicates'][count] / kept:.1%} of the rows are {name}")
     for name, entry in report["anomalies"].items():
-        found.append(f"{entry['count']} rows: {name}, such as {entry['samples'][0]}")
+        lines.append(f"{entry['count']} rows: {name}, such as {entry['samples'][0]}")
     if (
         report["template"]["kind"] != "text"
         and report["template"]["loss_on"] != "all"
         and report["learned_share"] > MOST
     ):
-        found.append(
+        lines.append(
             f"{report['learned_share']:.0%} of the tokens are learned: are prompts among them? See the example"
         )
     for name in SPLITS:
         entry = report.get("packing", {}).get(name)
         if entry and entry["efficiency"] < 0.8 and entry["sequences"] > 1:
-            found.append(_half_full(name, entry, report["tokens"][name]["tokens"] / entry["rows"]))
-    return found
+            lines.append(_half_full(name, entry, report["tokens"][name]["tokens"] / entry["rows"]))
+    return lines
 
 
 def _half_full(name: str, entry: dict[str, Any], mean: float) -> str:
-    """Warning about packed sequences that are not full: why, and what to change."""
+    """Return a warning about packed sequences that are not full: the cause, and a change to make."""
     padding, multiple = entry["padding"], entry["multiple"]
     room = 1 - entry["efficiency"] - padding
-    said = f"packed sequences of {name} are only {entry['efficiency']:.0%} full: {padding:.0%} of them pads each row "
-    said += f"(about {mean:.0f} tokens) to a multiple of {multiple}, {room:.0%} is room that no row fits into; "
+    text = f"packed sequences of {name} are only {entry['efficiency']:.0%} full: {padding:.0%} pads each row "
+    text += f"(about {mean:.0f} tokens) to a multiple of {multiple}, {room:.0%} is too small for any row; "
     if room > padding:
-        return f"{said}another data.seq_length leaves less, such as twice as many tokens"
+        return f"{text}another data.seq_length leaves less, for example twice as long"
     layout = ", or a smaller layout.cp or layout.tp" if multiple > LEAST else ""
-    return f"{said}several short items in one row need less padding{layout}"
+    return f"{text}joining several short rows into one needs less padding{layout}"

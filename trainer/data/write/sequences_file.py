@@ -1,14 +1,13 @@
-"""Writer of token sequences as Megatron-Bridge's packed Parquet, the file that training reads in place of text.
+"""Writer of token sequences as Megatron-Bridge's packed Parquet, which training reads instead of text.
 
     input_ids      list<int32>   the rows of a pack one after another
-    loss_mask      list<int8>    1 where the next token is learned: labels stand one to the left of their tokens
+    loss_mask      list<int8>    1 where the next token is learned: labels are one position left of their tokens
     seq_start_id   list<int32>   where each row of the pack begins
 
-Values are those that Megatron-Bridge's own packing has for the same packs (data/packing/offline.py and algorithms.py).
-The file is written a row group of 65,536 tokens at a time. Training reads a row group to get at one sequence: 1 ms,
-where groups of 250,000 take 3 to 7. The bytes of token ids are stored apart, lowest first, because the highest are
-mostly zero: 1.4 bytes a token instead of 4, at 30 million tokens/s. Equal arguments give equal bytes with one version
-of pyarrow.
+Values equal those of Megatron-Bridge's packing for the same packs (data/packing/offline.py and algorithms.py). The file
+is written in row groups of 65,536 tokens. Training reads a row group to get one sequence: 1 ms, while groups of 250,000
+take 3 to 7. The bytes of token ids are stored separately, lowest first, because the highest are mostly zero: 1.4 bytes
+per token instead of 4, at 30 million tokens/s. Equal arguments give equal bytes with one version of pyarrow.
 """
 
 from collections.abc import Iterator
@@ -20,9 +19,10 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
+from contract.files import open_atomically
 from trainer.data.write import packing
 
-GROUP = 1 << 16  # tokens, or one sequence where that is longer
+GROUP = 1 << 16  # tokens, or one sequence if that is longer
 SCHEMA = pa.schema(
     [
         ("input_ids", pa.list_(pa.int32())),
@@ -45,25 +45,28 @@ class Source(Protocol):
     lengths: np.ndarray
 
     def tokens(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of these rows one after another, and which of them are learned."""
+        """Return the concatenated ids of these rows, and which of them are learned."""
         ...
 
 
 def write(
     path: Path, source: Source, order: np.ndarray, bounds: np.ndarray, *, pad_to: int | None, pad_id: int
 ) -> None:
-    """Write sequences. Sequence i holds the rows order[bounds[i]:bounds[i + 1]] of `source`.
+    """Write sequences. Sequence i has the rows order[bounds[i]:bounds[i + 1]] of `source`.
 
-    Each row is filled up with pad_id to a multiple of pad_to and one more token, the last label. With pad_to None it is
-    not filled up.
+    Each row is padded with pad_id to a multiple of pad_to plus one token, the last label. With pad_to None it is not
+    padded.
     """
     stored = source.lengths[order]
     if pad_to is not None:
         stored = packing.padded(stored, pad_to) + 1
     ends = np.concatenate([[0], np.cumsum(stored, dtype=np.int64)])[bounds]  # of sequences, in tokens
-    partial = path.with_name(path.name + ".partial")
-    with parquet.ParquetWriter(partial, SCHEMA, **FORMAT) as writer, ThreadPoolExecutor(1) as gatherer:
-        waiting = None  # one group is gathered while the one before it is compressed
+    with (
+        open_atomically(path, durable=False) as file,
+        parquet.ParquetWriter(file, SCHEMA, **FORMAT) as writer,
+        ThreadPoolExecutor(1) as gatherer,
+    ):
+        waiting = None  # one group is gathered while the previous one is compressed
         for first, last in _groups(ends):
             rows = slice(bounds[first], bounds[last])
             inner = bounds[first : last + 1] - bounds[first]
@@ -73,11 +76,10 @@ def write(
             waiting = ahead
         if waiting:
             writer.write_table(waiting.result())
-    partial.replace(path)
 
 
 def _groups(ends: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Row groups: the first sequence of each, and the one behind its last."""
+    """Yield row groups: the first sequence of each, and the one after its last."""
     first = 0
     while first < len(ends) - 1:
         last = max(first + 1, int(np.searchsorted(ends, ends[first] + GROUP, "right")) - 1)
@@ -92,10 +94,10 @@ def _table(source: Source, rows: np.ndarray, stored: np.ndarray, bounds: np.ndar
     if not np.array_equal(lengths, stored):
         added = stored - lengths
         filling = np.repeat(starts[1:] - np.cumsum(added), added) + np.arange(added.sum())
-        own = np.ones(starts[-1], bool)
-        own[filling] = False
+        is_token = np.ones(starts[-1], bool)
+        is_token[filling] = False
         padded, mask = np.full(starts[-1], pad_id, np.int32), np.zeros(starts[-1], np.int8)
-        padded[own], mask[own] = ids, learned
+        padded[is_token], mask[is_token] = ids, learned
     else:
         padded, mask = ids.astype(np.int32, copy=False), learned.astype(np.int8)
     shifted = np.append(mask[1:], np.int8(0))
@@ -113,5 +115,5 @@ def _table(source: Source, rows: np.ndarray, stored: np.ndarray, bounds: np.ndar
 
 
 def _array(values: np.ndarray) -> pa.Array:
-    """An Arrow array without pa.array(), which would import pandas to see whether the values are pandas' own."""
+    """Return an Arrow array without pa.array(), which would import pandas to check for pandas values."""
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])

@@ -1,9 +1,9 @@
-"""Spool of the work on chunks, one file for each chunk of the source, and tokens read back from it by row.
+"""Spool of the work on chunks: one file per chunk of the source; tokens are read back from it by row.
 
-    spool/0-000012.chunk    arrays one behind the other; the header says what they are
+    spool/0-000012.chunk    concatenated arrays; the header describes them
 
-A file appears by rename when it is whole, so files that a killed preparation leaves can be used as they are. Tokens are
-uint32; the top bit says that a token is learned. Files are read with pread: mapped pages would count as memory in use.
+A file appears by rename when it is complete, so files of a killed preparation can be used. Tokens are uint32; the top
+bit marks a learned token. Files are read with pread, because mapped pages would count as memory in use.
 """
 
 import itertools
@@ -20,10 +20,10 @@ import numpy as np
 from contract.files import open_atomically
 
 LEARNED = np.uint32(1 << 31)
-OPEN = 16384  # files of this process; packing reads chunks in any order
+OPEN = 16384  # open files of this process; packing reads chunks in any order
 KEPT_FREE = 128
-BLOCK = 1 << 19  # rows looked for at once
-HEADER = 8  # bytes that hold the header's length
+BLOCK = 1 << 19  # rows searched at once
+HEADER = 8  # bytes of the header's length
 
 
 def write(path: Path, arrays: dict[str, np.ndarray], facts: dict[str, Any]) -> None:
@@ -59,15 +59,15 @@ class ChunkFile:
         left = (end - start) * kind.itemsize
         at += start * kind.itemsize
         parts = []
-        while left:  # pread gives at most 2 GB
+        while left:  # pread returns at most 2 GB
             parts.append(os.pread(self.file, left, at))
             left, at = left - len(parts[-1]), at + len(parts[-1])
         return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), kind)
 
     def ends(self, name: str) -> np.ndarray:
-        """End of each row, from the array of the rows' lengths, with a 0 in front."""
+        """Return the end of each row, from the array of the rows' lengths, with a 0 first."""
         if name not in self.bounds:
-            ends = np.zeros(self.places[name][1] + 1, np.uint32)  # of all chunks these are in memory: 4 bytes a row
+            ends = np.zeros(self.places[name][1] + 1, np.uint32)  # kept in memory for all chunks: 4 bytes per row
             np.cumsum(self.read(name), dtype=np.uint32, out=ends[1:])
             self.bounds[name] = ends
         return self.bounds[name]
@@ -82,9 +82,9 @@ class Spool:
     def __init__(self, paths: list[Path]):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY and soft < OPEN:
-            wanted = OPEN if hard == resource.RLIM_INFINITY else min(OPEN, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
+            raised = OPEN if hard == resource.RLIM_INFINITY else min(OPEN, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+            soft = raised
         self.limit = max(1, min(OPEN, soft) - KEPT_FREE)
         self.paths = paths
         self.opened: OrderedDict[int, ChunkFile] = OrderedDict()
@@ -101,20 +101,20 @@ class Spool:
         return self.opened[number]
 
     def column(self, name: str, dtype: type, rows: np.ndarray | None = None) -> np.ndarray:
-        """One value for each row of all chunks, or for some rows in ascending order."""
+        """Return one value for each row of all chunks, or for some rows in ascending order."""
         bounds = self.starts if rows is None else np.searchsorted(rows, self.starts)
-        found = np.empty(bounds[-1], dtype)
+        result = np.empty(bounds[-1], dtype)
         for number, (start, end) in enumerate(itertools.pairwise(bounds)):
             values = self.chunk(number).read(name)
-            found[start:end] = values if rows is None else values[rows[start:end] - self.starts[number]]
-        return found
+            result[start:end] = values if rows is None else values[rows[start:end] - self.starts[number]]
+        return result
 
     def facts(self) -> Iterator[dict[str, Any]]:
         for number in range(len(self.paths)):
             yield self.chunk(number).facts
 
     def runs(self, rows: np.ndarray, lengths: str) -> Iterator[tuple[ChunkFile, int, int]]:
-        """Places of the rows in their chunks, neighbours together. `lengths` names the array of each row's length."""
+        """Yield the ranges of the rows in their chunks, neighbours merged. `lengths` names the array of row lengths."""
         for start in range(0, len(rows), BLOCK):
             yield from self._runs(rows[start : start + BLOCK], lengths)
 
@@ -131,13 +131,13 @@ class Spool:
 
 
 class Sequences:
-    """Some rows of a spool, as the writers of token files take them."""
+    """Some rows of a spool, for the writers of token files."""
 
     def __init__(self, spool: Spool, rows: np.ndarray, lengths: np.ndarray):
         self.spool, self.rows, self.lengths = spool, rows, lengths
 
     def tokens(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids of these rows, one behind the other, and whether each is learned."""
-        found = [file.read("tokens", start, end) for file, start, end in self.spool.runs(self.rows[rows], "length")]
-        joined = np.concatenate(found) if found else np.empty(0, np.uint32)
+        """Return the concatenated token ids of these rows, and whether each is learned."""
+        pieces = [file.read("tokens", start, end) for file, start, end in self.spool.runs(self.rows[rows], "length")]
+        joined = np.concatenate(pieces) if pieces else np.empty(0, np.uint32)
         return (joined & ~LEARNED).astype(np.int32), joined >= LEARNED

@@ -1,4 +1,4 @@
-"""Work on all chunks of all sources, each done by one of several processes. Chunks that are done are not done again."""
+"""Work on all chunks of all sources, by several processes. Finished chunks are not processed again."""
 
 import collections
 import multiprocessing
@@ -22,10 +22,10 @@ from trainer.data.write.chunks import Plan
 from trainer.data.write.progress import Progress
 from trainer.data.write.spool import ChunkFile, Spool
 
-AHEAD = 2  # chunks in hand for each process
+AHEAD = 2  # chunks queued per process
 SHOWN = 5  # bad rows in a fault
 
-_plan: Plan  # of the processes forked from this one
+_plan: Plan  # for the processes forked from this one
 
 
 @dataclass(frozen=True)
@@ -33,24 +33,24 @@ class Done:
     """Results of all chunks."""
 
     paths: list[Path]
-    rows: list[int]  # read of each part
+    rows: list[int]  # rows read of each part
     left: int  # rows that were not chosen
-    copies: int  # of these, those that had occurred before
+    copies: int  # those of them that occurred before
 
 
 def run(plan: Plan, parts: list[Part], progress: Progress) -> Done:
     global _plan
     _plan = plan
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process has a core
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core per process
     processes = plan.data.processes or len(os.sched_getaffinity(0))
-    context = multiprocessing.get_context("fork")  # the tokenizer is loaded once, and its memory shared
+    context = multiprocessing.get_context("fork")  # the tokenizer is loaded once and shared
     with ProcessPoolExecutor(processes, context, _start, (os.getpid(),)) as pool:
         try:
             return _run(plan, parts, progress, pool, AHEAD * processes)
         except BrokenProcessPool:
             raise Fault(
-                "a process of preparation was killed, most likely for want of memory: fewer data.processes take less; "
-                "started again, it goes on where it was"
+                "a process of preparation was killed, probably because memory ran out: reduce data.processes; "
+                "the next start resumes"
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
@@ -77,7 +77,7 @@ def _each(
     kind: str,
     chosen: Callable[[int], np.ndarray | None],
 ) -> list[Path]:
-    """Files of all chunks, in order. The pool makes those that are not there."""
+    """Return the files of all chunks, in order. The pool writes missing ones."""
     paths: list[Path] = []
     waiting: collections.deque[tuple[sources.Chunk, Path, Future | None]] = collections.deque()
     for number, chunk in enumerate(_chunks(plan, parts, kind)):
@@ -119,7 +119,7 @@ def _finish(plan: Plan, chunk: sources.Chunk, path: Path, future: Future | None,
 
 
 def _refuse(dropped: dict[str, Any], data: Data) -> None:
-    """Raise a fault for the rows that the configuration does not let pass."""
+    """Raise a Fault for rows that the configuration does not allow."""
     wrong = {
         reason: entry
         for reason, entry in dropped.items()
@@ -133,8 +133,8 @@ def _refuse(dropped: dict[str, Any], data: Data) -> None:
     if lines:
         more = sum(entry["count"] for entry in wrong.values()) - len(lines[:SHOWN])
         key = "too_long" if set(wrong) <= set(chunks.TOO_LONG) else "bad_rows"
-        lines[SHOWN:] = [f"and {more} more rows near there"] if more else []
-        raise Fault("\n".join([*lines, f"data.{key}=drop would leave such rows out, count them and show some"]))
+        lines[SHOWN:] = [f"and {more} more rows near these"] if more else []
+        raise Fault("\n".join([*lines, f"data.{key}=drop leaves such rows out, counts them and shows some"]))
 
 
 def _choose(paths: list[Path], data: Data) -> tuple[list[np.ndarray | None], int, int]:
@@ -147,7 +147,7 @@ def _choose(paths: list[Path], data: Data) -> tuple[list[np.ndarray | None], int
 
 
 def _start(parent: int) -> None:
-    """Make a worker end with its parent, also when that is killed."""
+    """Make a worker end with its parent, even if the parent is killed."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,9 +1,10 @@
-"""GELU, SwiGLU and the sum with the residual by kernels of our own, in the place of those that torch compiles.
+"""GELU, SwiGLU and the sum with the residual by Triton kernels, in place of torch's compiled functions.
 
-A compiled function costs the host some 0.2 ms a call, which a layer of GPT-2 makes three times forward and as often
-backward; the weighted SwiGLU of experts reads what it has made once more for the gradients of the weights, and a bias's
-gradient is summed from one that was written for it. The functions are those of megatron-core's fused_bias_gelu.py,
-fused_bias_swiglu.py and fused_bias_dropout.py, within the rounding of the type. With dropout those stay.
+A compiled function costs the host about 0.2 ms per call, and a layer of GPT-2 calls three of them forward and three
+backward. The compiled weighted SwiGLU of experts reads its output again for the gradients of the weights, and a bias's
+gradient is summed from a separate tensor. The functions equal those of megatron-core's fused_bias_gelu.py,
+fused_bias_swiglu.py and fused_bias_dropout.py, within the rounding of the type. With dropout the compiled functions
+stay.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
@@ -15,7 +16,7 @@ from trainer.megatron.norms import residual as way
 
 
 def install() -> None:
-    """Have Megatron-Core call the kernels. A second call changes nothing."""
+    """Make Megatron-Core call the kernels. A second call has no effect."""
     from megatron.core.fusions import fused_bias_dropout, fused_bias_gelu, fused_bias_swiglu
 
     from trainer.megatron.activations import kernel
@@ -60,20 +61,20 @@ def _gelu_back(ctx, gradient):
 
     ctx.reader.set_usage(rowwise=True, columnwise=True)
     parts = quantized.Parts(ctx.reader, x.view(-1, x.shape[-1]))
-    made, of_bias = in_fp8.gelu_back(gradient.contiguous(), bias, x.contiguous(), parts)
-    asked, shape = ctx.reader, parts.rows.shape
+    of_x, of_bias = in_fp8.gelu_back(gradient.contiguous(), bias, x.contiguous(), parts)
+    reader, shape = ctx.reader, parts.rows.shape
 
     def fill(place, quantizer):
-        if quantizer is asked and place.shape == shape:
-            return made
-        place.copy_(made.dequantize().view(place.shape))
+        if quantizer is reader and place.shape == shape:
+            return of_x
+        place.copy_(of_x.dequantize().view(place.shape))
         return None if quantizer is None else quantizer(place)
 
     return quantized.promise(x, fill), of_bias
 
 
 def _adding(compiled):
-    """The sum of the residual and what has a bias: as `compiled`, which knows dropout as well."""
+    """Return the sum of the residual and a biased output; `compiled` handles dropout and other cases."""
 
     def bias_dropout_add(x_with_bias, residual, prob):
         x, bias = x_with_bias

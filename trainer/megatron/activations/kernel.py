@@ -1,8 +1,8 @@
-"""GELU and SwiGLU with what stands around them, each in one pass over memory, forward and backward.
+"""GELU and SwiGLU fused with adjacent operations, each in one pass over memory, forward and backward.
 
-They compute in fp32 and round once. tanh and the sigmoid take one exponential: with the library's tanh GELU is bound by
-instructions. Where a gradient is summed up as well, a bias's over rows or a token's weight's over columns, it is
-summed while it is made; the few partial sums of a bias are added by torch.
+They compute in fp32 and round once. tanh and the sigmoid use one exponential: with the library's tanh, GELU would be
+limited by instructions. Gradients that are sums (of a bias over rows, of a token's weight over columns) are accumulated
+in the same pass; torch adds the few partial sums of a bias.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -15,11 +15,11 @@ from trainer.megatron.quantized.kernel import sigmoid, tanh_gelu, tanh_gelu_slop
 
 WIDE = 256  # columns of a tile
 TALL = 16  # rows of a tile
-SUMMED = 256  # rows whose sum one program makes
+SUMMED = 256  # rows that one program sums
 
 
 def bias_gelu(bias: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """GELU of x + bias, by tanh's approximation."""
+    """Return GELU of x + bias, by the tanh approximation."""
     x, rows, columns = _lines(x)
     out = torch.empty_like(x)
     _bias_gelu[(triton.cdiv(columns, WIDE), triton.cdiv(rows, TALL))](x, bias, out, rows, columns, TALL, WIDE)
@@ -27,7 +27,7 @@ def bias_gelu(bias: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def bias_gelu_back(gradient: torch.Tensor, bias: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of x and of the bias."""
+    """Return the gradients of x and of the bias."""
     x, rows, columns = _lines(x)
     out = torch.empty_like(x)
     some = torch.empty((triton.cdiv(rows, SUMMED), columns), dtype=torch.float32, device=x.device)
@@ -45,7 +45,7 @@ def bias_add(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> tor
 
 
 def column_sums(x: torch.Tensor) -> torch.Tensor:
-    """The sum of all rows, in fp32: a bias's gradient, in a third of the time that torch takes for it."""
+    """Return the sum of all rows, in fp32: a bias's gradient, in a third of the time that torch needs."""
     x, rows, columns = _lines(x)
     some = torch.empty((triton.cdiv(rows, SUMMED), columns), dtype=torch.float32, device=x.device)
     _column_sums[(triton.cdiv(columns, WIDE), len(some))](x, some, rows, columns, TALL, WIDE, SUMMED)
@@ -53,7 +53,7 @@ def column_sums(x: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu(x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """SiLU of the first half of each row times the second, and times the row's weight where there are weights."""
+    """Return SiLU of the first half of each row times the second half, times the row's weight if `weights` is given."""
     x, rows, columns = _lines(x)
     out = x.new_empty((*x.shape[:-1], columns // 2))
     weighted = weights is not None
@@ -64,29 +64,29 @@ def swiglu(x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor
 def swiglu_back(
     gradient: torch.Tensor, x: torch.Tensor, weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradients of x and of the weights."""
+    """Return the gradients of x and of the weights."""
     x, rows, columns = _lines(x)
     out = torch.empty_like(x)
     of_weights = None if weights is None else torch.empty_like(weights, memory_format=torch.contiguous_format)
-    given = (x, x) if weights is None else (weights.contiguous(), of_weights)
+    weight_tensors = (x, x) if weights is None else (weights.contiguous(), of_weights)
     width, weighted = columns // 2, weights is not None
-    _swiglu_back[(rows,)](gradient.contiguous(), x, *given, out, width, weighted, _line(width))
+    _swiglu_back[(rows,)](gradient.contiguous(), x, *weight_tensors, out, width, weighted, _line(width))
     return out, of_weights
 
 
 def _lines(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """x with its rows behind one another, and how many of how many columns."""
+    """Return x with contiguous rows, and its numbers of rows and columns."""
     return x.contiguous(), x.numel() // x.shape[-1], x.shape[-1]
 
 
 def _line(width: int) -> int:
-    """Columns of a row that are worked at together."""
+    """Return how many columns of a row are processed together."""
     return 512 if width % 1024 else 1024
 
 
 @triton.jit
 def _tile(rows, columns, first, TALL: tl.constexpr, WIDE: tl.constexpr):
-    """Places of a tile's numbers, and which of them there are."""
+    """Return the offsets of a tile's values, and a mask of those inside the tensor."""
     row = first + tl.arange(0, TALL)
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     return row.to(tl.int64)[:, None] * columns + column[None, :], (row < rows)[:, None] & (column < columns)[None, :]
@@ -115,10 +115,10 @@ def _bias_gelu_back(
     for first in range(0, SUMMED, TALL):
         place, known = _tile(rows, columns, tl.program_id(1) * SUMMED + first, TALL, WIDE)
         y = tl.load(x + place, mask=known, other=0.0).to(tl.float32) + added
-        given = tl.load(gradient + place, mask=known, other=0.0).to(tl.float32)
-        found = given * tanh_gelu_slope(y)
-        total += found
-        tl.store(out + place, found.to(out.dtype.element_ty), mask=known)
+        upstream = tl.load(gradient + place, mask=known, other=0.0).to(tl.float32)
+        of_x = upstream * tanh_gelu_slope(y)
+        total += of_x
+        tl.store(out + place, of_x.to(out.dtype.element_ty), mask=known)
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     tl.store(some + tl.program_id(1) * columns + column, tl.sum(total, 0), mask=column < columns)
 
@@ -150,8 +150,8 @@ def _swiglu(x, weights, out, width, WEIGHTED: tl.constexpr, LINE: tl.constexpr):
         known = column < width
         gate = tl.load(x + row * 2 * width + column, mask=known, other=0.0).to(tl.float32)
         up = tl.load(x + row * 2 * width + width + column, mask=known, other=0.0).to(tl.float32)
-        found = gate * sigmoid(gate) * up * weight
-        tl.store(out + row * width + column, found.to(out.dtype.element_ty), mask=known)
+        product = gate * sigmoid(gate) * up * weight
+        tl.store(out + row * width + column, product.to(out.dtype.element_ty), mask=known)
 
 
 @triton.jit
@@ -164,13 +164,13 @@ def _swiglu_back(gradient, x, weights, of_weights, out, width, WEIGHTED: tl.cons
         known = column < width
         gate = tl.load(x + row * 2 * width + column, mask=known, other=0.0).to(tl.float32)
         up = tl.load(x + row * 2 * width + width + column, mask=known, other=0.0).to(tl.float32)
-        given = tl.load(gradient + row * width + column, mask=known, other=0.0).to(tl.float32)
+        upstream = tl.load(gradient + row * width + column, mask=known, other=0.0).to(tl.float32)
         half = sigmoid(gate)
-        total += given * gate * half * up
-        given *= weight
-        of_gate = given * up * half * (1.0 + gate * (1.0 - half))
+        total += upstream * gate * half * up
+        upstream *= weight
+        of_gate = upstream * up * half * (1.0 + gate * (1.0 - half))
         tl.store(out + row * 2 * width + column, of_gate.to(out.dtype.element_ty), mask=known)
-        of_up = (given * gate * half).to(out.dtype.element_ty)
+        of_up = (upstream * gate * half).to(out.dtype.element_ty)
         tl.store(out + row * 2 * width + width + column, of_up, mask=known)
     if WEIGHTED:
         tl.store(of_weights + row, tl.sum(total, 0).to(of_weights.dtype.element_ty))

@@ -1,34 +1,26 @@
-"""Bridges of our own, for families that Megatron-Bridge 0.6 does not convert; written as it writes its own.
+"""Megatron's part of each model family, in a file with the name of the family's file in conf/families/.
 
-    load(architecture)      register the bridge of a family, ours or Megatron-Bridge's, with AutoBridge
+    load(config)      register the bridge of a config.json's family with AutoBridge, with the patches that it needs
 
-Each file goes when Megatron-Bridge has the family. One that it has already is never replaced; what is wrong with it is
-repaired in trainer/patches/families/.
+A family without a file here uses Megatron-Bridge's own bridge, unpatched. The bridges here are for families that
+Megatron-Bridge 0.6 does not convert; remove each when it does. Bugs of its bridges are fixed in
+trainer/patches/families/.
 """
 
 import importlib
+import importlib.util
+from typing import Any
 
+from conf import families
+from trainer.patches import families as patches
 from trainer.patches import lazy_bridge
 
-OURS = {
-    "MixtralForCausalLM": "mixtral",
-    "Qwen2MoeForCausalLM": "qwen2_moe",
-    "GPT2LMHeadModel": "gpt2",
-}
-# Patches that a family of Megatron-Bridge's needs, to install before its bridge is asked for anything.
-PATCHED = {
-    "OlmoeForCausalLM": ("norms_over_heads",),
-    "MiniMaxM2ForCausalLM": ("norms_over_heads", "minimax_m2"),
-    "DeepseekV3ForCausalLM": ("kimi_k2",),
-    "GptOssForCausalLM": ("stacked_experts", "router_biases", "clamped_experts", "scaled_positions"),
-}
 
-
-def load(architecture: str) -> None:
-    """Import the modules that register `architecture` (the first of config.json's architectures) with AutoBridge."""
-    if architecture in OURS:
-        importlib.import_module(f"{__name__}.{OURS[architecture]}")
+def load(config: dict[str, Any]) -> None:
+    family = families.of(config)
+    name = family.megatron or f"{__name__}.{family.model_type}"
+    if importlib.util.find_spec(name):
+        importlib.import_module(name)
     else:
-        lazy_bridge.load_family(architecture)
-    for patch in PATCHED.get(architecture, ()):
-        importlib.import_module(f"trainer.patches.families.{patch}").install()
+        lazy_bridge.load_family(family.architecture)
+    patches.install(family.model_type)

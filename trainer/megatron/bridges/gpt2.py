@@ -1,7 +1,7 @@
 """Bridge of GPT-2: learned positions, LayerNorm, biases everywhere, one matrix for q, k and v, matrices transposed.
 
-The vocabulary of the releases, 50257, cannot be cut, so Megatron pads it. What pads it is no token: its logits, of an
-embedding of zeros, would be 0, where those of GPT-2's tokens are around -40. They are masked.
+The releases' vocabulary of 50,257 cannot be divided over ranks, so Megatron pads it. Padding has embeddings of zeros
+and would get the logit 0, while GPT-2's tokens have logits around -40. The padding's logits are therefore masked.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportIncompatibleMethodOverride=false
@@ -24,17 +24,17 @@ from trainer.megatron.bridges.mappings import PaddedVocabularyMapping, Transpose
 from trainer.patches.families import head_models
 
 head_models.install()
-NO_TOKEN = -1e4  # the logit of what pads the vocabulary
+NO_TOKEN = -1e4  # logit of the vocabulary's padding
 
 
 @dataclass
 class GPT2Provider(GPTModelProvider):
-    """Provider of GPT-2, which has all of its positions and a padded vocabulary, however long a sequence is."""
+    """Provider of GPT-2, with all of its positions and a padded vocabulary for every sequence length."""
 
     positions: int = 1024
 
     def finalize(self) -> None:
-        # gelu_new is the form that uses tanh; so is Megatron's fused gelu, which it asks for by the other's name
+        # gelu_new uses tanh; so does Megatron's fused gelu, which is selected by torch's gelu.
         fused = self.bias_activation_fusion
         self.activation_func = torch.nn.functional.gelu if fused else tanh_gelu
         super().finalize()
@@ -63,9 +63,9 @@ def _mask(tokens: int, layer, _, output):
 
 
 class _Masked(torch.autograd.Function):
-    """Logits whose pads are overwritten in place, as a copy of all of them takes 3 % of a step.
+    """Overwrite the logits of the padding in place, because a copy of all logits takes 3 % of a step.
 
-    A softmax leaves nothing of the pads, so that their gradients are 0 as they come.
+    After a softmax the padding has probability 0, so its gradients are already 0.
     """
 
     @staticmethod
@@ -110,7 +110,7 @@ class GPT2Bridge(MegatronModelBridge):
         root = self._root()
         mappings = [
             PaddedVocabularyMapping("embedding.word_embeddings.weight", f"{root}wte.weight"),
-            PaddedVocabularyMapping("output_layer.weight", "lm_head.weight"),  # where it is not tied
+            PaddedVocabularyMapping("output_layer.weight", "lm_head.weight"),  # if not tied
             ReplicatedMapping("embedding.position_embeddings.weight", f"{root}wpe.weight"),
         ]
         layer, released = "decoder.layers.*.", f"{root}h.*."
@@ -121,26 +121,26 @@ class GPT2Bridge(MegatronModelBridge):
                 f"{layer}mlp.linear_fc1.layer_norm_": f"{released}ln_2.",
             }
             mappings += [
-                AutoMapping(megatron_param=f"{name}{kind}", hf_param=f"{theirs}{kind}")
-                for name, theirs in plain.items()
+                AutoMapping(megatron_param=f"{name}{kind}", hf_param=f"{released_name}{kind}")
+                for name, released_name in plain.items()
             ]
             linear = {
                 "self_attention.linear_proj": "attn.c_proj",
                 "mlp.linear_fc1": "mlp.c_fc",
                 "mlp.linear_fc2": "mlp.c_proj",
             }
-            turned = (1, 0) if kind == "weight" else None
+            permutation = (1, 0) if kind == "weight" else None
             mappings += [
-                AutoMapping(f"{layer}{name}.{kind}", f"{released}{theirs}.{kind}", turned)
-                for name, theirs in linear.items()
+                AutoMapping(f"{layer}{name}.{kind}", f"{released}{released_name}.{kind}", permutation)
+                for name, released_name in linear.items()
             ]
             qkv = TransposedQKVMapping if kind == "weight" else ConcatenatedQKVMapping
             mappings.append(qkv(f"{layer}self_attention.linear_qkv.{kind}", f"{released}attn.c_attn.{kind}"))
         return MegatronMappingRegistry(*mappings)
 
     def _root(self) -> str:
-        """Prefix of names: that of the class, or "" as in OpenAI's own releases."""
-        assert self.hf_config, "Bridge sets it before it asks for names"
+        """Return the prefix of names: the class's, or "" as in OpenAI's releases."""
+        assert self.hf_config, "Bridge sets it before it reads names"
         folder = Path(self.hf_config._name_or_path)
         has_weights = any((folder / name).is_file() for name in (weights.SINGLE, weights.INDEX))
         return "" if has_weights and "wte.weight" in weights.tensors(folder) else "transformer."

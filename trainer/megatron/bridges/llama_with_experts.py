@@ -1,4 +1,4 @@
-"""Settings and names that our bridges of Llamas with experts have in common."""
+"""Settings and names common to the bridges of Llamas with experts."""
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 
@@ -18,7 +18,7 @@ OF_LAYER = {
 
 
 def set_up(provider, config) -> None:
-    """Set what no key of config.json says."""
+    """Set what config.json has no key for."""
     provider.normalization = "RMSNorm"
     provider.gated_linear_unit = True
     provider.add_bias_linear = False
@@ -36,9 +36,16 @@ def set_up(provider, config) -> None:
 
 
 def mappings(of_layer: dict[str, str], *of_qkv: str) -> list[MegatronParamMapping]:
-    """Mappings of embeddings, norms and attention, and of more names of a layer; `of_qkv` is weight, or bias too."""
-    names = {f"decoder.layers.*.{name}": f"model.layers.*.{theirs}" for name, theirs in (OF_LAYER | of_layer).items()}
-    plain = [AutoMapping(megatron_param=name, hf_param=theirs) for name, theirs in (NAMES | names).items()]
+    """Return mappings of embeddings, norms, attention and further names of a layer; `of_qkv` is "weight", optionally
+    "bias".
+    """
+    names = {
+        f"decoder.layers.*.{name}": f"model.layers.*.{released_name}"
+        for name, released_name in (OF_LAYER | of_layer).items()
+    }
+    plain = [
+        AutoMapping(megatron_param=name, hf_param=released_name) for name, released_name in (NAMES | names).items()
+    ]
     fused = [
         QKVMapping(
             f"decoder.layers.*.self_attention.linear_qkv.{kind}",

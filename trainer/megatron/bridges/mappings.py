@@ -1,4 +1,4 @@
-"""Mappings that Megatron-Bridge lacks: of matrices stored transposed, and of a vocabulary that Megatron pads."""
+"""Mappings that Megatron-Bridge lacks: for transposed matrices, and for a vocabulary that Megatron pads."""
 
 # pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
 
@@ -15,12 +15,12 @@ class TransposedQKVMapping(ConcatenatedQKVMapping):
         return super().hf_to_megatron(hf_weights.t().contiguous(), megatron_module)
 
     def megatron_to_hf(self, megatron_weights, megatron_module):
-        found = super().megatron_to_hf(megatron_weights, megatron_module)
-        return {name: weight.t().contiguous() for name, weight in found.items()}
+        weights = super().megatron_to_hf(megatron_weights, megatron_module)
+        return {name: weight.t().contiguous() for name, weight in weights.items()}
 
 
 class PaddedVocabularyMapping(AutoMapping):
-    """Mapping of an embedding that Megatron has more rows for. Bridge's own pads it where it is cut, and only there."""
+    """Mapping of an embedding with more rows in Megatron. Bridge's mapping pads only if it is cut over ranks."""
 
     def hf_to_megatron(self, hf_weights, megatron_module):
         lacking = megatron_module.weight.shape[0] * self.tp_size - hf_weights.shape[0]

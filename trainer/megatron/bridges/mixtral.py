@@ -1,4 +1,4 @@
-"""Bridge of Mixtral: a Llama whose MLPs are experts, of which a token takes some, with weights that sum to 1."""
+"""Bridge of Mixtral: a Llama with experts as MLPs; a token uses a few of them, with weights that sum to 1."""
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 
@@ -23,13 +23,13 @@ class MixtralBridge(MegatronModelBridge):
         provider.add_qkv_bias = False
         provider.num_moe_experts = config.num_local_experts
         provider.moe_ffn_hidden_size = config.intermediate_size
-        provider.moe_router_pre_softmax = False  # over the experts taken: their weights sum to 1
+        provider.moe_router_pre_softmax = False  # softmax over the chosen experts: their weights sum to 1
         return provider
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         mappings = llama_with_experts.mappings({"mlp.router.weight": "block_sparse_moe.gate.weight"}, "weight")
         expert = "model.layers.*.block_sparse_moe.experts.*"
-        for fc1, fc2 in (  # of grouped experts, and of experts that are modules of their own
+        for fc1, fc2 in (  # of grouped experts, and of experts as separate modules
             ("linear_fc1.weight*", "linear_fc2.weight*"),
             ("local_experts.*.linear_fc1.weight", "local_experts.*.linear_fc2.weight"),
         ):

@@ -1,4 +1,4 @@
-"""Bridge of Qwen2-MoE and Qwen1.5-MoE: routed experts beside a shared one, which each token weighs by a gate."""
+"""Bridge of Qwen2-MoE and Qwen1.5-MoE: routed experts and a shared one, which each token weights by a gate."""
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 
@@ -26,7 +26,7 @@ class Qwen2MoEBridge(MegatronModelBridge):
         provider = super().provider_bridge(hf_pretrained)
         config = hf_pretrained.config
 
-        # a layer's kind is its own: every decoder_sparse_step-th has experts, but for mlp_only_layers
+        # Layers differ: every decoder_sparse_step-th has experts, except mlp_only_layers.
         provider.transformer_layer_spec = partial(get_gpt_decoder_block_spec, use_transformer_engine=True)
         provider.moe_layer_freq = [
             int(layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0)
@@ -37,7 +37,7 @@ class Qwen2MoEBridge(MegatronModelBridge):
         provider.num_moe_experts = config.num_experts
         provider.moe_shared_expert_intermediate_size = config.shared_expert_intermediate_size
         provider.moe_shared_expert_gate = True
-        provider.moe_router_pre_softmax = not config.norm_topk_prob  # over all experts, or over those taken
+        provider.moe_router_pre_softmax = not config.norm_topk_prob  # softmax over all experts, or over the chosen ones
         return provider
 
     def mapping_registry(self) -> MegatronMappingRegistry:

@@ -1,8 +1,9 @@
-"""Layer norms and RMS norms by kernels of our own, for widths that Transformer Engine has none for.
+"""Layer norms and RMS norms by Triton kernels, for widths that Transformer Engine has no special kernel for.
 
-Powers of two have one there. Others, such as GPT2-large's 1,280 and GLM-4.7's 5,120, share a general one, which reaches
-a third of the memory's speed. Where FP8 wants it, what comes out is quantized within the norm, if the scale is known,
-and else behind it. The gradient of the residual beside a norm is added by its kernel (residual.py).
+Transformer Engine has special kernels for powers of two. Other widths, such as GPT2-large's 1,280 and GLM-4.7's 5,120,
+share a general kernel, which reaches a third of the memory bandwidth. For FP8, the output is quantized within the norm
+if the scale is known, and after it otherwise. The norm's backward kernel also adds the gradient of the residual
+(residual.py).
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportMissingImports=false
@@ -16,7 +17,7 @@ NARROWEST, WIDEST = 1024, 16384
 
 
 def install() -> None:
-    """Have Transformer Engine call the kernels. A second call changes nothing."""
+    """Make Transformer Engine call the kernels. A second call has no effect."""
     import transformer_engine_torch as engine
     from transformer_engine.pytorch import cpp_extensions
     from transformer_engine.pytorch.ops.basic import layer_norm, rmsnorm
@@ -25,14 +26,14 @@ def install() -> None:
         return
     engine.general_norms, ours = _functions(engine)
     for function in ours:
-        for module in (engine, cpp_extensions, layer_norm, rmsnorm):  # each has its own name for them
+        for module in (engine, cpp_extensions, layer_norm, rmsnorm):  # each module imports the functions by name
             if hasattr(module, function.__name__):
                 setattr(module, function.__name__, function)
     residual.install(lambda x, weight: x.is_contiguous() and _ours(x.view(-1, x.shape[-1]), weight))
 
 
 def _functions(engine) -> tuple[dict, tuple]:
-    """The engine's functions, and ours, which call those where they know a width better."""
+    """Return the engine's functions, and ours, which fall back to the engine's for other widths."""
     theirs = {name: getattr(engine, name) for name in ("layernorm_fwd", "layernorm_bwd", "rmsnorm_fwd", "rmsnorm_bwd")}
 
     def layernorm_fwd(x, weight, bias, epsilon, out, quantizer, kind, margin, centered):
@@ -43,8 +44,8 @@ def _functions(engine) -> tuple[dict, tuple]:
     def rmsnorm_fwd(x, weight, epsilon, out, quantizer, kind, margin, centered):
         if out is not None or not _ours(x, weight):
             return theirs["rmsnorm_fwd"](x, weight, epsilon, out, quantizer, kind, margin, centered)
-        found, _, spreads = _forward(engine, x, weight, None, epsilon, quantizer, centered)
-        return found, None, spreads
+        rows, _, spreads = _forward(engine, x, weight, None, epsilon, quantizer, centered)
+        return rows, None, spreads
 
     def layernorm_bwd(gradient, x, means, spreads, weight, margin, centered):
         if not _ours(x, weight):
@@ -74,13 +75,13 @@ def _forward(engine, x, weight, bias, epsilon, quantizer, centered):
         _, means, spreads = kernel.forward(x, weight, bias, epsilon, centered, normed=False)
         parts = quantized.Parts(quantizer, x)
         return in_fp8.norm(x, weight, bias, None if bias is None else means, spreads, centered, parts), means, spreads
-    found, means, spreads = kernel.forward(x, weight, bias, epsilon, centered)
-    return (found if quantizer is None else engine.quantize(found, quantizer)), means, spreads
+    rows, means, spreads = kernel.forward(x, weight, bias, epsilon, centered)
+    return (rows if quantizer is None else engine.quantize(rows, quantizer)), means, spreads
 
 
 def _backward(gradient, x, means, spreads, weight, centered):
     from trainer.megatron.norms import kernel
 
-    # A view of a parameter that is trained says without autograd that it is not.
+    # A view of a trained parameter has requires_grad False when autograd is off.
     trained = weight.requires_grad or not isinstance(weight, torch.nn.Parameter)
     return kernel.backward(gradient, x, means, spreads, weight, centered, trained, residual.take(x))

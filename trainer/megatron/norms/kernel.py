@@ -1,7 +1,7 @@
 """Layer norms and RMS norms in one pass over memory, forward and backward.
 
-A program holds whole rows: forward one tile of them; backward it goes from tile to tile and sums the gradients of the
-weight and of the bias, so that few partial sums are left, which torch adds. All is computed in fp32 and rounded once.
+A program processes whole rows: forward one tile of them; backward many tiles, summing the gradients of the weight and
+of the bias. Few partial sums remain, which torch adds. Everything is computed in fp32 and rounded once.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-FORWARD, BACKWARD = (2048, 2), (4096, 8)  # numbers of a tile, at least, and warps for so many of them
-PROGRAMS, AHEAD = 2, 3  # backward, of each multiprocessor, and tiles that each of them reads ahead,
-ROOM = 96 * 1024  # where those need no more bytes of the multiprocessor's own memory
+FORWARD, BACKWARD = (2048, 2), (4096, 8)  # values of a tile, at least, and warps for that many values
+PROGRAMS, AHEAD = 2, 3  # backward: programs per multiprocessor, and tiles that each reads ahead,
+ROOM = 96 * 1024  # if these need at most so many bytes of the multiprocessor's shared memory
 
 
 def forward(
@@ -25,17 +25,18 @@ def forward(
     centered: bool,
     normed: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The normed rows, their means, and one over their spread; without a bias of their roots of mean squares.
+    """Return the normed rows, their means, and their inverse standard deviations; without bias, inverse root mean
+    squares.
 
-    Where they are not to be `normed`, x is in the place of the rows.
+    Without `normed`, x is returned instead of the rows.
     """
     rows, columns = x.shape
     out = torch.empty_like(x) if normed else x
     means, spreads = x.new_empty((2, rows), dtype=torch.float32)
     tall, wide, warps = _tile(columns, *FORWARD)
-    given = x, weight, weight if bias is None else bias, out, means, spreads
+    tensors = x, weight, weight if bias is None else bias, out, means, spreads
     sizes = rows, columns, epsilon, bias is not None, centered, normed, tall, wide
-    _forward[(triton.cdiv(rows, tall),)](*given, *sizes, num_warps=warps)
+    _forward[(triton.cdiv(rows, tall),)](*tensors, *sizes, num_warps=warps)
     return out, means, spreads
 
 
@@ -49,9 +50,9 @@ def backward(
     trained: bool = True,
     past: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of x, of the weight, and of the bias; where those two are not `trained`, zeros.
+    """Return the gradients of x, of the weight and of the bias; the last two are zeros unless `trained`.
 
-    A gradient of x that came `past` the norm is added to x's.
+    `past` is a gradient of x that bypassed the norm (the residual's); it is added to x's gradient.
     """
     rows, columns = x.shape
     tall, wide, warps = _tile(columns, *BACKWARD)
@@ -59,12 +60,12 @@ def backward(
     count = min(tiles, PROGRAMS * (_multiprocessors(x.device) if x.is_cuda else 1))
     out, some = torch.empty_like(x), x.new_empty((2, count if trained else 0, columns), dtype=torch.float32)
     added = past is not None
-    beside = past.contiguous() if added else x
-    given = gradient.contiguous(), x, means if has_mean else spreads, spreads, weight, beside, out, some
+    bypass = past.contiguous() if added else x
+    tensors = gradient.contiguous(), x, means if has_mean else spreads, spreads, weight, bypass, out, some
     read = tall * wide * (3 if added else 2) * x.element_size()
     ahead = AHEAD if AHEAD * read <= ROOM else 1
     sizes = rows, columns, tiles, count * columns, has_mean, centered, trained, added, tall, wide, ahead
-    _backward[(count,)](*given, *sizes, num_warps=warps)
+    _backward[(count,)](*tensors, *sizes, num_warps=warps)
     of_weight, of_bias = some.sum(1).to(weight.dtype)
     return out, of_weight, of_bias
 
@@ -75,15 +76,15 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _tile(columns: int, numbers: int, warps: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and the warps that work at it: more, where a row has more numbers than that."""
+    """Return rows and columns of a tile, and its number of warps, which grows with long rows."""
     wide = triton.next_power_of_2(columns)
     return max(1, numbers // wide), wide, min(16, warps * max(1, wide // numbers))
 
 
 @triton.jit
 def _weights(weight, column, known, CENTERED: tl.constexpr):
-    found = tl.load(weight + column, mask=known, other=0.0).to(tl.float32)
-    return found + 1.0 if CENTERED else found
+    scale = tl.load(weight + column, mask=known, other=0.0).to(tl.float32)
+    return scale + 1.0 if CENTERED else scale
 
 
 @triton.jit
@@ -128,13 +129,13 @@ def _backward(
     means,
     spreads,
     weight,
-    beside,
+    bypass,
     out,
     some,
     rows,
     columns,
     tiles,
-    behind,
+    bias_offset,
     HAS_MEAN: tl.constexpr,
     CENTERED: tl.constexpr,
     TRAINED: tl.constexpr,
@@ -151,24 +152,24 @@ def _backward(
         row = tile * TALL + tl.arange(0, TALL)
         place = row.to(tl.int64)[:, None] * columns + column[None, :]
         known = (row < rows)[:, None] & (column < columns)[None, :]
-        given = tl.load(gradient + place, mask=known, other=0.0).to(tl.float32)
+        upstream = tl.load(gradient + place, mask=known, other=0.0).to(tl.float32)
         y = tl.load(x + place, mask=known, other=0.0).to(tl.float32)
         spread = tl.load(spreads + row, mask=row < rows, other=0.0)
         if HAS_MEAN:
             y = tl.where(known, y - tl.load(means + row, mask=row < rows, other=0.0)[:, None], 0.0)
         y *= spread[:, None]
         if TRAINED:
-            of_weight += given * y
-            of_bias += given
-        given *= scale[None, :]
-        found = given - y * (tl.sum(given * y, 1) / columns)[:, None]
+            of_weight += upstream * y
+            of_bias += upstream
+        upstream *= scale[None, :]
+        of_x = upstream - y * (tl.sum(upstream * y, 1) / columns)[:, None]
         if HAS_MEAN:
-            found -= (tl.sum(given, 1) / columns)[:, None]
-        found *= spread[:, None]
+            of_x -= (tl.sum(upstream, 1) / columns)[:, None]
+        of_x *= spread[:, None]
         if ADDED:
-            found += tl.load(beside + place, mask=known, other=0.0).to(tl.float32)
-        tl.store(out + place, found.to(out.dtype.element_ty), mask=known)
+            of_x += tl.load(bypass + place, mask=known, other=0.0).to(tl.float32)
+        tl.store(out + place, of_x.to(out.dtype.element_ty), mask=known)
     if TRAINED:
         line = some + tl.program_id(0) * columns + column
         tl.store(line, tl.sum(of_weight, 0), mask=column < columns)
-        tl.store(line + behind, tl.sum(of_bias, 0), mask=column < columns)
+        tl.store(line + bias_offset, tl.sum(of_bias, 0), mask=column < columns)

@@ -1,10 +1,10 @@
-"""The way past a norm: its gradient is added by the kernel that makes the norm's, and not by a kernel of its own.
+"""The gradient of the residual past a norm, added by the norm's backward kernel.
 
-What a layer reads goes two ways, through a norm and past it, and autograd adds the two gradients: 60 microseconds each
-time in GPT2-large, twice a layer, to read and write what the norm's backward has just written. Here the way past is a
-second output of the function that has the norm, Transformer Engine's LayerNormLinear, so that both gradients come back
-together. The sum behind attention or the MLP takes it in place of the layer's input: past() gives it. Both are the
-same numbers, and without the kernel the gradients are added as before.
+A layer's input takes two paths, through a norm and past it, and autograd adds the two gradients. In GPT2-large this
+takes 60 microseconds, twice per layer, to read and write what the norm's backward has just written. Here the path past
+the norm is a second output of the function that contains the norm, Transformer Engine's LayerNormLinear, so both
+gradients arrive together. The sum after attention or the MLP uses this output instead of the layer's input; past()
+returns it. The values are the same; without the kernel the gradients are added as before.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
@@ -19,12 +19,12 @@ from trainer.patches import versions
 
 WRITTEN_FOR = {"transformer-engine": ("2.20.2",), "megatron-core": ("0.19.2",)}
 
-_split: tuple[torch.Tensor, torch.Tensor] | None = None  # what the last norm has read, and the way past it
-_coming: torch.Tensor | None = None  # in backward, the gradient that came past the norm
+_split: tuple[torch.Tensor, torch.Tensor] | None = None  # the last norm's input, and the output that bypasses it
+_incoming: torch.Tensor | None = None  # in backward, the gradient that bypassed the norm
 
 
 def install(ours: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
-    """Split the ways at norms whose kernel is ours, of an input and a weight. A second call changes nothing."""
+    """Split the paths at norms that use our kernel; `ours` decides by input and weight. A second call has no effect."""
     versions.check(__name__, WRITTEN_FOR)
     from megatron.core.fusions import fused_bias_dropout
     from transformer_engine.pytorch.module import layernorm_linear
@@ -36,59 +36,59 @@ def install(ours: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
 
 
 def splitting(function: type, ours: Callable[[torch.Tensor, torch.Tensor], bool]) -> type:
-    """Transformer Engine's function of a norm and a product, which keeps the way past the norm for the sum."""
+    """Wrap Transformer Engine's function of a norm and a product; keep the path past the norm for the sum."""
 
     class Both(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x, *given):
-            found = function.forward(ctx, x, *given)
-            quantized.reads(found[0], ctx.grad_output_quantizer)
-            # A way that nobody took has no gradient, and not one of zeros.
+        def forward(ctx, x, *args):
+            outputs = function.forward(ctx, x, *args)
+            quantized.reads(outputs[0], ctx.grad_output_quantizer)
+            # An unused path has the gradient None, not zeros.
             ctx.set_materialize_grads(ctx.return_layernorm_output)
-            return (*found, x)
+            return (*outputs, x)
 
         @staticmethod
         def backward(ctx, *gradients):
-            global _coming
-            *given, _coming = gradients
+            global _incoming
+            *of_outputs, _incoming = gradients
             try:
-                found = function.backward(ctx, *given)
-                left = take(found[0])
+                of_inputs = function.backward(ctx, *of_outputs)
+                left = take(of_inputs[0])
             finally:
-                _coming = None
-            return found if left is None else (found[0] + left, *found[1:])
+                _incoming = None
+            return of_inputs if left is None else (of_inputs[0] + left, *of_inputs[1:])
 
     class Splitting:
         both, forward = Both, function.forward
 
         @staticmethod
-        def apply(x, weight, *given):
+        def apply(x, weight, *args):
             global _split
             if not x.requires_grad or not ours(x, weight):
-                return function.apply(x, weight, *given)
-            *found, beside = Both.apply(x, weight, *given)
-            _split = x, beside
-            return tuple(found)
+                return function.apply(x, weight, *args)
+            *outputs, bypass = Both.apply(x, weight, *args)
+            _split = x, bypass
+            return tuple(outputs)
 
     return Splitting
 
 
 def take(like: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that came past the norm, in this shape, where there is one. Who takes it adds it."""
-    global _coming
-    found, _coming = _coming, None
-    return None if found is None else found.reshape(like.shape)
+    """Return and forget the gradient that bypassed the norm, in this shape, if any. The caller adds it."""
+    global _incoming
+    gradient, _incoming = _incoming, None
+    return None if gradient is None else gradient.reshape(like.shape)
 
 
 def past(residual: torch.Tensor) -> torch.Tensor:
-    """The way past the norm that has read this residual last; the residual itself, where it went no other way."""
+    """Return the output that bypasses the last norm if the norm read this residual, else the residual itself."""
     global _split
-    found, _split = _split, None
-    return found[1] if found is not None and found[0] is residual else residual
+    split, _split = _split, None
+    return split[1] if split is not None and split[0] is residual else residual
 
 
 def _past(unfused: Callable) -> Callable:
-    """The sum of models without biases, which is not compiled."""
+    """Wrap the sum of models without biases, which is not compiled."""
 
     def bias_dropout_add_unfused(training):
         add = unfused(training)

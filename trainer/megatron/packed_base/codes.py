@@ -1,28 +1,28 @@
-"""Weights of codes and scales, unpacked: those of all experts of a layer at once.
+"""Unpack weights that are stored as codes and scales, all experts of a layer at once.
 
     unpack(codes, scales, block, dtype, factors) -> weights     [n, out, in]
 
-Codes are [n, out, in] in FP8 (e4m3), or [n, out, in / 2] in bytes of two codes of 4 bits, the even column's in the low
-bits. Scales are [n, rows, columns] of blocks, of which the last may be shorter; their type says what 4 bits are:
+Codes are [n, out, in] in FP8 (e4m3), or [n, out, in / 2] in bytes of two 4-bit codes, the even column's in the low
+bits. Scales are [n, rows, columns] of blocks (the last may be smaller); their type determines the 4-bit format:
 
-    bf16    int      integers, each 8 above what it stands for
-    e4m3    nvfp4    e2m1; all scales of a matrix have a factor besides
-    bytes   mxfp4    e2m1; a scale is an exponent of 2, 127 above what it stands for
+    bf16    int      integers, stored with 8 added
+    e4m3    nvfp4    e2m1; all scales of a matrix also share a factor
+    bytes   mxfp4    e2m1; a scale is an exponent of 2, stored with 127 added
 
-Factors are [n, k] in fp32: of k matrices of as many rows, one below the other. Products are in fp32, that of scale and
-factor first, and the last is rounded once, to the type that is asked for. On a GPU kernel.py does the same in one pass.
+Factors are [n, k] in fp32: for k stacked matrices with equal numbers of rows. Products are in fp32: first scale times
+factor, then the code; the result is rounded once, to the requested type. kernel.py does the same on a GPU in one pass.
 """
 
 import torch
 
 from conf.model_files.quantization import E2M1
 
-MIDDLE = 8  # of the integers of 4 bits
-BIAS = 127  # of exponents in a byte
+MIDDLE = 8  # added to 4-bit integers
+BIAS = 127  # added to exponents stored in a byte
 FP8 = torch.float8_e4m3fn
-# Their type, by the kind of conf/rules/packed_base.py.
+# Types of scales by kind (conf/rules/packed_base.py).
 SCALES = {"fp8": torch.float32, "int": torch.bfloat16, "nvfp4": FP8, "mxfp4": torch.uint8}
-AT_ONCE = 2**26  # numbers in fp32
+AT_ONCE = 2**26  # fp32 values unpacked at a time
 
 
 def shape_of(codes: torch.Tensor) -> tuple[int, int, int]:
@@ -44,16 +44,16 @@ def unpack(
     count, rows, columns = shape_of(codes)
     kind, scales = kind_of(codes, scales), in_fp32(scales)
     if factors is not None:
-        assert rows % factors.shape[1] == 0 and block[0] == 1, "matrices of as many rows, one below the other"
+        assert rows % factors.shape[1] == 0 and block[0] == 1, "stacked matrices have equal numbers of rows"
         scales = scales * factors.repeat_interleave(rows // factors.shape[1], 1).unsqueeze(-1)
     whole = torch.empty((count, rows, columns), dtype=dtype, device=codes.device)
     each = max(1, AT_ONCE // (block[0] * columns)) * block[0]
-    for weight, of_weight, to in zip(codes, scales, whole, strict=True):
+    for weight, of_weight, target in zip(codes, scales, whole, strict=True):
         for start in range(0, rows, each):
             part = weight[start : start + each]
             of_part = of_weight[start // block[0] : -(-(start + len(part)) // block[0])]
             spread = of_part.repeat_interleave(block[0], 0)[: len(part)].repeat_interleave(block[1], 1)[:, :columns]
-            to[start : start + each] = numbers(part, kind) * spread
+            target[start : start + each] = numbers(part, kind) * spread
     return whole
 
 

@@ -1,4 +1,4 @@
-"""A packed base of random codes, for trials: no checkpoint is read, and no weight is ever there unpacked."""
+"""A packed base of random codes, for trials: no checkpoint is read, and no weight is stored unpacked."""
 
 from math import log2
 
@@ -17,9 +17,9 @@ SPREAD = {"fp8": 150.0, "int": 4.6, "nvfp4": 2.9, "mxfp4": 2.9}
 @torch.no_grad()
 def draw(run: Run, chunks: list) -> None:
     form, dtype = format_of(run), precision.dtype(run.train.precision)
-    assert form, "model.base says how"
+    assert form, "model.base names a format"
     for chunk in chunks:
-        gated = chunk.config.gated_linear_unit  # whose gate and up are two matrices
+        gated = chunk.config.gated_linear_unit  # gate and up are two stacked matrices
         for name, layer, names in [*weight.layers(chunk, run)]:
             shape = tuple(layer._parameters[names[0]].shape)  # pyright: ignore[reportOptionalMemberAccess]
             below = 2 if gated and "linear_fc1" in name else 1
@@ -28,7 +28,7 @@ def draw(run: Run, chunks: list) -> None:
 
 
 def store(form: Format, count: int, shape: tuple[int, ...], dtype: torch.dtype, below: int = 1) -> weight.Store:
-    """Random codes, but for those that are no numbers, with one scale; so many matrices are one below the other."""
+    """Return random codes without NaN and one scale value; `below` matrices are stacked in each weight."""
     (rows, columns), (height, width) = shape, form.block
     codes = torch.randint(0, 256, (count, rows, columns * form.bits // 8), dtype=torch.uint8, device="cuda")
     if form.kind == "fp8":

@@ -1,10 +1,9 @@
 """Unpacking on a GPU in one pass over memory: codes and scales in, weights out, all matrices of a layer at once.
 
-A program takes a tile of whole blocks of columns. The block's sides are constants of the compiled kernel, so the scale
-of a block is one load that all of its numbers share. What bounds it is instructions rather than memory, so a number
-takes few: GPUs from compute capability 8.9 on decode FP8 themselves, elsewhere its bits are those of a number in half
-precision that is 256 times smaller, as those of e2m1 are of one 16,384 times smaller; and of 4 bits eight are read at
-once.
+A program processes a tile of whole blocks of columns. The block's sides are constants of the compiled kernel, so one
+load of a block's scale serves all of its values. The kernel is limited by instructions rather than memory, so decoding
+is short. GPUs from compute capability 8.9 decode FP8 in hardware. Elsewhere FP8 bits are read as half precision, which
+is 256 times smaller, and e2m1 bits too, which is 16,384 times smaller. Eight 4-bit codes are read at once.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -15,7 +14,7 @@ import triton.language as tl
 
 from trainer.megatron.packed_base.codes import FP8, kind_of, shape_of
 
-COLUMNS = 512  # of a tile, at most; rows make it NUMBERS
+COLUMNS = 512  # of a tile, at most; its rows follow from NUMBERS
 NUMBERS = 8192
 WARPS = 8
 OUT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -33,7 +32,7 @@ def unpack(
     height, width = block
     wide = max(width, min(COLUMNS, triton.next_power_of_2(columns)))
     tall = NUMBERS // wide
-    tall = min(tall, height) if height > 1 else tall  # rows of one block, or of as many as there are
+    tall = min(tall, height) if height > 1 else tall  # rows within one block; any number if blocks have one row
     packed = codes.dtype != FP8
     assert columns % 8 == 0 or not packed, "eight codes are read at once"
     grid = (triton.cdiv(columns, wide), triton.cdiv(rows, tall), count)
@@ -79,7 +78,7 @@ def _unpack(
     matrix = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1) * TALL + tl.arange(0, TALL)
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    # The scale of each row's blocks in the tile: one number a block, which its columns share.
+    # The scales of each row's blocks in the tile; the columns of a block share one.
     across = tl.cdiv(columns, WIDTH)
     of_blocks = matrix * tl.cdiv(rows, HEIGHT) * across + (row // HEIGHT)[:, None] * across + group[None, :]
     known = (row < rows)[:, None] & (group < across)[None, :]
@@ -97,7 +96,7 @@ def _unpack(
         word = start // 8 + tl.arange(0, GROUPS * WIDTH // 8)
         inside = (row < rows)[:, None] & (word < columns // 8)[None, :]
         eight = tl.load(codes + line // 8 + word[None, :], mask=inside, other=0)
-        # Columns 0 and 1, 2 and 3 and so on stand side by side once those of each join do.
+        # The order of joins puts columns 0 to 7 side by side.
         even = tl.join(
             tl.join(_number(eight, 0, KIND), _number(eight, 4, KIND)),
             tl.join(_number(eight, 2, KIND), _number(eight, 6, KIND)),
@@ -112,9 +111,9 @@ def _unpack(
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         byte = tl.load(codes + line + column[None, :], mask=inside, other=0)
         number = tl.reshape(_e4m3(byte, NATIVE), (TALL, GROUPS, WIDTH))
-    found = tl.reshape(number * scale[:, :, None], (TALL, GROUPS * WIDTH)).to(OUT)
-    to = start + tl.arange(0, GROUPS * WIDTH)
-    tl.store(whole + line + to[None, :], found, mask=(row < rows)[:, None] & (to < columns)[None, :])
+    values = tl.reshape(number * scale[:, :, None], (TALL, GROUPS * WIDTH)).to(OUT)
+    target = start + tl.arange(0, GROUPS * WIDTH)
+    tl.store(whole + line + target[None, :], values, mask=(row < rows)[:, None] & (target < columns)[None, :])
 
 
 @triton.jit
@@ -127,7 +126,9 @@ def _e4m3(byte, NATIVE: tl.constexpr):
 
 @triton.jit
 def _number(eight, place: tl.constexpr, KIND: tl.constexpr):
-    """One of eight codes of 4 bits. An integer is the last bits of 2 ** 23 in fp32, which is taken off again."""
+    """Decode one of eight 4-bit codes. An integer becomes the low bits of 2 ** 23 in fp32, from which 2 ** 23 is
+    subtracted.
+    """
     bits = (eight >> (4 * place)) & 15
     if KIND == "int":
         return (bits | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + 8.0)

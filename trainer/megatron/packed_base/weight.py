@@ -1,12 +1,12 @@
-"""Frozen weights of Transformer Engine's layers that lie packed, and are unpacked for each product.
+"""Frozen weights of Transformer Engine's layers that stay packed and are unpacked for each product.
 
-Transformer Engine asks a weight that says so (its DistributedWeight protocol) for the real one, in the forward pass and
-again in the backward pass, and keeps the packed one in between; its stand-in on a CPU does the same. All weights of a
-grouped layer are asked for at once, through the first. What is unpacked lives as long as the product.
+Transformer Engine asks a weight with the DistributedWeight protocol for the real weight, in the forward pass and again
+in the backward pass, and keeps the packed one in between. Its stand-in on a CPU does the same. All weights of a grouped
+layer are requested at once, through the first. Unpacked weights exist only during the product.
 
     layers(chunk)          layers of a model that was built without memory: trainer/patches/checkpoints/base_loading.py
-    attach(layer, ...)     puts a layer's packed matrices in the place of those that have no memory
-    fill(chunk)            gives memory to all else that has none
+    attach(layer, ...)     replaces a layer's matrices without memory by packed ones
+    fill(chunk)            allocates all other parameters that have no memory
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportIncompatibleMethodOverride=false
@@ -24,19 +24,21 @@ from conf.schema.run import Run
 from trainer.megatron.packed_base.codes import shape_of
 
 MATRIX = re.compile(r"weight\d*")
-USUAL = 0.02  # standard deviation of a matrix that is drawn
+USUAL = 0.02  # standard deviation of a random matrix
 _PASSED_ON = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 @dataclass(frozen=True)
 class Store:
-    """Codes and scales of all matrices of one layer. It is no module, so no cast of a model reaches the scales."""
+    """Codes and scales of all matrices of one layer. It is not a module, so casts of the model do not change the
+    scales.
+    """
 
     codes: torch.Tensor
     scales: torch.Tensor
     block: tuple[int, int]  # rows and columns that share a scale
     dtype: torch.dtype  # of the weights
-    factors: torch.Tensor | None = None  # of all scales of a matrix, where the format has them
+    factors: torch.Tensor | None = None  # of all scales of a matrix, if the format has them
 
     @property
     def bytes(self) -> int:
@@ -51,11 +53,11 @@ class Store:
 
 
 class PackedWeight(torch.Tensor):
-    """Weight that has the shape, the type and the device of a real one, and can do nothing but be unpacked."""
+    """Weight with the shape, type and device of a real one, which can only be unpacked."""
 
     is_distributed_weight = True  # Transformer Engine's marker
     store: Store
-    leads: bool  # whether the layer's bytes count with this one
+    leads: bool  # whether this weight counts the bytes of the whole layer
 
     @staticmethod
     def __new__(cls, store: Store, leads: bool):
@@ -93,7 +95,7 @@ class PackedWeight(torch.Tensor):
 
 
 def layers(chunk: nn.Module, run: Run | None = None) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """Layers whose matrices have no memory yet, and are to be packed: name, layer, and the names of the matrices."""
+    """Yield layers whose matrices have no memory yet and will be packed: name, layer, names of the matrices."""
     for prefix, module in chunk.named_modules():
         if run and not is_packed(run, prefix):
             continue
@@ -112,11 +114,11 @@ def attach(layer: nn.Module, names: list[str], store: Store) -> None:
 
 
 def fill(chunk: nn.Module, start: bool = False) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Give memory to what else has none, with what it starts from if so asked: norms, biases, matrices as they are.
+    """Allocate all other parameters: norms, biases, unpacked matrices; with `start`, set initial values.
 
-    Returns each as it was, and as it is.
+    Return each parameter before and after.
     """
-    found = []
+    replaced = []
     for module in chunk.modules():
         for name, old in module._parameters.items():
             if old is not None and old.is_meta:
@@ -126,8 +128,8 @@ def fill(chunk: nn.Module, start: bool = False) -> list[tuple[nn.Parameter, nn.P
                     new.data.normal_(std=USUAL)
                 elif start:
                     new.data.fill_(0.0 if "bias" in name else 1.0)
-                found.append((old, new))
-    return found
+                replaced.append((old, new))
+    return replaced
 
 
 def _is_bare_matrix(name: str, value: nn.Parameter) -> bool:

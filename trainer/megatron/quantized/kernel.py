@@ -1,6 +1,6 @@
-"""A norm, GELU, and GELU's backward, which write FP8 by rows and turned, and keep the largest number.
+"""Kernels of a norm, GELU, and GELU's backward that write FP8 and its transpose, and record the maximum.
 
-A number is rounded to the type of what is read first, and then to FP8, as it would be if it were written between.
+A value is first rounded to the type of the input and then to FP8, as if it were written in between.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
@@ -12,22 +12,22 @@ import triton.language as tl
 from trainer.megatron.quantized import Parts
 
 NORM, GELU, BACK = (64, 128), (32, 128), (128, 64)  # rows and columns of a tile
-WARPS = 4  # that work at it
-SUMMED = 256  # rows whose sum one program makes
+WARPS = 4  # per tile
+SUMMED = 256  # rows that one program sums
 
 
 def norm(x: torch.Tensor, weight, bias, means, spreads: torch.Tensor, centered: bool, parts: Parts):
-    """The normed rows; `means` is None for roots of mean squares."""
+    """Return the normed rows; for RMS norms `means` is None."""
     has_mean = means is not None
-    given = x, weight, bias if has_mean else weight, means if has_mean else spreads, spreads
+    tensors = x, weight, bias if has_mean else weight, means if has_mean else spreads, spreads
     rows, columns = x.shape
     sizes = rows, columns, has_mean, centered, parts.turned is not None, *NORM
-    _norm[_grid(rows, columns, *NORM)](*given, *_places(parts), *sizes, num_warps=WARPS)
+    _norm[_grid(rows, columns, *NORM)](*tensors, *_places(parts), *sizes, num_warps=WARPS)
     return parts.whole
 
 
 def gelu(bias: torch.Tensor, x: torch.Tensor, parts: Parts):
-    """GELU of x + bias, by tanh's approximation."""
+    """Return GELU of x + bias, by the tanh approximation."""
     rows, columns = x.numel() // x.shape[-1], x.shape[-1]
     sizes = rows, columns, parts.turned is not None, *GELU
     _gelu[_grid(rows, columns, *GELU)](x, bias, *_places(parts), *sizes, num_warps=WARPS)
@@ -35,7 +35,7 @@ def gelu(bias: torch.Tensor, x: torch.Tensor, parts: Parts):
 
 
 def gelu_back(gradient: torch.Tensor, bias: torch.Tensor, x: torch.Tensor, parts: Parts):
-    """The gradients of x, in FP8, and of the bias."""
+    """Return the gradients of x, in FP8, and of the bias."""
     rows, columns = x.numel() // x.shape[-1], x.shape[-1]
     some = torch.empty((triton.cdiv(rows, SUMMED), columns), dtype=torch.float32, device=x.device)
     sizes = rows, columns, parts.turned is not None, *BACK, SUMMED
@@ -55,14 +55,14 @@ def _places(parts: Parts) -> tuple:
 
 @triton.jit
 def _read(x, row, column, rows, columns):
-    """A tile's numbers, in fp32."""
+    """Load a tile, in fp32."""
     known = (row < rows)[:, None] & (column < columns)[None, :]
     return tl.load(x + row.to(tl.int64)[:, None] * columns + column[None, :], mask=known, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _keep(y, out, turned, scale, row, column, rows, columns, TURNED: tl.constexpr):
-    """Write a tile, and find its largest number."""
+    """Write a tile in FP8, and return its largest magnitude."""
     known = (row < rows)[:, None] & (column < columns)[None, :]
     quantized = (y * scale).to(out.dtype.element_ty)
     tl.store(out + row.to(tl.int64)[:, None] * columns + column[None, :], quantized, mask=known)
@@ -73,8 +73,8 @@ def _keep(y, out, turned, scale, row, column, rows, columns, TURNED: tl.constexp
 
 
 @triton.jit
-def _end(found, scale, inverse, largest):
-    tl.atomic_max(largest, found)
+def _end(maximum, scale, inverse, largest):
+    tl.atomic_max(largest, maximum)
     if tl.program_id(0) + tl.program_id(1) == 0:
         tl.store(inverse, tl.div_rn(tl.full((), 1.0, tl.float32), scale))  # as Transformer Engine rounds it
 
@@ -86,7 +86,7 @@ def sigmoid(x):
 
 @triton.jit
 def tanh_gelu(y):
-    """GELU, by tanh's approximation."""
+    """GELU, by the tanh approximation."""
     return y * sigmoid(2.0 * 0.79788456 * y * (1.0 + 0.044715 * y * y))
 
 
@@ -179,16 +179,16 @@ def _gelu_back(
     added = tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     scale = tl.load(scales)
     total = tl.zeros((WIDE,), tl.float32)
-    found = tl.max(total, 0)
+    maximum = tl.max(total, 0)
     for first in range(0, SUMMED, TALL):
         row = tl.program_id(1) * SUMMED + first + tl.arange(0, TALL)
         known = (row < rows)[:, None] & (column < columns)[None, :]
-        place = row.to(tl.int64)[:, None] * columns + column[None, :]  # once for both, for which there are registers
+        place = row.to(tl.int64)[:, None] * columns + column[None, :]  # computed once for both loads; registers suffice
         y = tl.load(x + place, mask=known, other=0.0).to(tl.float32) + added
-        given = tl.load(gradient + place, mask=known, other=0.0).to(tl.float32)
-        given *= tanh_gelu_slope(y)
-        total += tl.sum(given, 0)
-        y = given.to(x.dtype.element_ty).to(tl.float32)
-        found = tl.maximum(found, _keep(y, out, turned, scale, row, column, rows, columns, TURNED))
+        upstream = tl.load(gradient + place, mask=known, other=0.0).to(tl.float32)
+        upstream *= tanh_gelu_slope(y)
+        total += tl.sum(upstream, 0)
+        y = upstream.to(x.dtype.element_ty).to(tl.float32)
+        maximum = tl.maximum(maximum, _keep(y, out, turned, scale, row, column, rows, columns, TURNED))
     tl.store(some + tl.program_id(1) * columns + column, total, mask=column < columns)
-    _end(found, scale, inverse, largest)
+    _end(maximum, scale, inverse, largest)

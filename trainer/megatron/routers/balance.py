@@ -1,17 +1,16 @@
-"""Patch of the losses of routers, and of the experts' bias: each row of the data counts alike, and padding not at all.
+"""Patch: router losses and the expert bias count each row of the data equally, and ignore padding.
 
-Megatron-core computes a balancing loss over the tokens of a micro batch (aux_loss) or of a sequence of it
-(seq_aux_loss), and another train.micro_batch, or rows that share a packed sequence, train another function. Padding
-counts, as Megatron-Bridge passes no mask, and the expert bias cannot take one: a mask of tokens does not fit a table of
-tokens and experts. And all of it is weighed by tokens, while the loss of the tokens is divided by those that are
-learned.
+Megatron-core computes a balancing loss over the tokens of a micro batch (aux_loss) or of a sequence in it
+(seq_aux_loss), so the function depends on train.micro_batch and on packing. Padding counts, because Megatron-Bridge
+passes no mask. The expert bias cannot use one: a mask of tokens does not fit a table of tokens and experts. And all of
+it is weighted by tokens, while the loss of the tokens is divided by the number of learned ones.
 
-Here the balancing loss is that of a row: of an example, whether it has a sequence to itself or shares one, up to its
-last learned token. A row counts by its learned tokens, as in the loss of the tokens, and a coefficient is the weight of
-a mean over rows. The same holds for the z loss. Neither depends on the micro batch, on the layout, on packing or on
-padding. The bias counts the tokens of rows alone.
+Here the balancing loss is that of a row: of an example up to its last learned token, alone in a sequence or packed with
+others. A row is weighted by its learned tokens, as in the loss of the tokens, and a coefficient multiplies a mean over
+rows. The same holds for the z loss. Neither depends on the micro batch, on the layout, on packing or on padding. The
+bias counts only tokens of rows.
 
-Can go when megatron-core takes the bounds of packed rows and a padding mask for all three.
+Remove when megatron-core takes the bounds of packed rows and a padding mask for all three.
 https://github.com/NVIDIA/Megatron-LM/issues/6108
 https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/moe/router.py
 """
@@ -33,15 +32,15 @@ from trainer.megatron.whole_rows import of_this_rank
 from trainer.patches import versions
 
 WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
-WEIGHT = "row_weight"  # key of a batch whose rows count alike: by so many tokens each
+WEIGHT = "row_weight"  # key of a batch whose rows all have this weight, in tokens
 LOSSES = ("aux_loss", "router_z_loss")
 
-_now: Rows | None = None
+_current: Rows | None = None
 _sums: torch.Tensor | None = None  # for each of LOSSES the sum over tokens, and their weight
 
 
 def install() -> None:
-    """Have routers see rows. A second call changes nothing."""
+    """Make routers use rows. A second call has no effect."""
     versions.check(__name__, WRITTEN_FOR)
     if hasattr(TopKRouter, "routing_without_rows"):
         return
@@ -55,50 +54,50 @@ def install() -> None:
 
 
 def figures() -> dict[str, float]:
-    """The means over the rows since the last call, of all ranks and layers, by name. Every rank takes part."""
-    found = torch.zeros(len(LOSSES), 2, dtype=torch.float64, device="cuda")
+    """Return the means over the rows since the last call, of all ranks and layers, by name. All ranks must call it."""
+    totals = torch.zeros(len(LOSSES), 2, dtype=torch.float64, device="cuda")
     if _sums is not None:
-        found += _sums
+        totals += _sums
         _sums.zero_()
-    distributed.all_reduce(found)
+    distributed.all_reduce(totals)
     return {
-        name: value / weight if weight else 0.0 for name, (value, weight) in zip(LOSSES, found.tolist(), strict=True)
+        name: value / weight if weight else 0.0 for name, (value, weight) in zip(LOSSES, totals.tolist(), strict=True)
     }
 
 
 def _noting_rows(get_batch: Callable[..., Any]) -> Callable[..., Any]:
-    """Bridge's way to a batch, on every stage of a pipeline."""
+    """Wrap the function that gives Bridge a batch, on every pipeline stage."""
 
-    def get_batch_and_rows(iterator: Iterator[dict[str, Any]], config: Any, *given: Any, **named: Any) -> Any:
+    def get_batch_and_rows(iterator: Iterator[dict[str, Any]], config: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return get_batch(iterator, config, *given, **named)
+            return get_batch(iterator, config, *args, **kwargs)
         batch = next(iterator)
         _note(batch, config.model)
-        return get_batch(iter([batch]), config, *given, **named)
+        return get_batch(iter([batch]), config, *args, **kwargs)
 
     return get_batch_and_rows
 
 
 def _note(batch: dict[str, Any], model: Any) -> None:
-    global _now
+    global _current
     cut = batch.get("cu_seqlens_q_padded", batch.get("cu_seqlens_q"))
-    mask, cut = (one if one is None else one.to("cuda", non_blocking=True) for one in (batch["loss_mask"], cut))
-    found = rows_of(mask, cut, 1 + (model.mtp_num_layers or 0), batch.get(WEIGHT))
-    number = of_this_rank(found.number.permute(1, 2, 0), cut, model.sequence_parallel)
-    found = Rows(number.t().contiguous(), found.length, found.share)
-    if _now is None or model.cuda_graph_impl == "none":
-        _now = found
-    else:  # recorded layers read the same memory each time; none of them is recomputed
-        for old, new in zip(_now, found, strict=True):
+    mask, cut = (part if part is None else part.to("cuda", non_blocking=True) for part in (batch["loss_mask"], cut))
+    rows = rows_of(mask, cut, 1 + (model.mtp_num_layers or 0), batch.get(WEIGHT))
+    number = of_this_rank(rows.number.permute(1, 2, 0), cut, model.sequence_parallel)
+    rows = Rows(number.t().contiguous(), rows.length, rows.share)
+    if _current is None or model.cuda_graph_impl == "none":
+        _current = rows
+    else:  # recorded layers always read the same memory, and are never recomputed
+        for old, new in zip(_current, rows, strict=True):
             old.copy_(new)
 
 
 def _routing(self: Any, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
     if self.training:
-        assert _now is not None, "a router was run in training without a batch"
-        rows = vars(self).setdefault("recomputed", Recomputed()).take(_now)
+        assert _current is not None, "a router ran in training without a batch"
+        rows = vars(self).setdefault("recomputed", Recomputed()).take(_current)
         depth = self.layer_number if self.is_mtp_layer else 0
-        self.rows = Rows(*(one[depth] for one in rows))
+        self.rows = Rows(*(part[depth] for part in rows))
     return self.routing_without_rows(logits, padding_mask)
 
 
@@ -111,7 +110,7 @@ def _apply_z_loss(self: Any, logits: torch.Tensor, padding_mask: torch.Tensor | 
 
 
 def _balancing(kind: str) -> Callable[..., torch.Tensor]:
-    """What balances experts by this kind of loss: both are the same, of each row."""
+    """Return the function for this kind of balancing loss. Both kinds compute the loss per row."""
 
     def apply(
         self: Any, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, *_: Any, **__: Any
@@ -125,7 +124,7 @@ def _balancing(kind: str) -> Callable[..., torch.Tensor]:
 def _balance(
     self: Any, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, coefficient: float
 ) -> torch.Tensor:
-    """Attach the loss to `probs`: for each row, experts * sum of shares of choices times mean scores."""
+    """Attach the loss to `probs`: for each row, experts * sum over experts of (share of choices * mean score)."""
     rows, experts = self.rows, self.config.num_moe_experts
     chosen = torch.zeros(len(rows.length), experts, device=scores.device)
     chosen.index_add_(0, rows.number, routing_map.reshape(-1, experts).float())
@@ -144,7 +143,7 @@ def _apply_expert_bias(self: Any, routing_map: torch.Tensor, padding_mask: torch
 
 
 def _add(name: str, loss: torch.Tensor, router: Any) -> None:
-    """Add this rank's part of a loss to what figures() returns."""
+    """Add this rank's part of a loss to the sums of figures()."""
     global _sums
     if _sums is None:
         _sums = torch.zeros(len(LOSSES), 2, dtype=torch.float64, device=loss.device)

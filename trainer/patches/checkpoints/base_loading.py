@@ -1,10 +1,10 @@
-"""Patches for a frozen base that lies packed: its layers are built without memory, and loaded by another function.
+"""Patches for a packed frozen base: its layers are built without memory, and loaded by another function.
 
-Built in bf16, GLM-4.7's base would not fit where it fits packed. megatron-core gives Transformer Engine's layers the
-current device, or has all of a model on meta
-(https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/extensions/transformer_engine.py); Megatron-Bridge loads
+In bf16, GLM-4.7's base would not fit in memory; packed it does. megatron-core puts Transformer Engine's layers on the
+current device, or a whole model on meta
+(https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/extensions/transformer_engine.py). Megatron-Bridge loads
 the base below adapters itself
-(https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/setup.py). Can go when Bridge
+(https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/setup.py). Remove when Bridge
 takes a function that loads the base.
 """
 
@@ -23,11 +23,11 @@ WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
 
 
 def build_without_memory() -> Callable[[], None]:
-    """Have Transformer Engine's layers built on meta. Returns the function that ends it."""
+    """Build Transformer Engine's layers on meta from now on. Return the function that ends this."""
     versions.check(__name__, WRITTEN_FOR)
     if os.environ.get(FUSED, "0") != "0":
         raise Fault(
-            f"{FUSED}: {os.environ[FUSED]}, but experts' products so keep weights unpacked (model.base); unset it"
+            f"{FUSED}: {os.environ[FUSED]} keeps experts' weights unpacked, which model.base excludes; unset it"
         )
     from megatron.core.extensions import transformer_engine as extension
 
@@ -41,7 +41,7 @@ def build_without_memory() -> Callable[[], None]:
 
 
 def load_by(load: Callable[[list], None], folder: Path) -> None:
-    """Have the base in this folder loaded into the chunks of a model by this function, in place of Bridge's own."""
+    """Load the base in this folder by `load` instead of Bridge's function; `load` gets the chunks of the model."""
     versions.check(__name__, WRITTEN_FOR)
     from megatron.bridge.training import setup
 

@@ -1,13 +1,13 @@
-"""Patches of the ways in which a checkpoint's files are written, and read.
+"""Patches for writing and reading a checkpoint's files.
 
 Writing a small checkpoint takes 0.5 s instead of 5 to 10. megatron-core starts a process to carry the writers' results
-back to this one, also when the writers are threads of this one. That process imports torch. Can go when
-FileSystemWriterAsync makes a queue of its own for execute_sync:
+back to this process, even if the writers are threads of this process. The new process imports torch. Remove when
+FileSystemWriterAsync makes a separate queue for execute_sync:
 https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/dist_checkpointing/strategies/filesystem_async.py
 
-Reading goes by another reader than torch's, where a base holds no weights. megatron-core makes torch's itself
+Reading a base without weights uses another reader than torch's. megatron-core creates torch's reader itself
 (https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/dist_checkpointing/strategies/torch.py), and
-Megatron-Bridge makes megatron-core's strategy. Can go when Bridge's load_checkpoint() takes a strategy, as its
+Megatron-Bridge creates megatron-core's strategy. Remove when Bridge's load_checkpoint() takes a strategy, as its
 save_checkpoint() does.
 """
 
@@ -23,7 +23,7 @@ WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
 
 
 def pass_results_here() -> None:
-    """Let threads of this process pass results by a queue of this process."""
+    """Let threads of this process pass results through a queue of this process."""
     versions.check(__name__, WRITTEN_FOR)
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -38,7 +38,9 @@ def pass_results_here() -> None:
 
 
 def read_by(reader: Any, folder: Path) -> None:
-    """Have the tensors of the checkpoint in this folder read by this reader, one of torch's class FileSystemReader."""
+    """Read the tensors of the checkpoint in this folder with this reader, which has the class FileSystemReader of
+    torch.
+    """
     versions.check(__name__, WRITTEN_FOR)
     from megatron.core.dist_checkpointing.strategies import torch as strategy
 

@@ -1,10 +1,11 @@
-"""Patch for experts whose gated activation is clamped (gpt-oss): one kernel each way, and no number that is sent.
+"""Patch for experts with a clamped gated activation (gpt-oss): one kernel forward, one backward, and no copy to the
+GPU.
 
-Megatron-core clamps both halves in kernels of their own, puts them together again, and sends the offset of the linear
-half to the GPU in each layer, from memory of the host that is not pinned: the host waits until the GPU has done all
-that it was asked for, and then nothing is queued. On an H100 it waited so for a millisecond in each layer.
-https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/fusions/fused_bias_geglu.py
-Can go when weighted_bias_quick_geglu_impl makes no tensor of linear_offset.
+Megatron-core clamps both halves in separate kernels, concatenates them, and copies the offset of the linear half to the
+GPU in each layer, from host memory that is not pinned. The host therefore waits until the GPU has finished all queued
+work, and then the queue is empty: a millisecond per layer on an H100.
+https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/fusions/fused_bias_geglu.py Remove when
+weighted_bias_quick_geglu_impl makes no tensor of linear_offset.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
@@ -16,11 +17,11 @@ import torch
 from trainer.patches import versions
 
 WRITTEN_FOR = {"megatron-core": ("0.19.2",)}
-SLOPE = 1.702  # of the sigmoid that stands for GELU
+SLOPE = 1.702  # of the sigmoid that approximates GELU
 
 
 def install() -> None:
-    """Have experts activated so, in this process, where they are clamped and have added their bias before."""
+    """Replace the activation of experts in this process, if it is clamped and the bias was added before."""
     versions.check(__name__, WRITTEN_FOR)
     from megatron.core.transformer.moe import experts
 
@@ -67,14 +68,14 @@ def _activated(x, weights, offset: float, limit: float):
 
 
 def _gradients(gradient, x, weights, offset: float, limit: float):
-    given, other = torch.chunk(x, 2, -1)
-    gate, linear = given.clamp(max=limit), other.clamp(-limit, limit)
+    raw_gate, raw_linear = torch.chunk(x, 2, -1)
+    gate, linear = raw_gate.clamp(max=limit), raw_linear.clamp(-limit, limit)
     share = torch.sigmoid(SLOPE * gate)
     weighted = gradient * weights
     of_gate = weighted * share * (1 + SLOPE * gate * (1 - share)) * (linear + offset)
     of_linear = weighted * gate * share
     zero = torch.zeros_like(of_gate)
-    of_gate = torch.where(given <= limit, of_gate, zero)
-    of_linear = torch.where((other >= -limit) & (other <= limit), of_linear, zero)
+    of_gate = torch.where(raw_gate <= limit, of_gate, zero)
+    of_linear = torch.where((raw_linear >= -limit) & (raw_linear <= limit), of_linear, zero)
     of_weights = (gate * share * (linear + offset) * gradient.to(weights.dtype)).sum(-1, keepdim=True)
     return torch.cat((of_gate, of_linear), -1).to(x.dtype), of_weights.to(weights.dtype)

@@ -1,8 +1,9 @@
-"""Patch for classes named LMHeadModel: Megatron-Bridge's AutoBridge then takes GPT2LMHeadModel too.
+"""Patch for classes named LMHeadModel: Megatron-Bridge's AutoBridge then accepts GPT2LMHeadModel too.
 
-AutoBridge asks the ending of an architecture's name before it asks whether a bridge is registered, and knows no such
-ending (https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/models/conversion/auto_bridge.py).
-Can go when it asks its registered bridges alone.
+AutoBridge checks the ending of an architecture's name before it checks whether a bridge is registered, and this ending
+is not in its list
+(https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/models/conversion/auto_bridge.py). Remove
+when it checks only its registered bridges.
 """
 
 from trainer.patches import versions
@@ -12,7 +13,7 @@ ENDING = "LMHeadModel"
 
 
 def install() -> None:
-    """Add the ending to those that AutoBridge takes."""
+    """Add the ending to AutoBridge's list."""
     versions.check(__name__, WRITTEN_FOR)
     from megatron.bridge.models.conversion import auto_bridge
 

@@ -1,9 +1,9 @@
-"""Patch for Kimi-K2: transformers reads its config.json, which is DeepSeek-V3's by another model_type.
+"""Patch for Kimi-K2: transformers reads its config.json, which is DeepSeek-V3's with another model_type.
 
-The release brings code of its own for a transformers that has no DeepSeek-V3
-(https://huggingface.co/moonshotai/Kimi-K2-Instruct/blob/main/configuration_deepseek.py), and transformers knows no
-model_type kimi_k2 (https://github.com/huggingface/transformers/tree/main/src/transformers/models). vLLM reads it as
-DeepSeek-V3's, too. The patch can go when transformers has it.
+The release includes code for a transformers without DeepSeek-V3
+(https://huggingface.co/moonshotai/Kimi-K2-Instruct/blob/main/configuration_deepseek.py), and transformers has no
+model_type kimi_k2 (https://github.com/huggingface/transformers/tree/main/src/transformers/models). vLLM also reads it
+as DeepSeek-V3. Remove when transformers has it.
 """
 
 from trainer.patches import versions
@@ -13,7 +13,7 @@ NAME = "kimi_k2"
 
 
 def install() -> None:
-    """Have transformers build DeepSeek-V3's configuration for the name."""
+    """Make transformers build DeepSeek-V3's configuration for the name."""
     versions.check(__name__, WRITTEN_FOR)
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -21,7 +21,7 @@ def install() -> None:
 
 
 class _KimiK2Config:
-    """What AutoConfig asks of a configuration's class; it imports none before."""
+    """The interface that AutoConfig needs of a configuration class; transformers is imported only when used."""
 
     model_type = NAME
 
@@ -34,5 +34,5 @@ class _KimiK2Config:
     def from_dict(config_dict, **options):
         from transformers import DeepseekV3Config
 
-        # by DeepSeek-V3's name, too: transformers stacks the experts of a release by it
+        # with DeepSeek-V3's model_type, by which transformers stacks the experts of a release
         return DeepseekV3Config.from_dict(config_dict | {"model_type": DeepseekV3Config.model_type}, **options)

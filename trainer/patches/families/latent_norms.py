@@ -1,8 +1,8 @@
 """Patch for the norms inside latent attention: their epsilon is 1e-6, as in transformers and the releases' own code.
 
-Megatron-Bridge builds them with that of all other norms, config.json's rms_norm_eps
-(https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/models/glm/glm47_flash_bridge.py); it is
-1e-5 in GLM-4.7-Flash. The patch can go when it builds those two as the classes of transformers do.
+Megatron-Bridge builds them with the epsilon of all other norms, config.json's rms_norm_eps
+(https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/models/glm/glm47_flash_bridge.py), which
+is 1e-5 in GLM-4.7-Flash. Remove when it builds those two like the classes of transformers.
 """
 
 from trainer.patches import versions
@@ -13,7 +13,7 @@ FUSED = ("linear_q_up_proj", "linear_kv_up_proj")  # the norm of a low-rank prod
 
 
 def keep_epsilon(provider) -> None:
-    """Give the norms of latent attention, in the models that this provider makes, their own epsilon."""
+    """Set the epsilon of latent attention's norms in the models that this provider makes."""
     versions.check(__name__, WRITTEN_FOR)
     provider.register_pre_wrap_hook(_set)
 

@@ -1,8 +1,8 @@
-"""Patch for MiniMax-M2's rotary embeddings: transformers turns the part of a head that rotary_dim says.
+"""Patch for MiniMax-M2's rotary embeddings: transformers rotates the part of a head given by rotary_dim.
 
-Its class reads partial_rotary_factor alone, which the releases do not have, and turns whole heads
+Its class reads only partial_rotary_factor, which the releases do not have, and rotates whole heads
 (https://github.com/huggingface/transformers/blob/main/src/transformers/models/minimax_m2/configuration_minimax_m2.py).
-Megatron-Bridge and vLLM read rotary_dim. The patch can go when transformers does.
+Megatron-Bridge and vLLM read rotary_dim. Remove when transformers does.
 """
 
 from trainer.patches import versions
@@ -11,7 +11,7 @@ WRITTEN_FOR = {"transformers": ("5.12.1",)}
 
 
 def install() -> None:
-    """Have the configuration take rotary_dim for the share of a head."""
+    """Make the configuration use rotary_dim for the rotated share of a head."""
     versions.check(__name__, WRITTEN_FOR)
     from transformers import MiniMaxM2Config
 

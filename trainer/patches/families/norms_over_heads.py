@@ -1,13 +1,14 @@
-"""Patch for norms of queries and keys over all heads (OLMoE, MiniMax-M2): they are the same at any tensor parallelism.
+"""Patch for norms of queries and keys over all heads (OLMoE, MiniMax-M2): the same at any tensor parallelism.
 
-Megatron-Bridge builds OLMoE's for the heads of one rank, and finds the released ones too wide
+Megatron-Bridge builds OLMoE's norms for the heads of one rank, and the released weights are too wide for them
 (https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/models/olmoe/olmoe_provider.py). It cuts
-MiniMax-M2's (https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/models/minimax_m2/minimax_m2_provider.py),
-and sums squares over ranks outside autograd: a query's gradient then lacks what the other ranks' heads give to it.
-Megatron-core sums the gradients of these weights over ranks by their names, also of ones that are cut.
+MiniMax-M2's
+(https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/models/minimax_m2/minimax_m2_provider.py),
+and sums squares over ranks outside autograd, so a query's gradient lacks the contribution of the other ranks' heads.
+Megatron-core sums the gradients of these weights over ranks by name, even of weights that are cut.
 
-Here each rank holds the whole weight and uses its heads' part, so that sum is right. The patch can go when Bridge sums
-squares inside autograd, and core asks a weight whether it is cut.
+Here each rank holds the whole weight and uses its heads' part, so that sum is correct. Remove when Bridge sums squares
+inside autograd, and core checks whether a weight is cut.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -23,7 +24,7 @@ WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
 
 
 class NormOverHeads(torch.nn.Module):
-    """RMSNorm over the queries, or the keys, of all heads: those of this rank and those of the others."""
+    """RMSNorm over the queries, or the keys, of all heads of all ranks."""
 
     def __init__(self, width: int, config, eps: float):
         super().__init__()
@@ -32,18 +33,18 @@ class NormOverHeads(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Norm x, of [token, row, head of this rank, width of a head]."""
-        mine = x.flatten(2).float()
-        squares = mine.pow(2).sum(-1, keepdim=True)
+        values = x.flatten(2).float()
+        squares = values.pow(2).sum(-1, keepdim=True)
         first = 0
-        if mine.shape[-1] < self.width:
+        if values.shape[-1] < self.width:
             group = parallel_state.get_tensor_model_parallel_group()
-            squares, first = all_reduce(squares, group=group), group.rank() * mine.shape[-1]
-        normed = (mine * torch.rsqrt(squares / self.width + self.eps)).to(x.dtype)
-        return (self.weight[first : first + mine.shape[-1]] * normed).view_as(x)
+            squares, first = all_reduce(squares, group=group), group.rank() * values.shape[-1]
+        normed = (values * torch.rsqrt(squares / self.width + self.eps)).to(x.dtype)
+        return (self.weight[first : first + values.shape[-1]] * normed).view_as(x)
 
 
 def of_queries(hidden_size: int, config, eps: float) -> NormOverHeads:
-    """Make the norm that a layer asks for with the width of one head."""
+    """Make the norm of all heads; the caller passes the width of one head."""
     return NormOverHeads(config.num_attention_heads * hidden_size, config, eps)
 
 
@@ -52,7 +53,7 @@ def of_keys(hidden_size: int, config, eps: float) -> NormOverHeads:
 
 
 def install() -> None:
-    """Have OLMoE and MiniMax-M2 built with these norms."""
+    """Build OLMoE and MiniMax-M2 with these norms."""
     versions.check(__name__, WRITTEN_FOR)
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
     from megatron.bridge.models.minimax_m2 import minimax_m2_bridge, minimax_m2_provider

@@ -1,10 +1,10 @@
-"""Patch for routers with a bias (gpt-oss): it is added in the type of the scores, beside their product.
+"""Patch for routers with a bias (gpt-oss): add the bias in the type of the scores, separately from the product.
 
-Megatron-core has Transformer Engine multiply bf16 with bf16 to scores in fp32, and hands it the bias in bf16, which the
-product then reads as numbers of fp32: each expert gets the bias of another, and some what lies behind the biases. In
-fp32, and on a CPU, it is right. A tiny model's log-probabilities on an H200 were off by 0.6 nats a token.
-https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/moe/moe_utils.py
-Can go when RouterGatingLinearFunction gives the product a bias of the scores' type, or none.
+Megatron-core lets Transformer Engine multiply bf16 with bf16 to fp32 scores, and passes the bias in bf16. The product
+reads it as fp32: each expert gets the bias of another, and some get memory after the biases. In fp32, and on a CPU, it
+is correct. A tiny model's log-probabilities on an H200 were off by 0.6 nats per token.
+https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/moe/moe_utils.py Remove when
+RouterGatingLinearFunction passes the product a bias of the scores' type, or none.
 """
 
 import torch
@@ -15,7 +15,7 @@ WRITTEN_FOR = {"megatron-core": ("0.19.2",)}
 
 
 def install() -> None:
-    """Have routers add their bias apart, in this process."""
+    """Add the bias of routers separately, in this process."""
     versions.check(__name__, WRITTEN_FOR)
     from megatron.core.transformer.moe import moe_utils, router
 
@@ -28,5 +28,5 @@ def install() -> None:
             return multiply(inp, weight, bias, router_dtype)
         return multiply(inp, weight, None, router_dtype) + bias.to(router_dtype)
 
-    if router.router_gating_linear is multiply:  # and not patched yet
+    if router.router_gating_linear is multiply:  # not patched yet
         router.router_gating_linear = with_bias_apart

@@ -1,14 +1,14 @@
-"""Patch for gpt-oss: one expert of a released tensor of all experts is turned as the release says, whatever its shape.
+"""Patch for gpt-oss: an expert's matrix from a released tensor of all experts is always transposed, whatever its shape.
 
-Megatron-Bridge tells the sides of gate_up_proj by its shape, and where hidden_size is twice intermediate_size it takes
-the matrix as it is: every weight finds its place, and the logits are off by more than the largest of them. For each
-expert it turns the down_proj of all of them
+Megatron-Bridge detects the orientation of gate_up_proj by its shape. If hidden_size is twice intermediate_size it does
+not transpose: every weight fits, and the logits are off by more than the largest of them. For each expert it transposes
+the down_proj of all experts
 (https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/models/gpt_oss/gpt_oss_bridge.py). Under
-tensor parallelism each rank holds the sinks of its heads, and nothing says so: the norm of the gradients is taken of
-one rank's. With the sinks, megatron-core saves a state of attention on a GPU that it saves of no other family's. The
-patch can go when Bridge asks no shape, turns one expert at a time and marks the sinks as cut.
+tensor parallelism each rank holds the sinks of its heads without marking them as cut, so the norm of the gradients
+includes only one rank's. With the sinks, megatron-core saves a state of attention on a GPU that it saves for no other
+family. Remove when Bridge ignores the shape, transposes one expert at a time and marks the sinks as cut.
 
-A release in MXFP4 is unpacked the way round that one in bf16 has (trainer/weights/quantised/unpack.py).
+A release in MXFP4 is unpacked to the orientation of a bf16 release (trainer/weights/quantised/unpack.py).
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -25,13 +25,15 @@ SINKS = ".softmax_offset"
 
 
 def install() -> None:
-    """Have gpt-oss's bridge take experts out of their tensors by these rules."""
+    """Make gpt-oss's bridge extract experts from their tensors by these rules."""
     versions.check(__name__, WRITTEN_FOR)
     from megatron.bridge.models.gpt_oss import gpt_oss_bridge
 
     if hasattr(gpt_oss_bridge.GPTOSSMLPDownProjMapping, "by_turns"):
         return
-    gpt_oss_bridge.GPTOSSMLPGateUpProjMapping.by_turns = True  # rows of gate and up; trainer/weights/mapping.py asks
+    gpt_oss_bridge.GPTOSSMLPGateUpProjMapping.by_turns = (
+        True  # rows of gate and up alternate; trainer/weights/mapping.py reads this
+    )
     gpt_oss_bridge.GPTOSSMLPDownProjMapping.by_turns = False
     for mapping in (gpt_oss_bridge.GPTOSSMLPGateUpProjMapping, gpt_oss_bridge.GPTOSSMLPDownProjMapping):
         mapping.hf_to_megatron = _of_one_expert
@@ -49,7 +51,7 @@ def install() -> None:
 
 
 def _save_sinks_alone() -> None:
-    """Leave the state of FP8, which a base has of no family's attention, out of what is saved and loaded with sinks."""
+    """Exclude the FP8 state of attention from saving and loading: a base has none for any family."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     save = TEDotProductAttention.sharded_state_dict
@@ -61,12 +63,12 @@ def _save_sinks_alone() -> None:
 
 
 def _of_one_expert(mapping, weights: torch.Tensor, module) -> torch.Tensor:
-    """Take the mapping's expert from the stack of all, or from a stack of that one alone."""
+    """Take the mapping's expert from the stack of all experts, or from a stack of this expert alone."""
     number = extract_expert_number_from_param(mapping.megatron_param)
-    one = weights[number if len(weights) > 1 else 0]
-    one = one.t() if one.ndim == 2 else one
-    one = torch.cat((one[::2], one[1::2])) if mapping.by_turns else one
-    return AutoMapping.hf_to_megatron(mapping, one.contiguous(), module)
+    weight = weights[number if len(weights) > 1 else 0]
+    weight = weight.t() if weight.ndim == 2 else weight
+    weight = torch.cat((weight[::2], weight[1::2])) if mapping.by_turns else weight
+    return AutoMapping.hf_to_megatron(mapping, weight.contiguous(), module)
 
 
 def _mark_sinks(model: list) -> list:

@@ -1,15 +1,15 @@
-"""Patch of the loss of MTP layers: the tokens that are learned count, as in the loss of the next token.
+"""Patch of the loss of MTP layers: only learned tokens count, as in the loss of the next token.
 
-Megatron-Bridge gives the model no loss mask: prompts and padding are learned too, and add to the weight of the loss.
-And megatron-core weighs the loss by the tokens of a micro batch and of a context-parallel rank over those that an MTP
-layer predicts: layout.cp and data.packed train another function. Here the sum over learned tokens that the layer
-predicts is divided by all learned tokens (DeepSeek-V3's report, equation 24).
+Megatron-Bridge gives the model no loss mask, so prompts and padding are learned too, and increase the weight of the
+loss. And megatron-core weights the loss by the tokens of a micro batch and of a context-parallel rank divided by those
+that an MTP layer predicts: layout.cp and data.packed change the function. Here the sum over the learned tokens that the
+layer predicts is divided by all learned tokens (DeepSeek-V3's report, equation 24).
 
-Packed rows are shifted within their bounds without padding, as Bridge counts them for attention, and these are not the
-places where they lie: after the first row an MTP layer reads and predicts tokens of other places. Here the bounds with
-padding are taken.
+Packed rows are shifted within bounds without padding, which Bridge uses for attention. These differ from the rows'
+actual positions: after the first row an MTP layer reads and predicts wrong tokens. Here the bounds with padding are
+used.
 
-Can go when Megatron-Bridge passes the mask, and megatron-core leaves its weight out and takes cu_seqlens_q_padded.
+Remove when Megatron-Bridge passes the mask, and megatron-core drops its weight and uses cu_seqlens_q_padded.
 https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/multi_token_prediction.py
 """
 
@@ -29,29 +29,31 @@ from torch import distributed
 from trainer.patches import versions
 
 WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
-LOSS_MASK = 2  # place in what get_batch() returns
+LOSS_MASK = 2  # index in the tuple that get_batch() returns
 
-_mask: torch.Tensor | None = None  # this rank's part of the micro batch that goes forward
+_mask: torch.Tensor | None = None  # this rank's part of the micro batch in the forward pass
 _sums: torch.Tensor | None = None  # of the losses, and of the learned tokens, of all MTP layers
 
 
 def install() -> None:
-    """Have MTP layers learn the tokens of the loss mask. A second call changes nothing."""
+    """Make MTP layers learn the tokens of the loss mask. A second call has no effect."""
     versions.check(__name__, WRITTEN_FOR)
     if not hasattr(gpt_model.process_mtp_loss, "__wrapped__"):
         gpt_model.process_mtp_loss = _of_learned(gpt_model.process_mtp_loss)
         gpt_step.get_batch = _noting_mask(gpt_step.get_batch)
-        multi_token_prediction._roll_tensor_packed_seq = _where_rows_lie(multi_token_prediction._roll_tensor_packed_seq)
+        multi_token_prediction._roll_tensor_packed_seq = _with_padded_bounds(
+            multi_token_prediction._roll_tensor_packed_seq
+        )
 
 
 def figure() -> float:
-    """The mean loss over learned tokens since the last call, of all ranks and layers. Every rank takes part."""
-    found = torch.zeros(2, dtype=torch.float64, device="cuda")
+    """Return the mean loss over learned tokens since the last call, of all ranks and layers. All ranks must call it."""
+    sums = torch.zeros(2, dtype=torch.float64, device="cuda")
     if _sums is not None:
-        found += _sums
+        sums += _sums
         _sums.zero_()
-    distributed.all_reduce(found)
-    total, tokens = found.tolist()
+    distributed.all_reduce(sums)
+    total, tokens = sums.tolist()
     return total / tokens if tokens else 0.0
 
 
@@ -64,49 +66,49 @@ def _add(losses: torch.Tensor, mask: torch.Tensor) -> None:
 
 def _noting_mask(get_batch: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(get_batch)
-    def get_batch_and_mask(*given: Any, **named: Any) -> Any:
+    def get_batch_and_mask(*args: Any, **kwargs: Any) -> Any:
         global _mask
-        found = get_batch(*given, **named)
-        _mask = found[LOSS_MASK]
-        return found
+        batch = get_batch(*args, **kwargs)
+        _mask = batch[LOSS_MASK]
+        return batch
 
     return get_batch_and_mask
 
 
 def _of_learned(process: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(process)
-    def process_mtp_loss(**named: Any) -> torch.Tensor:
-        if not torch.is_grad_enabled() or named["labels"] is None:
-            return process(**named)
+    def process_mtp_loss(**kwargs: Any) -> torch.Tensor:
+        if not torch.is_grad_enabled() or kwargs["labels"] is None:
+            return process(**kwargs)
         mask = _mask
-        assert mask is not None, "an MTP layer was run in training without a batch"
-        bounds = {name: named[name] for name in ("cp_group", "packed_seq_params")}
+        assert mask is not None, "an MTP layer ran in training without a batch"
+        bounds = {name: kwargs[name] for name in ("cp_group", "packed_seq_params")}
         # A rank without a learned token may still predict the first one of the next rank.
         counted = ones = torch.where(mask.any(), mask, torch.ones_like(mask))
         ahead, all_tokens = mask, ones.sum()
 
         def losses(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-            """Losses over the weight that process() is about to multiply them with."""
+            """Return losses divided by the weight with which process() multiplies them."""
             nonlocal ahead, ones
             ahead, _ = multi_token_prediction.roll_tensor(ahead, **bounds)
             ones, predicted = multi_token_prediction.roll_tensor(ones, **bounds)
-            found = named["compute_language_model_loss"](labels, logits) * ahead
-            _add(found, mask)
-            return found * (predicted.clamp(min=1) / all_tokens)
+            learned = kwargs["compute_language_model_loss"](labels, logits) * ahead
+            _add(learned, mask)
+            return learned * (predicted.clamp(min=1) / all_tokens)
 
-        return process(**named | {"loss_mask": counted, "compute_language_model_loss": losses})
+        return process(**kwargs | {"loss_mask": counted, "compute_language_model_loss": losses})
 
     return process_mtp_loss
 
 
-def _where_rows_lie(roll: Callable[..., Any]) -> Callable[..., Any]:
+def _with_padded_bounds(roll: Callable[..., Any]) -> Callable[..., Any]:
     def roll_packed(tensor: torch.Tensor, shifts: int, dims: int, rows: Any, cp_group: Any = None) -> Any:
         padded = rows.cu_seqlens_q_padded
         ends = rows.cu_seqlens_q if padded is None else padded
         if cp_group is not None and cp_group.size() > 1:
             return roll(tensor, shifts, dims, SimpleNamespace(cu_seqlens_q=ends), cp_group)
         rolled = torch.roll(tensor, shifts, dims)
-        rolled.index_fill_(dims, ends[1:].long() - 1, 0)  # all at once: core asks the GPU for each
+        rolled.index_fill_(dims, ends[1:].long() - 1, 0)  # all at once: core reads each from the GPU
         return rolled, rolled.sum()
 
     return roll_packed

@@ -1,10 +1,10 @@
-"""Patch for the division of gradients by a step's tokens: it is made together with their clipping.
+"""Patch: divide gradients by a step's tokens and clip them in one multiplication.
 
-Megatron-core multiplies every gradient by one over the tokens, by torch's kernel for a number that lies on the GPU,
-which reads one value at a time: 2.3 of 346 ms of a step of GPT2-large on an H200. Transformer Engine's clip then
-multiplies every gradient once more, whether it is clipped or not. Here the factor waits for the clip, and both are one
-multiplication; the norm is that of the divided gradients. Numbers differ by one rounding of fp32. It is for optimizers
-that clip: what nobody clips would not be divided. Can go when megatron-core hands the factor to the clip itself.
+Megatron-core multiplies every gradient by one over the tokens, with torch's kernel for a factor on the GPU, which reads
+one value at a time: 2.3 of 346 ms of a step of GPT2-large on an H200. Transformer Engine's clip then multiplies every
+gradient again, clipped or not. Here the factor is kept for the clip, which multiplies once; the norm is that of the
+divided gradients. Results differ by one rounding in fp32. This requires an optimizer that clips, otherwise gradients
+would not be divided. Remove when megatron-core passes the factor to the clip.
 https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/distributed/finalize_model_grads.py
 """
 
@@ -20,17 +20,22 @@ from trainer.patches import versions
 
 WRITTEN_FOR = {"megatron-core": ("0.19.2",)}
 
-_waiting: torch.Tensor | None = None  # what gradients are still to be multiplied by
+_factor: torch.Tensor | None = None  # factor for the gradients, applied by the clip
 
 
 def helps(run: Run) -> bool:
-    """Whether every gradient of the run is clipped, by core's Adam, on the GPU."""
-    asked = run.optimizer
-    return asked.clip_grad > 0 and asked.kind == "adamw" and not asked.offload and run.train.precision != "fp16"
+    """Whether core's Adam clips every gradient of the run, on the GPU."""
+    optimizer = run.optimizer
+    return (
+        optimizer.clip_grad > 0
+        and optimizer.kind == "adamw"
+        and not optimizer.offload
+        and run.train.precision != "fp16"
+    )
 
 
 def install() -> None:
-    """Divide where gradients are clipped. A second call changes nothing."""
+    """Divide in the clip. A second call has no effect."""
     versions.check(__name__, WRITTEN_FOR)
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import optimizer
@@ -45,42 +50,42 @@ def install() -> None:
 
 
 def _keep(chunk: Any, factor: torch.Tensor) -> None:
-    """Stand in for scale_gradients(): all chunks of a model are given the same number."""
-    global _waiting
-    _waiting = factor
+    """Replace scale_gradients(); all chunks of a model get the same factor."""
+    global _factor
+    _factor = factor
 
 
 def _forgetting(clear: Callable[..., None]) -> Callable[..., None]:
     def zero_grad_buffer(chunk: Any) -> None:
-        global _waiting
-        _waiting = None
+        global _factor
+        _factor = None
         clear(chunk)
 
     return zero_grad_buffer
 
 
 def _divided(norm: Callable[..., Any]) -> Callable[..., Any]:
-    def get_grad_norm_fp32(*given: Any, **named: Any) -> Any:
-        found = norm(*given, **named)
-        return found if _waiting is None else found * _waiting
+    def get_grad_norm_fp32(*args: Any, **kwargs: Any) -> Any:
+        undivided = norm(*args, **kwargs)
+        return undivided if _factor is None else undivided * _factor
 
     return get_grad_norm_fp32
 
 
 def _clip(parameters: Any, max_norm: float, total_norm: Any, use_decoupled_grad: bool = False) -> None:
-    """Stand in for clip_grad_by_total_norm_fp32(): the same, and the division."""
+    """Replace clip_grad_by_total_norm_fp32(): clip and divide."""
     from megatron.core.optimizer import clip_grads
 
     name = "decoupled_grad" if use_decoupled_grad else "grad"
-    found = [getattr(one, name).detach() for one in parameters if getattr(one, name, None) is not None]
-    if not found:
+    gradients = [getattr(weight, name).detach() for weight in parameters if getattr(weight, name, None) is not None]
+    if not gradients:
         return
-    factor = torch.as_tensor(max_norm / (total_norm + 1.0e-6), dtype=torch.float32, device=found[0].device)
+    factor = torch.as_tensor(max_norm / (total_norm + 1.0e-6), dtype=torch.float32, device=gradients[0].device)
     factor = factor.clamp(max=1.0).reshape(1)
-    factor = factor if _waiting is None else (factor * _waiting).reshape(1)
+    factor = factor if _factor is None else (factor * _factor).reshape(1)
     if clip_grads.multi_tensor_scale_tensor_impl is None:
-        torch._foreach_mul_(found, factor[0])
+        torch._foreach_mul_(gradients, factor[0])
         return
-    overflow = torch.zeros(1, dtype=torch.int, device=found[0].device)
+    overflow = torch.zeros(1, dtype=torch.int, device=gradients[0].device)
     scale = clip_grads.multi_tensor_scale_tensor_impl
-    clip_grads.multi_tensor_applier(scale, overflow, [found, found], factor)
+    clip_grads.multi_tensor_applier(scale, overflow, [gradients, gradients], factor)

@@ -30,7 +30,8 @@ from unittest import mock
 import psutil
 import torch
 
-from conf.model_facts import GPT2, ModelFacts, facts_from_hf
+from conf import families
+from conf.model_facts import ModelFacts, facts_from_hf
 from conf.model_files import config_json
 from conf.model_files.weights import LAYER, layer_of
 from conf.schema.run import Layout, Run
@@ -120,8 +121,7 @@ def cut_down(run: Run) -> Cut:
     layers, mtp = 1 + max(kinds.index(kind) for kind in set(kinds)), bool(run.model.mtp and facts.mtp_layers)
     experts, count = _experts(model, facts, layers, mtp), min(VOCABULARY, facts.vocab)
     config = model.config | {key: value[:layers] for key, value in lists.items()} | dict.fromkeys(TOKENS)
-    of_layers = "n_layer" if facts.architecture == GPT2 else "num_hidden_layers"
-    config |= {of_layers: layers, "vocab_size": count, "dtype": "float32"}
+    config |= {families.of(model.config).key("num_hidden_layers"): layers, "vocab_size": count, "dtype": "float32"}
     config.pop("quantization_config", None)
     config |= {key: len(experts) for key in EXPERTS if facts.experts and config.get(key) == facts.experts}
     if facts.mtp_layers:
@@ -220,7 +220,7 @@ def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> A
         names = released.enumerate_names(lost)
         raise Fault(f"{cut.model.folder}: transformers' {kind.__name__} does not fit the tensors: {names}. {SKIP}")
     decoder, added = model.eval().get_decoder(), {}
-    blocks = decoder.h if cut.facts.architecture == GPT2 else decoder.layers
+    blocks = getattr(decoder, families.of(cut.config).layers_in.rpartition(".")[2])
     if cut.mtp:
         decoder.layers = blocks[: cut.layers]
     for number, layer in enumerate(blocks[: cut.layers]):

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from conf.families.parts.family import Config
+from conf.model_facts import shapes
 from conf.model_files import config_json, tokenizer_files, weights
 from contract.faults import Fault
-from trainer.patches.families import kimi_k2
+from trainer.patches import families
 from trainer.patches.transformers_imports import import_transformers
 from trainer.weights.drawn import values
 from trainer.weights.drawn.new_folder import new_folder
-from trainer.weights.drawn.shapes import Config, Shapes, model_shapes
 
 SHARD = 4 * 10**9  # bytes of a file, at most, but for a larger tensor
 TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -37,19 +38,18 @@ def write(config: Config, tokenizer: Path, folder: Path, seed: int, told: Callab
     tokenizer_files.check(tokenizer, config.get("vocab_size"))
     config = with_ends(config, tokenizer)
     described = described_whole(config)
-    shapes = model_shapes(described)
     with new_folder(folder) as partial:
         for name in tokenizer_files.NAMES:
             if (tokenizer / name).is_file():
                 shutil.copyfile(tokenizer / name, partial / name)
         (partial / config_json.NAME).write_text(json.dumps(config, indent=2) + "\n")
-        _write_shards(described, shapes, TYPES[named], partial, seed, told)
+        _write_shards(described, TYPES[named], partial, seed, told)
 
 
 def described_whole(config: Config) -> Config:
     """The configuration with all that transformers takes for granted of its family."""
     import_transformers()
-    kimi_k2.install()
+    families.install(config.get("model_type"))
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = config.get("model_type")
@@ -74,11 +74,10 @@ def with_ends(config: Config, tokenizer: Path) -> Config:
     return {key: value for key, value in named.items() if value is not None} | config
 
 
-def _write_shards(
-    config: Config, shapes: Shapes, dtype: str, folder: Path, seed: int, told: Callable[[int, int], None]
-) -> None:
-    types = {name: "F32" if name.endswith(values.CORRECTION) else dtype for name in shapes}
-    sizes = {name: math.prod(shape) * BYTES[types[name]] for name, shape in shapes.items()}
+def _write_shards(config: Config, dtype: str, folder: Path, seed: int, told: Callable[[int, int], None]) -> None:
+    tensors = shapes(config)
+    types = {name: "F32" if name.endswith(values.CORRECTION) else dtype for name in tensors}
+    sizes = {name: math.prod(shape) * BYTES[types[name]] for name, shape in tensors.items()}
     parts, total = _parts(sizes), sum(sizes.values())
     names = (
         {weights.SINGLE: parts[0]}
@@ -88,9 +87,9 @@ def _write_shards(
     done = 0
     for file, part in names.items():
         with (folder / file).open("wb") as f:
-            _write_header(f, {name: (types[name], shapes[name], sizes[name]) for name in part})
+            _write_header(f, {name: (types[name], tensors[name], sizes[name]) for name in part})
             for name in part:
-                for block in values.blocks(config, name, shapes[name], seed):
+                for block in values.blocks(config, name, tensors[name], seed):
                     f.write(values.encode(block, types[name]))
                 done += sizes[name]
                 told(done, total)

@@ -1,12 +1,10 @@
 """Values of drawn weights: those with which a family begins a training, a block of a few megabytes at a time.
 
-Matrices, embeddings, sinks and routers' biases are normal with a standard deviation of initializer_range, norms 1,
-other biases 0, and the embedding of pad_token_id is 0, as transformers' from_config() has them. GPT-2's output
-projections spread less by the root of twice the number of layers, as its paper says and Megatron does; transformers
-5.12.1 means to, and compares a name that no tensor has.
+Matrices, embeddings, sinks and biases of routers are normal with a standard deviation of initializer_range, norms 1,
+other biases 0, and the embedding of pad_token_id is 0, as by transformers' from_config(). Families have exceptions.
 
-Values follow from the seed, the tensor's name and the block alone, by NumPy's Philox and its ziggurat: neither the
-number of processes nor torch's vector units bear on them.
+Values follow from the seed, the tensor's name and the block, by NumPy's Philox and its ziggurat: the number of
+processes and torch's vector units do not change them.
 """
 
 import hashlib
@@ -16,24 +14,26 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trainer.weights.drawn.shapes import Config
+from conf import families
+from conf.families.parts.family import Config
 
 BLOCK = 1 << 20  # numbers
-USUAL = 0.02  # initializer_range, where config.json does not say
+USUAL = 0.02  # initializer_range, if config.json lacks it
 NORM = re.compile(r"(norm|\.ln_[12f])\.weight$")
 EMBEDDING = re.compile(r"(embed_tokens|\bwte)\.weight$")
 CORRECTION = "e_score_correction_bias"  # of routers; float32 in every release
 
 
 def spread(config: Config, name: str) -> float:
-    """Standard deviation of a tensor's numbers; 0 where all of them are the same."""
+    """Standard deviation of a tensor's numbers; 0 if all of them are the same."""
     usual = config.get("initializer_range") or USUAL
-    if name.endswith(".mlp.router.bias"):  # gpt-oss's
+    if name.endswith(".mlp.router.bias"):
         return usual
     if NORM.search(name) or name.endswith("bias"):
         return 0.0
-    if config["model_type"] == "gpt2" and name.endswith("c_proj.weight"):
-        return usual / math.sqrt(2 * config["n_layer"])
+    family = families.of(config)
+    if name.endswith(family.narrow):
+        return usual / math.sqrt(2 * config[family.key("num_hidden_layers")])
     return usual
 
 
@@ -54,9 +54,9 @@ def blocks(config: Config, name: str, shape: tuple[int, ...], seed: int) -> Iter
 
 
 def _padding(config: Config, name: str, shape: tuple[int, ...]) -> range:
-    """Numbers of the embedding of padding. GPT-2's has none."""
+    """Numbers of the embedding of padding that are drawn as 0."""
     token = config.get("pad_token_id")
-    if token is None or config["model_type"] == "gpt2" or not EMBEDDING.search(name):
+    if token is None or not families.of(config).zero_padding or not EMBEDDING.search(name):
         return range(0)
     return range(token * shape[1], (token + 1) * shape[1])
 

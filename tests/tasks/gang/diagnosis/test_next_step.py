@@ -1,22 +1,22 @@
 """tasks/gang/diagnosis/next_step.py, by histories of attempts."""
 
-from dataclasses import replace
-
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from conf.load import load
-from conf.model_facts import known
-from conf.planner.hardware import read as read_gpu
-from conf.planner.verdict import plan
-from conf.rules.layout import problems
+from conf.planner.fewer_hosts import fewer_hosts
 from tasks.gang.diagnosis.classify import Failure
-from tasks.gang.diagnosis.next_step import FRUITLESS, LONGEST_WAIT, Attempt, advice, decide, shrunk
+from tasks.gang.diagnosis.next_step import FRUITLESS, LONGEST_WAIT, Attempt, decide
 from tasks.gang.engines import spared
 
 HOSTS = ("a", "b", "c", "d")
 GLM = load("glm47")
+
+
+def fits(min_nodes):
+    """The callable for this gang.min_nodes."""
+    return fewer_hosts(load("glm47", [f"gang.min_nodes={min_nodes}"]))
 
 
 def attempt(kind, host="", step=5, checkpoint=0, retry=True, blamed=(), hosts=HOSTS):
@@ -32,7 +32,7 @@ def test_what_would_fail_again_is_not_tried_again(kind):
 def test_a_process_that_died_once_is_started_again_on_the_same_hosts():
     decision = decide([attempt("host", "b", checkpoint=4)], GLM, retries=3)
     assert (decision.action, decision.without, decision.nodes, decision.wait) == ("retry", (), 4, 0)
-    assert decision.line == "goes on from step 4"
+    assert decision.line == "resumes from step 4"
 
 
 def test_retries_are_bounded_and_counted_from_the_last_progress():
@@ -64,18 +64,18 @@ def test_of_hosts_left_out_the_first_to_have_failed_takes_part_again_first():
 def test_fewer_hosts_only_where_allowed_and_legal():
     history = [attempt("host", "b", blamed=("b",))]
     # 3 hosts: dp 12 does not divide a global batch of 16; 2 hosts: dp 8 does
-    decision = decide(history, GLM, retries=3, min_nodes=1, available=4, facts=known("glm47"))
+    decision = decide(history, GLM, retries=3, available=4, fits=fits(1))
     assert (decision.action, decision.nodes, decision.without) == ("fewer", 2, ("b",))
     assert "2 of 4 hosts, without b" in decision.line
-    assert decide(history, GLM, retries=3, min_nodes=3, available=4).action == "retry without"
-    assert decide(history, GLM, retries=3, min_nodes=None, available=4).action == "retry without"
-    assert decide(history, GLM, retries=3, min_nodes=1, available=5).nodes == 4
+    assert decide(history, GLM, retries=3, available=4, fits=fits(3)).action == "retry without"
+    assert decide(history, GLM, retries=3, available=4, fits=fits("null")).action == "retry without"
+    assert decide(history, GLM, retries=3, available=5, fits=fits(1)).nodes == 4
 
 
 def test_once_there_are_enough_hosts_all_are_taken_again():
     history = [attempt("host", "b", blamed=("b",)), attempt("network", checkpoint=9, hosts=("a", "c"))]
-    assert decide(history, GLM, retries=3, min_nodes=1, available=4, facts=known("glm47")).nodes == 2
-    decision = decide(history, GLM, retries=3, min_nodes=1, available=5, facts=known("glm47"))
+    assert decide(history, GLM, retries=3, available=4, fits=fits(1)).nodes == 2
+    decision = decide(history, GLM, retries=3, available=5, fits=fits(1))
     assert (decision.action, decision.nodes, decision.without) == ("retry without", 4, ("b",))
 
 
@@ -101,44 +101,10 @@ def test_services_are_given_time():
     assert decide([attempt("host", "b")], GLM, retries=3).wait == 0
 
 
-@pytest.mark.parametrize("name", ["glm47", "glm47-b200", "qwen3-235b", "deepseek-v3-64", "llama31-70b"])
-def test_a_shrunk_run_is_the_same_run(name):
-    run = load(name)
-    for nodes in range(1, run.layout.nodes):
-        fewer = shrunk(run, nodes)
-        if fewer is None:
-            continue
-        assert problems(fewer) == [] and fewer.layout.nodes == nodes
-        kept = fewer.model_copy(update={"layout": run.layout})
-        assert kept == run
-    assert shrunk(run, 0) is None
-
-
-def test_a_shrunk_run_fits_or_is_none():
-    facts = known("glm47")
-    just_enough = replace(read_gpu("h100"), memory=plan(GLM, facts, read_gpu("h100")).fullest.total)
-    assert shrunk(GLM, 2, facts, read_gpu("h200"))
-    assert shrunk(GLM, 2, facts, just_enough) is None  # half the ranks to shard the optimizer over
-    history = [attempt("host", "b", blamed=("b",))]
-    decision = decide(history, GLM, 3, min_nodes=1, available=4, facts=facts, gpu=just_enough)
-    assert decision.action == "retry without"
-
-
-def test_advice_is_a_configuration_that_takes_less():
-    said = advice(GLM)
-    changes = said.removeprefix("try ").partition(": ")[0].split()
-    assert changes and load("glm47", changes)
-    assert "GB instead of" in said
-    assert advice(load("tiny", ["hardware.gpu=h100"])).startswith("no layout of 1 h100 takes less")
-    assert advice(GLM.model_copy(update={"model": GLM.model.model_copy(update={"source": "x/y"})})).startswith(
-        "no advice"
-    )
-
-
+ONE = fits(1)
 KINDS = ("host", "network", "storage", "preempted", "hang", "unknown")
 
 
-@settings(deadline=None)  # the first call imports what plans
 @given(
     st.lists(
         st.tuples(st.sampled_from(KINDS), st.sampled_from(HOSTS), st.integers(0, 30), st.booleans()),
@@ -152,7 +118,7 @@ def test_no_history_is_retried_for_ever(events, retries):
     history: list[Attempt] = []
     for kind, host, step, blamed in events:
         history.append(attempt(kind, host, step, 0, True, (host,) if blamed else ()))
-        decision = decide(history, GLM, retries, min_nodes=1, available=4)
+        decision = decide(history, GLM, retries, available=4, fits=ONE)
         if decision.action == "stop":
             break
     else:

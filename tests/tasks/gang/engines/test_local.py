@@ -216,7 +216,7 @@ def test_a_host_that_does_not_come_back_is_gone_on_without(start, folder, alone)
     wait_for_step(folder, 12)
     members(gang)[0].kill()
     assert gang.wait(150) == 0, output(folder)
-    assert re.search(r"(\S+/\d) no longer answers; goes on with 1 of 2 hosts, without \1\n", output(folder))
+    assert re.search(r"(\S+/\d) no longer answers; continues with 1 of 2 hosts, without \1\n", output(folder))
     (hosts,) = re.findall(r"attempt 2: (.*) train;", output(folder))
-    assert "," not in hosts and hosts not in output(folder).partition("goes on")[2].splitlines()[0]
+    assert "," not in hosts and hosts not in output(folder).partition("continues")[2].splitlines()[0]
     assert same(losses(folder / "files"), alone)

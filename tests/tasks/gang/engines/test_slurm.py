@@ -260,7 +260,7 @@ def test_it_goes_on_with_fewer_where_hosts_are_down(train, alone):
         assert running.wait(180) == 0, (folder / "output.txt").read_text()
     finally:
         up("n[2-4]")
-    assert "goes on with 1 of 2 hosts" in (folder / "output.txt").read_text()
+    assert "continues with 1 of 2 hosts" in (folder / "output.txt").read_text()
     assert same(losses(folder / "files"), alone)
 
 

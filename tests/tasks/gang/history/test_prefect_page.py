@@ -40,7 +40,7 @@ def two_attempts(teller: Teller) -> History:
     teller.trains(NAMES, NODES, 2, 0)
     step(teller, 14)
     teller.ends(KILLED)
-    teller.follows(f"{KILLED}; goes on from step 10")
+    teller.follows(f"{KILLED}; resumes from step 10")
     teller.begins(2)
     return teller.history
 
@@ -52,7 +52,7 @@ def test_what_an_attempt_did(teller):
         ("n1", 0, 0, 2),
         ("n2", 2, 2, 2),
     ]
-    assert (first.start, first.reached, first.how, first.next) == (0, 14, KILLED, "goes on from step 10")
+    assert (first.start, first.reached, first.how, first.next) == (0, 14, KILLED, "resumes from step 10")
     assert first.ended >= first.began and second.ended is None
     assert state(teller.history) == "attempt 2 waits for its hosts"
     teller.trains(NAMES, NODES, 2, 10)
@@ -76,7 +76,7 @@ def test_the_page_has_hosts_attempts_and_commands(teller, store):
     text = prefect_page.page(two_attempts(teller), store)
     assert "| `n2` | `10.0.0.3` | 2 to 3 |" in text
     assert "| 0 to 14 | 2 |\n" in text
-    assert f"\n- attempt 1: {KILLED}\n    - then: goes on from step 10\n" in text
+    assert f"\n- attempt 1: {KILLED}\n    - then: resumes from step 10\n" in text
     assert text.index("\n| 2 | ") < text.index("\n| 1 | ")  # the newest first
     assert "python -m flows.logs train-0123 --follow\n" in text
     assert "python -m flows.logs train-0123 --attempt 1 --rank 3 --err\n" in text

@@ -230,9 +230,9 @@ def test_broken_documents_are_read_or_refused_alike_however_they_are_cut(tmp_pat
         ),
         (b'{"a": "\xff"}', "not UTF-8", "", "at byte 7"),
         (b'{"a": "\xed\xa0\x80"}', "not UTF-8", "", "at byte 7"),
-        (b'["a", "b"]', "no object with columns", "", '["a", "b"]'),
-        (b"null", "no object with columns", "", "null"),
-        (b"NaN", "no object with columns", "", "NaN"),
+        (b'["a", "b"]', "not an object with columns", "", '["a", "b"]'),
+        (b"null", "not an object with columns", "", "null"),
+        (b"NaN", "not an object with columns", "", "NaN"),
         (b'{"a": "x \\ud800 y"}', "half of a surrogate pair", "a", r"'x \ud800 y'"),
         (b'{"m": [{"c": "\\udfff"}]}', "half of a surrogate pair", "m[0].c", r"'\udfff'"),
         (b'{"m": {"\\udfff": 1}}', "half of a surrogate pair", "m", r"'\udfff'"),
@@ -305,7 +305,7 @@ def test_text_in_tables_that_is_none(tmp_path):
     values, places = read(file(tmp_path, "a.arrow", sink.getvalue().to_pybytes()))
     assert values[0]["a"] == "a" and places == [" row 1", " row 2", " row 3"]
     assert values[1] == Bad("not UTF-8", "a", "at byte 1")
-    assert isinstance(values[2], Bad) and (values[2].reason, values[2].field) == ("no value that Python has", "t")
+    assert isinstance(values[2], Bad) and (values[2].reason, values[2].field) == ("no such value in Python", "t")
 
 
 def test_dictionaries_and_maps_of_arrow(tmp_path):
@@ -344,7 +344,7 @@ def test_dictionaries_and_maps_of_arrow(tmp_path):
         (b'{"x": [{}], "y": [{}]}', [{"x": [{}], "y": [{}]}]),
         (b'{\n"x": [{"a": [{"b": 1}]}]}', [{"a": [{"b": 1}]}]),
         (b'[{"a": 1},]', [{"a": 1}]),
-        (b"[\n[1],\n2]", [Bad("no object with columns", "", "[1]"), Bad("no object with columns", "", "2")]),
+        (b"[\n[1],\n2]", [Bad("not an object with columns", "", "[1]"), Bad("not an object with columns", "", "2")]),
     ],
 )
 def test_lines_or_a_document(tmp_path, data, rows):
@@ -359,13 +359,13 @@ def test_a_broken_first_line_is_a_bad_row_and_no_document(tmp_path):
 @pytest.mark.parametrize(
     "data, said",
     [
-        (b'[{"a": 1},\n{"a": 2', ": breaks off in the row at line 2: brackets or a quote are never closed"),
-        (b'[{"a": 1},\n{"a": "2}]', ": breaks off in the row at line 2: brackets or a quote are never closed"),
+        (b'[{"a": 1},\n{"a": 2', ": ends within the row at line 2: brackets or a quote are never closed"),
+        (b'[{"a": 1},\n{"a": "2}]', ": ends within the row at line 2: brackets or a quote are never closed"),
         (b'[{"a": 1}]\n{"a": 2}', ":2: more after the end of the JSON document"),
         (b"[1]]", ":1: more after the end of the JSON document"),
-        (b'{\n"a": [{}], "b": [{}]}', ": several lists of objects in one object; rows have to be in one"),
+        (b'{\n"a": [{}], "b": [{}]}', ": several lists of objects in one object; rows must be in one list"),
         (b'{\n"a": "x",\n"b": [1]}', ": no list of objects in it; rows are objects in an array, or one per line"),
-        (b'{\n"a": [{}]', ": breaks off in line 2: brackets or a quote are never closed"),
+        (b'{\n"a": [{}]', ": ends within line 2: brackets or a quote are never closed"),
     ],
 )
 def test_documents_that_are_none(tmp_path, data, said):
@@ -403,7 +403,7 @@ def test_a_table_that_breaks_off(tmp_path, name):
         ("a.csv", b"a,b,a\n", 'header: column "a" occurs twice'),
         ("a.csv", b"a;b\n1;2\n", 'header: "a;b": cells separated by ";", not by ","'),
         ("a.csv", b"\xffa,b\n", "header: not UTF-8"),
-        ("a.csv", b'a,b\n1,2\n3,"4\n5,6\n', ":3: a quote opens in this row and is never closed"),
+        ("a.csv", b'a,b\n1,2\n3,"4\n5,6\n', ":3: a quote in this row is never closed"),
         ("a.csv", b'"a,b\n', "header: unexpected end of data"),
     ],
 )
@@ -427,7 +427,7 @@ def test_a_file_that_shrinks_between_cutting_and_loading(tmp_path):
     path = file(tmp_path, "a.jsonl", json_lines(ROWS))
     _, load = list(formats.pieces(path))[-1]
     path.write_bytes(b"{}")
-    with pytest.raises(Fault, match="has become shorter while it was read"):
+    with pytest.raises(Fault, match="became shorter while it was read"):
         load()
 
 
@@ -438,8 +438,8 @@ def test_a_line_without_an_end(tmp_path, monkeypatch):
     long = b"x" * (6 << 20)
     assert "a line of more than 1 MiB, which begins with" in fault(file(tmp_path, "a.jsonl", long))
     assert "a line of more than 1 MiB" in fault(file(tmp_path, "a.txt.gz", gzip.compress(long)))
-    assert ":1: a row of more than 1 MiB; is a quote missing in it?" in fault(file(tmp_path, "a.json", b'["' + long))
-    assert ":2: a quote opens" in fault(file(tmp_path, "a.csv", b'a,b\n1,"' + b"x\n" * (3 << 20)))
+    assert ":1: a row of more than 1 MiB; is a quote missing?" in fault(file(tmp_path, "a.json", b'["' + long))
+    assert ":2: a quote in this row" in fault(file(tmp_path, "a.csv", b'a,b\n1,"' + b"x\n" * (3 << 20)))
 
 
 # Memory

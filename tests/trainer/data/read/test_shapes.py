@@ -31,13 +31,13 @@ def messages(*turns: dict) -> Any:
 @pytest.mark.parametrize(
     ("row", "pair", "reason"),
     [
-        ({"input": "q", "output": "a"}, ("q", "a"), "input -> input, output -> output: the columns are called so"),
+        ({"input": "q", "output": "a"}, ("q", "a"), "input -> input, output -> output: from the names of the columns"),
         (
             {"question": "q", "answer": "a"},
             ("q", "a"),
-            "question -> input, answer -> output: the columns are called so",
+            "question -> input, answer -> output: from the names of the columns",
         ),
-        ({"prompt": "q", "response": "a", "id": 3}, ("q", "a"), "the columns are called so; not used: id"),
+        ({"prompt": "q", "response": "a", "id": 3}, ("q", "a"), "from the names of the columns; not used: id"),
         ({"prompt": "q", "completion": "a"}, ("q", "a"), "completion -> output"),
         ({"query": "q", "response": "a"}, ("q", "a"), "query -> input"),
         ({"problem": "q", "solution": "a"}, ("q", "a"), "problem -> input"),
@@ -101,7 +101,7 @@ def test_configured_columns_win_and_reach_into_objects():
     row = {"prompt": [USER], "extra_info": {"question": "q", "answer": "a"}, "a.b": "literal", "a": {"b": "inner"}}
     found = shape(row, input="extra_info.question", output="extra_info.answer")
     assert found.row(row) == {"input": "q", "output": "a"}
-    assert found.reason.startswith("extra_info.question -> input, extra_info.answer -> output: as the configuration")
+    assert found.reason.startswith("extra_info.question -> input, extra_info.answer -> output: from the configuration")
     assert shape(row, input="a.b", output="extra_info.answer").row(row) == {"input": "literal", "output": "a"}
     assert shape({"question": "q", "answer": "a"}, input="question").row({"question": "q", "answer": "a"})
     system = shape({"q": "q", "a": "a", "s": "be brief"}, input="q", output="a", system="s")
@@ -111,18 +111,18 @@ def test_configured_columns_win_and_reach_into_objects():
 @pytest.mark.parametrize(
     ("first", "part", "words"),
     [
-        ({"question": "q", "answer": "a", "response": "b"}, {}, ["several ways", "answer -> output; or question"]),
+        ({"question": "q", "answer": "a", "response": "b"}, {}, ["several readings", "answer -> output; or question"]),
         ({"messages": TURNS, "conversations": TURNS}, {}, ["messages -> messages; or conversations"]),
         (
             {"a": "x", "b": 3, "c": [USER]},
             {},
-            ["no columns that are known", "a (text), b (number), c (list of objects)"],
+            ["no known columns", "a (text), b (number), c (list of objects)"],
         ),
-        ({"text": "x", "content": "y"}, {}, ["several ways"]),
+        ({"text": "x", "content": "y"}, {}, ["several readings"]),
         ({"question": "q"}, {"input": "query"}, ["no column query (data.input)", "question (text)"]),
-        ({"question": "q"}, {"input": "question"}, ["data.output is missing: no column is called like one"]),
-        ({"question": "q", "answer": "a"}, {"text": "answer", "input": "question"}, ["do not go together"]),
-        ({"question": "q", "answer": "a"}, {"shape": "text"}, ["no columns that are known"]),
+        ({"question": "q"}, {"input": "question"}, ["data.output is missing: no column has a known name"]),
+        ({"question": "q", "answer": "a"}, {"text": "answer", "input": "question"}, ["cannot be combined"]),
+        ({"question": "q", "answer": "a"}, {"shape": "text"}, ["no known columns"]),
         ({"question": "q", "answer": "a"}, {"shape": "messages", "input": "question"}, ["data.shape is messages"]),
         ({}, {}, ["no columns"]),
     ],
@@ -140,13 +140,13 @@ def test_a_shape_that_is_asked_for_decides():
     assert shape(row, shape="pairs").kind == "pairs"
     assert shape(row, shape="sharegpt").kind == "messages"
     assert shape(row, shape="text").row(row) == {"text": "t"}
-    assert shape({"text": "t", "url": "u"}).reason == "text -> text: the columns are called so; not used: url"
+    assert shape({"text": "t", "url": "u"}).reason == "text -> text: from the names of the columns; not used: url"
 
 
 @pytest.mark.parametrize(
     ("row", "bad"),
     [
-        ({"answer": "a"}, Bad("no such column", "question", "there are answer")),
+        ({"answer": "a"}, Bad("no such column", "question", "the columns are answer")),
         ({"question": "q", "answer": 72}, Bad("not text", "answer", "72")),
         ({"question": None, "answer": "a"}, Bad("not text", "question", "null")),
         ({"question": " ", "answer": "a"}, Bad("empty", "question", '" "')),
@@ -180,7 +180,7 @@ def test_numbers_for_answers_are_bad_rows_and_no_riddle():
         ([USER, {"role": "assistant", "content": 7}], "not text", "messages[1].content"),
         ([USER, {"role": "assistant"}], "empty answer", "messages[1].content"),
         ([USER, {"role": "assistant", "content": [{"type": "image_url"}]}], "not text", "messages[1].content[0]"),
-        ([USER, "a"], "message is no object", "messages[1]"),
+        ([USER, "a"], "message is not an object", "messages[1]"),
         ([USER, CALL | {"tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}, ANSWER], None, ".arguments"),
         ([USER, CALL | {"tool_calls": [{"arguments": {}}]}, ANSWER], "tool call without a name", "tool_calls[0]"),
         ([USER, CALL | {"tool_calls": "{"}, ANSWER], "not JSON", "messages[1]"),
@@ -195,7 +195,7 @@ def test_bad_conversations(turns, reason, field):
 
 def test_bad_tools_and_conversations_that_are_none():
     found = shape({"messages": TURNS, "tools": None})
-    assert found.row({"messages": TURNS, "tools": ["f"]}) == Bad("tools are no list of objects", "tools", '["f"]')
+    assert found.row({"messages": TURNS, "tools": ["f"]}) == Bad("tools are not a list of objects", "tools", '["f"]')
     assert found.row({"messages": "hello"}) == Bad("not a list of messages", "messages", '"hello"')
     assert found.row({"messages": TURNS, "tools": [{"x": float("nan")}]}) == Bad("not JSON", "tools.x", "a float")
 

@@ -111,7 +111,7 @@ def test_home_and_what_looks_like_a_data_set(tmp_path, monkeypatch):
         ("{}/*.md", r"matches no file that ends in one of \.jsonl"),
         ("{}/a.md", r"ends in none of \.jsonl"),
         ("{}/empty", r"no file in this folder ends in one of \.jsonl, .*\.txt"),
-        ("s3://bucket/rows.jsonl", r"the flow fetches what lies on s3:// \(python -m flows\.finetune\)"),
+        ("s3://bucket/rows.jsonl", r"only the flow fetches from s3:// \(python -m flows\.finetune\)"),
         (
             "tiny://letters",
             r"no such data; there is tiny://tickets, tiny://mistaken-tickets, tiny://ranked-tickets and tiny://texts",
@@ -201,7 +201,9 @@ def test_columns_of_nothing(tmp_path):
         sources.columns(Part(source=str(tmp_path)))
     assert list(sources.chunks(Part(source=str(tmp_path / "b.json")), 0, nothing)) == []
     (tmp_path / "e.jsonl").write_text("{\n[1]\n")
-    with pytest.raises(Fault, match=rf"none can be read; {tmp_path}/e\.jsonl:1: not JSON: Expecting property name"):
+    with pytest.raises(
+        Fault, match=rf"none of its rows can be read; {tmp_path}/e\.jsonl:1: not JSON: Expecting property name"
+    ):
         sources.columns(Part(source=str(tmp_path)))
 
 

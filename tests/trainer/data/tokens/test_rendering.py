@@ -70,7 +70,7 @@ def test_a_template_beyond_its_limits_is_a_line_with_its_file_and_the_row(encode
     with pytest.raises(Fault) as caught:
         encode(SAFE + "{% if messages[1].content == 'c' %}" + text + "{% endif %}")
     assert str(caught.value).startswith(f"{tmp_path}/model/chat_template.jinja: the template {why}")
-    assert str(caught.value).endswith("; repair it") and "\n" not in str(caught.value)
+    assert str(caught.value).endswith("; fix it") and "\n" not in str(caught.value)
     assert '"content": "a"' in str(caught.value) and time.monotonic() - began < 40
 
 

@@ -219,7 +219,7 @@ def test_a_file_with_a_template(text, expected, family, tmp_path, monkeypatch):
     ("text", "words"),
     [
         (None, "data.template: mine.jinja: no such file"),
-        ("{{ question }}", "uses neither messages, nor input and output; it uses question"),
+        ("{{ question }}", "uses neither messages nor input and output; it uses question"),
         ("{% for %}", "mine.jinja: "),
         (b"\xff", "not UTF-8 at byte 0"),
     ],
@@ -233,10 +233,10 @@ def test_files_that_are_no_template(text, words, family, tmp_path, monkeypatch):
 
 
 def test_without_a_chat_template(family):
-    with pytest.raises(Fault, match=r"no chat template; data.template: .* or a file NAME.jinja"):
+    with pytest.raises(Fault, match=r"no chat template; use data.template: .* or a file NAME.jinja"):
         choose(family("plain"), template="chat")
     assert choose(family("plain"), template="auto").kind == "plain"
-    with pytest.raises(Fault, match=r"data.template_options: tools: every template is given that"):
+    with pytest.raises(Fault, match=r"data.template_options: tools: reserved; every template gets these"):
         choose(family("chatml"), template_options={"tools": "x"})
     with pytest.raises(Fault, match="texts without a prompt"):
         choose(family("plain"), "text", template="{input}{output}")
@@ -284,7 +284,7 @@ def test_a_record_belongs_to_its_tokenizer(family, tmp_path):
     assert len(record["sha256"]) == 64
     assert templates.from_record(record, family("chatml")).record() == record
     with pytest.raises(
-        Fault, match=r"tokenizer.json is not the one that the data were prepared with: SHA-256 \w{12}, not"
+        Fault, match=r"tokenizer.json is not the file with which the data were prepared: SHA-256 \w{12}, not"
     ):
         templates.from_record(record, family("llama3"))
     with pytest.raises(Fault, match="its chat template is not the one"):
@@ -347,7 +347,7 @@ def test_a_tokenizer_in_python_does_for_plain_templates(tmp_path):
     assert isinstance(found, Encoded)
     assert "".join(map(chr, found.ids[found.learned])) == " It is 42.!"
     tokens.chat_template = "{{ messages }}"
-    with pytest.raises(Fault, match="cannot say where answers begin"):
+    with pytest.raises(Fault, match="cannot locate answers"):
         choose(tokens, template="chat")
 
 

@@ -103,6 +103,6 @@ def test_a_packed_row_divides_over_the_layout(layout, expected):
 
 def test_a_sequence_that_packed_rows_cannot_fill():
     run = load("tiny", ["data.packed=true", "train.micro_batch=1", "data.seq_length=100"])
-    with pytest.raises(Fault, match=r"^data.seq_length: 100 is no multiple of 16, .*; nearest: 96, 112$"):
+    with pytest.raises(Fault, match=r"^data.seq_length: 100 is not a multiple of 16, .*; nearest: 96, 112$"):
         packing.multiple(run)
     assert packing.multiple(load("tiny", ["data.seq_length=100"])) == 16

@@ -27,10 +27,10 @@ def warned(length: int, count: int, capacity: int, multiple: int = 16) -> list[s
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        ((10, 80, 64), "only 56% full: 44% of them pads each row (about 10 tokens) to a multiple of 16, 0% is room"),
-        ((10, 80, 64), "several short items in one row need less padding"),
+        ((10, 80, 64), "only 56% full: 44% pads each row (about 10 tokens) to a multiple of 16, 0% is too small"),
+        ((10, 80, 64), "joining several short rows into one needs less padding"),
         ((10, 80, 64, 32), "padding, or a smaller layout.cp or layout.tp"),
-        ((41, 9, 64), "only 62% full: 12% of them pads each row (about 41 tokens) to a multiple of 16, 25% is room"),
+        ((41, 9, 64), "only 62% full: 12% pads each row (about 41 tokens) to a multiple of 16, 25% is too small"),
         ((41, 9, 64), "another data.seq_length leaves less"),
     ],
 )

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from conf.model_facts import shapes
 from contract.faults import Fault
 from trainer.rehearsal import tiny_models
 from trainer.weights import released, released_tensors
 from trainer.weights.drawn import files, values
-from trainer.weights.drawn.shapes import model_shapes
 
 TOKENS = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
 
@@ -91,7 +91,7 @@ def test_names_shapes_and_spread_are_those_of_transformers(kind, tokenizer, tmp_
         config["num_nextn_predict_layers"] = 0  # transformers leaves those layers out
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).float().save_pretrained(tmp_path / "theirs")
     theirs, ours = released.read(tmp_path / "theirs"), released.read(draw(config, tokenizer, tmp_path / "ours"))
-    assert {name: one.shape for name, one in theirs.tensors.items()} == model_shapes(files.described_whole(config))
+    assert {name: one.shape for name, one in theirs.tensors.items()} == shapes(files.described_whole(config))
     for name in theirs.tensors:
         one, other = (released_tensors.read(model, name).float() for model in (theirs, ours))
         if kind == "gpt2" and name.endswith("c_proj.weight"):

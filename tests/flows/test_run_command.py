@@ -1,4 +1,4 @@
-"""flows/pipeline/command.py: what is wrong with a command line is said in a line, before Prefect or a stage starts."""
+"""flows/run_command.py: what is wrong with a command line is said in a line, before Prefect or a stage starts."""
 
 import json
 import sys
@@ -8,12 +8,12 @@ import pytest
 
 from conf.load import FOLDER, load
 from conf.overrides import as_overrides
-from flows.pipeline.command import command
+from flows.pipeline import PIPELINE
+from flows.run_command import command
 from tasks.run import artifact
 from tasks.run.artifact import Artifact
 from tasks.servers import prefect_server
 from tasks.sources.hub import api
-from tasks.stages import pipeline
 
 TINY = (FOLDER / "tiny.yaml").read_text()
 
@@ -54,11 +54,11 @@ def test_a_plain_run(run):
         ),
         (["tiny", "optimizer.lr=7"], "override optimizer.lr=7: optimizer.lr: 7 is too large: it must be at most 1"),
         (["tiny", "optimizer"], "override optimizer: not of the form key=value"),
-        (["tiny", "paths.output=/tmp/x"], "paths.output: where things lie is the flow's own affair"),
+        (["tiny", "paths.output=/tmp/x"], "paths.output: the flow sets all paths"),
         (["huge"], "no such configuration: huge; it is a file, or one of deepseek-v3-512, "),
         (["tiny", "--until", "trian"], "trian: no stage; there are download, prepare, prepare-prompts, convert"),
         (["tiny", "--from", "publish"], "publish: no stage; there are download"),
-        (["tiny", "--from", "export", "--until", "train"], "from-stage export lies behind until-stage train"),
+        (["tiny", "--from", "export", "--until", "train"], "from-stage export comes after until-stage train"),
         (["tiny", "data.source=tiny://x", "--dry-run"], "data.source: tiny://x: no such data"),
         (
             ["tiny", "layout.gpus_per_node=3", "layout.ep=3", "train.global_batch=48", "--dry-run"],
@@ -125,7 +125,7 @@ def test_a_dry_run_names_every_stage_and_starts_none(run, tmp_path):
     assert [line.split()[0] for line in table[1:-1]] == NEEDED
     asked = [
         name
-        for name in pipeline.ORDER
+        for name in PIPELINE.names
         if name not in ("prepare-prompts", "download-teacher", "convert-teacher", "reference", "reinforce")
     ]
     assert [line.split()[0] for line in lines] == asked

@@ -15,23 +15,24 @@ from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
 from flows.arguments import of_a_run, refused
 from flows.new import rows
+from flows.pipeline import PIPELINE
 from tasks.run import artifact, forecast
 from tasks.run.places import open_run_store, runs_folder
-from tasks.run.request import Request
+from tasks.run.steps import Request
 from tasks.servers import prefect_server
 from tasks.servers.waiting import limited_end
 from tasks.sources import hub, row_sources
 from tasks.sources.hub.api import Unreachable
-from tasks.stages import pipeline, plan
+from tasks.stages import plan
 from tasks.store import Store
 
-ENDS_WITHIN = 60.0  # seconds after a signal, beyond those in which a training saves a checkpoint; pods take 40 to go
+ENDS_WITHIN = 60.0  # seconds after a signal, in addition to the grace for a checkpoint; pods need 40 to end
 
 
 def command(flow, description: str, require: Callable[[Run], None] = lambda run: None, example: str = "tiny") -> int:
-    """Run the flow and return the exit code: 0, 2 for a fault that the caller can mend, 1 for anything else.
+    """Run the flow and return the exit code: 0, 2 for an error that the user can fix, 1 for any other.
 
-    `require` raises a Fault for a run that is not the flow's to make. `example` is a configuration that one may name.
+    `require` raises a Fault for a run of another flow. `example` names a configuration.
     """
     options = _arguments(f"flows.{flow.name}", description)
     if options.conf is None:
@@ -40,56 +41,59 @@ def command(flow, description: str, require: Callable[[Run], None] = lambda run:
         run = load(options.conf, options.overrides)
         require(run)
         for key in from_overrides(options.overrides).get("paths", {}):
-            raise Fault(f"paths.{key}: where things lie is the flow's own affair; FINETUNE_RUNS names its folder")
-        first, last = _stage(options.first), _stage(options.last)
-        pipeline.require_order(first, last)
+            raise Fault(f"paths.{key}: the flow sets all paths; FINETUNE_RUNS names its folder")
+        for name in filter(None, (options.from_stage, options.until_stage)):
+            if name not in PIPELINE.names:
+                raise Fault(f"{name}: no stage; there are {', '.join(PIPELINE.names)}")
+        PIPELINE.require_order(options.from_stage, options.until_stage)
         if options.dry_run:
-            print("\n".join(_foretold(run, first, last)))
+            print("\n".join(_forecast(run, options.from_stage, options.until_stage)))
             return 0
     except (ConfigError, Fault) as fault:
         return refused(fault)
-    # All was checked above, and the deployments' form knows neither files outside of conf/ nor nulls.
+    # Everything was checked above. Prefect's own check would refuse files outside of conf/, and nulls.
     try:
         prefect_server.use()
         with limited_end(run.gang.grace + ENDS_WITHIN, f"python -m tasks.tracking {runs_folder()} ships what waits"):
             state = flow.with_options(validate_parameters=False)(
                 conf=options.conf,
                 changes=from_overrides(options.overrides),
-                from_stage=first,
-                until_stage=last,
+                from_stage=options.from_stage,
+                until_stage=options.until_stage,
                 return_state=True,
             )
     except Fault as fault:
         return refused(fault)
     except KeyboardInterrupt:
-        return refused("interrupted; what was made is kept, and the same command goes on from there", code=130)
+        return refused("interrupted; what was made is kept, and the same command resumes", code=130)
     if state.is_failed() and state.message:
         refused(state.message)
     return 0 if state.is_completed() else 1 if state.name == "Crashed" else 2
 
 
-def _foretold(run: Run, first: str | None, last: str | None) -> list[str]:
-    """What would run, what of it is there, and the cost; without a way to the Hub, what is known of that here."""
+def _forecast(run: Run, from_stage: str | None, until_stage: str | None) -> list[str]:
+    """The stages that would run, those that are cached, and the cost. Without the Hub, only what is known here."""
+    asked = PIPELINE.asked(run, until_stage)
     try:
-        planned = _possible(plan.settle(run), last)
-        asked = pipeline.request(planned.run, first, last)
+        planned = _possible(plan.settle(run), asked)
+        request = PIPELINE.request(planned.run, from_stage, until_stage)
         store = open_run_store()
-        _require_rows_to_learn_from(planned.run, asked, store)
-        would = forecast.lines(asked, store, planned)
+        _require_rows_to_learn_from(planned.run, request, store)
+        lines = forecast.lines(request, store, planned)
     except Unreachable as fault:
-        planned = _possible(_recalled(run, fault), last)
-        would = [str(fault), "So it is not known what of this is there already. By the config.json that is known here:"]
-    return [*would, *_lacks(run), *_takes(planned, pipeline.asked(planned.run, last)), plan.summary(planned)]
+        planned = _possible(_recalled(run, fault), asked)
+        lines = [str(fault), "So it is unknown which of these artifacts exist. By the config.json that is known here:"]
+    return [*lines, *_lacks(run), *_takes(planned, asked), plan.summary(planned)]
 
 
-def _require_rows_to_learn_from(run: Run, asked: Request, store: Store) -> None:
-    """Refuse rows that training would refuse, as they are prepared already, or lie here and are of unknown shape.
+def _require_rows_to_learn_from(run: Run, request: Request, store: Store) -> None:
+    """Refuse rows that training would refuse, if they are prepared already, or are local and of unknown shape.
 
-    One answer to a row is what most data have; a look at the rows takes seconds, so it is for other objectives alone.
+    One answer to a row is what most data have; a look at the rows takes seconds, so only other objectives get one.
     """
-    if "train" in asked.unasked:
+    if "train" in request.unasked:
         return
-    prepared = artifact.find(asked.stages["prepare"], store)
+    prepared = artifact.find(request.stages["prepare"], store)
     if isinstance(prepared, artifact.Artifact):
         place, kind = prepared.key, prepared.result["kind"]
     elif (
@@ -110,14 +114,14 @@ def _recalled(run: Run, fault: Unreachable) -> Plan:
         raise fault from None
 
 
-def _possible(planned: Plan, last: str | None) -> Plan:
-    if fault := plan.any_refusal(planned, last):
+def _possible(planned: Plan, asked: Collection[str]) -> Plan:
+    if fault := plan.any_refusal(planned, asked):
         raise Fault(fault)
     return planned
 
 
 def _lacks(run: Run) -> list[str]:
-    """A line for a folder whose model can be planned, and has no weights to run with."""
+    """A line about a model folder without weights: it can be planned, but not run."""
     source = run.model.source
     if not isinstance(source, str) or hub.kind(source) != "folder":
         return []
@@ -127,7 +131,7 @@ def _lacks(run: Run) -> list[str]:
 
 
 def _takes(planned: Plan, asked: Collection[str]) -> list[str]:
-    """What the stages take that are asked for, and the evaluation if it is among them."""
+    """The needs of the stages to make, and the layout of the evaluation."""
     needs = [need for need in planned.needs if need.stage in asked]
     evaluated = any(need.stage.startswith("evaluate") for need in needs)
     how = ["", *display.evaluation(planned)] if evaluated and planned.serving else []
@@ -136,20 +140,13 @@ def _takes(planned: Plan, asked: Collection[str]) -> list[str]:
 
 
 def _arguments(module: str, description: str) -> argparse.Namespace:
-    stages = ", ".join(pipeline.ORDER)
+    stages = ", ".join(PIPELINE.names)
     parser = of_a_run(module, description, example="optimizer.lr=2e-4", required=False)
     parser.epilog = (
         f"Stages, in order: {stages}. FINETUNE_STORE names the store (s3://bucket/prefix or a folder), "
         "FINETUNE_RUNS the local folder for work and caches (runs), MLFLOW_TRACKING_URI the tracking server."
     )
-    parser.add_argument("--until-stage", "--until", dest="last", metavar="STAGE", help="end after this stage")
-    again = "make this stage and all behind it anew"
-    parser.add_argument("--from-stage", "--from", dest="first", metavar="STAGE", help=again)
+    parser.add_argument("--until-stage", metavar="STAGE", help="end after this stage")
+    parser.add_argument("--from-stage", metavar="STAGE", help="make this stage and all later ones again")
     parser.add_argument("--dry-run", action="store_true", help="print what would run and what it would cost")
     return parser.parse_intermixed_args()
-
-
-def _stage(name: str | None) -> str | None:
-    if name is None or name in pipeline.ORDER:
-        return name
-    raise Fault(f"{name}: no stage; there are {', '.join(pipeline.ORDER)}")

@@ -1,0 +1,96 @@
+"""Model families: one file each, with all that the planner, the rules and the trainer know of the family.
+
+    of(config)            the Family of a config.json; OTHER for an unknown one, whose sizes have Llama's names
+    named(architecture)   the first one of an architecture, or OTHER
+    layer(facts, kind)    tensors of a layer, of all kinds or of one
+    every()               all of them by model_type: the files of this folder, the entry points `finetune.families` of
+                          installed packages, and those that add() has loaded
+    add(place)            load a family from outside the repository: a Python file, or the import path of a module
+
+docs/extending/family.md shows how to add one. No module here imports torch; the torch part of a family has the same
+file name in trainer/megatron/bridges/ and trainer/patches/families/, if it needs one.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import pkgutil
+import sys
+from functools import cache, lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from conf.families.parts.family import Family as Family
+from conf.families.parts.family import Serving as Serving
+from conf.families.parts.sizes import ModelFacts
+from conf.families.parts.tensors import Tensor
+from conf.model_files import config_json
+
+GROUP = "finetune.families"
+NOT_FAMILIES = ("parts", "unsupported")
+OTHER = Family(architecture="", model_type="", read=(), serving=None)
+
+
+def of(config: dict[str, Any]) -> Family:
+    architecture = config_json.architecture(config)
+    family = every().get(str(config.get("model_type")), OTHER)
+    return family if family.architecture == architecture else named(architecture)
+
+
+def named(architecture: str) -> Family:
+    same = [family for family in every().values() if family.architecture == architecture]
+    return next((family for family in same if not family.read_as), OTHER)
+
+
+@lru_cache
+def layer(facts: ModelFacts, kind: str, of: str = "") -> tuple[Tensor, ...]:
+    tensors = named(facts.architecture).layer(facts, kind)
+    return tuple(tensor for tensor in tensors if of in ("", tensor.kind))
+
+
+@cache
+def every() -> dict[str, Family]:
+    found = [info.name for info in pkgutil.iter_modules(__path__) if info.name not in NOT_FAMILIES]
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in found]
+    modules += [entry.load() for entry in importlib.metadata.entry_points(group=GROUP)]
+    families = [module.FAMILY for module in modules]
+    return {family.model_type: family for family in families}
+
+
+def add(place: str) -> Family:
+    """Load and register a family. Raises ValueError for a place that holds none."""
+    try:
+        family = _module(place).FAMILY
+    except Exception as error:  # of any kind: the module is not ours
+        raise ValueError(f"{place}: no family can be loaded from it: {type(error).__name__}: {error}") from None
+    if not isinstance(family, Family):
+        raise ValueError(f"{place}: FAMILY is not a conf.families.Family")
+    every()[family.model_type] = family
+    layer.cache_clear()
+    return family
+
+
+def _module(place: str) -> ModuleType:
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    path = Path(place).resolve()
+    spec = importlib.util.spec_from_file_location(f"families_{path.stem}", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def tiny() -> dict[str, dict[str, Any]]:
+    """The config.json of each tiny model, by its name."""
+    return {
+        "-".join((family.model_type.replace("_", "-"), *variant.split())): {
+            "architectures": [family.architecture],
+            "model_type": family.model_type,
+            **keys,
+        }
+        for family in every().values()
+        for variant, keys in family.tiny.items()
+    }

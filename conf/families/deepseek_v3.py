@@ -1,0 +1,62 @@
+"""DeepSeek-V3, R1 and V3.1: latent attention, and experts in groups chosen by sigmoid scores and a bias."""
+
+from conf.families.parts.family import (
+    DEFAULT,
+    LATENT,
+    LATENT_YARN,
+    RANKS,
+    ROTARY,
+    SIGMOID,
+    SIGMOID_EXPERTS,
+    SIGMOID_SIZES,
+    SIZES,
+    TINY_SIGMOID,
+    Balance,
+    Family,
+)
+from conf.families.parts.keys import Keys, llama_facts
+from conf.families.parts.sizes import ModelFacts
+
+SCALED = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=256)
+SMALL = TINY_SIGMOID | dict(
+    num_key_value_heads=4,  # latent attention has one per query head
+    q_lora_rank=96,
+    kv_lora_rank=64,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=32,
+    v_head_dim=32,
+    rms_norm_eps=1e-6,
+    rope_parameters=SCALED | dict(beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
+    # transformers ranks groups by their best 2 experts, Megatron by their best num_experts_per_tok / topk_group: that
+    # quotient has to be 2, as it is in the release.
+    n_group=2,
+    topk_group=1,
+    num_nextn_predict_layers=0,
+)
+
+
+def facts(keys: Keys) -> ModelFacts:
+    found = llama_facts(keys, expert_bias=True)
+    if not found.shared_ffn:
+        text = "n_shared_experts is 0, and Megatron-Bridge builds this family with one or more"
+        raise ValueError(f"config.json: {text}")
+    return found
+
+
+FAMILY = Family(
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    read=SIZES | ROTARY | SIGMOID_EXPERTS | LATENT | {"rms_norm_eps", "tie_word_embeddings", "attention_bias"},
+    assumed=SIGMOID | {"rope_interleave": (True,)},
+    fixed={"moe_layer_freq": 1, "tie_word_embeddings": False, "attention_bias": False},
+    rotations=DEFAULT | LATENT_YARN,
+    defaults={"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8},
+    repeats={"head_dim": "qk_rope_head_dim"},
+    stated=(*SIGMOID_SIZES, *RANKS),
+    not_null=(*SIGMOID_SIZES, *RANKS, "routed_scaling_factor"),
+    facts=facts,
+    by_name=True,
+    balance=Balance("aux_loss_alpha", moves_bias=True),
+    releases={"deepseek-ai/DeepSeek-V3-0324": 684.0},
+    tiny={"": SMALL},
+)

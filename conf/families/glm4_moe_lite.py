@@ -1,0 +1,53 @@
+"""GLM-4.7-Flash: latent attention, one dense layer, then experts chosen by sigmoid scores and a bias."""
+
+from functools import partial
+
+from conf.families.parts.family import (
+    COUNTS,
+    DEFAULT,
+    GROUPED,
+    LATENT,
+    RANKS,
+    ROTARY,
+    SIGMOID,
+    SIGMOID_EXPERTS,
+    SIGMOID_SIZES,
+    SIZES,
+    TINY_SIGMOID,
+    Balance,
+    Family,
+    rope,
+)
+from conf.families.parts.keys import llama_facts
+
+SMALL = TINY_SIGMOID | dict(
+    num_key_value_heads=4,
+    q_lora_rank=96,
+    kv_lora_rank=64,
+    qk_nope_head_dim=48,
+    qk_rope_head_dim=16,
+    v_head_dim=64,
+    rms_norm_eps=1e-5,
+    **rope(1e6),
+    n_group=1,
+    topk_group=1,
+    num_nextn_predict_layers=1,
+)
+
+FAMILY = Family(
+    architecture="Glm4MoeLiteForCausalLM",
+    model_type="glm4_moe_lite",
+    read=SIZES | ROTARY | SIGMOID_EXPERTS | LATENT | {"rms_norm_eps", "tie_word_embeddings", "attention_bias"},
+    # transformers reads mlp_layer_types, and has one dense layer without it, whatever first_k_dense_replace says
+    assumed=SIGMOID | {"rope_interleave": (True,), "partial_rotary_factor": (1,), "first_k_dense_replace": (1,)},
+    fixed={"tie_word_embeddings": False, "attention_bias": False},
+    rotations=DEFAULT,
+    defaults={"n_group": 1, "topk_group": 1, "num_experts_per_tok": 4},
+    repeats={"head_dim": "qk_rope_head_dim"},
+    stated=(*SIGMOID_SIZES, *COUNTS, *RANKS),
+    not_null=(*SIGMOID_SIZES, *COUNTS, *RANKS, *GROUPED, "num_key_value_heads"),
+    facts=partial(llama_facts, expert_bias=True),
+    by_name=True,
+    balance=Balance(always=True),
+    tiny={"": SMALL},
+)

@@ -1,0 +1,22 @@
+"""Llama 2 to 3.3, and models that are built like it."""
+
+from conf.families.parts.family import ANY, DEFAULT, PLAIN, SILU, TINY, YARN, Family, Rotation, rope
+
+LINEAR = {"linear": Rotation({"factor": ANY}, ("factor",))}
+FACTORS = {"low_freq_factor": (1,), "high_freq_factor": (4,), "original_max_position_embeddings": (8192,)}
+LLAMA3 = {"llama3": Rotation({"factor": ANY} | FACTORS, ("factor", *FACTORS))}
+
+FAMILY = Family(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    read=PLAIN,
+    assumed=SILU | {"attention_bias": (False,), "mlp_bias": (False,)},
+    rotations=DEFAULT | LINEAR | LLAMA3 | YARN,
+    releases={
+        "meta-llama/Llama-3.2-1B-Instruct": 1.24,
+        "meta-llama/Llama-3.1-70B-Instruct": 70.6,
+        "meta-llama/Llama-3.1-405B-Instruct": 406.0,
+    },
+    # over 2 tensor ranks Megatron pads the vocabulary to 504
+    tiny={"": TINY | dict(vocab_size=500, head_dim=32, rms_norm_eps=1e-5) | rope(5e5)},
+)

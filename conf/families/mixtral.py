@@ -1,0 +1,28 @@
+"""Mixtral: a Llama with experts in every layer."""
+
+from functools import partial
+
+from conf.families.parts import tensors
+from conf.families.parts.family import DEFAULT, PLAIN, SILU, TINY, YARN, Balance, Family, Serving, rope
+
+EXPERTS_IN = "vLLM has Mixtral's experts in block_sparse_moe, where no adapter of transformers has them"
+
+FAMILY = Family(
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    read=PLAIN | {"num_local_experts", "num_experts_per_tok"},
+    assumed=SILU | {"sliding_window": (None,), "router_jitter_noise": (0,)},
+    rotations=DEFAULT | YARN,
+    defaults={"norm_topk_prob": True},
+    stated=("num_key_value_heads", "num_local_experts"),
+    not_null=("num_key_value_heads", "num_local_experts"),
+    layer=partial(tensors.layer, mlp="block_sparse_moe", leaves=("w1", "w3", "w2")),
+    balance=Balance("router_aux_loss_coef"),
+    serving=Serving(expert_adapters=EXPERTS_IN),
+    # intermediate_size is that of an expert
+    tiny={
+        "": TINY
+        | dict(intermediate_size=64, num_local_experts=8, num_experts_per_tok=2, head_dim=32, rms_norm_eps=1e-5)
+        | rope(1e6)
+    },
+)

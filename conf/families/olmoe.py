@@ -1,0 +1,26 @@
+"""OLMoE: experts in every layer, and norms of queries and keys over all heads together."""
+
+from functools import partial
+
+from conf.families.parts.family import DEFAULT, ROTARY, SILU, SIZES, TINY, YARN, Balance, Family, rope
+from conf.families.parts.keys import llama_facts
+
+# intermediate_size is that of an expert; there are as many key-value heads as heads
+SMALL = TINY | dict(intermediate_size=64, num_key_value_heads=4, num_experts=8, num_experts_per_tok=2, head_dim=32)
+
+FAMILY = Family(
+    architecture="OlmoeForCausalLM",
+    model_type="olmoe",
+    read=SIZES | ROTARY | {"rms_norm_eps", "head_dim", "num_experts", "num_local_experts", "num_experts_per_tok"},
+    assumed=SILU
+    | {"norm_topk_prob": (False,), "attention_bias": (False,), "clip_qkv": (None,)}
+    | {"tie_word_embeddings": (False,), "scoring_func": ("softmax",)},
+    rotations=DEFAULT | YARN,
+    repeats={"num_key_value_heads": "num_attention_heads"},
+    stated=("num_experts",),
+    not_null=("num_experts", "head_dim"),
+    facts=partial(llama_facts, qk_norm=True, norm_over_heads=True),
+    balance=Balance("router_aux_loss_coef"),
+    releases={"allenai/OLMoE-1B-7B-0924": 6.9},
+    tiny={"": SMALL | dict(rms_norm_eps=1e-5) | rope(1e4)},
+)

@@ -1,0 +1,1 @@
+"""Types and building blocks that the files of conf/families/ share."""

@@ -1,0 +1,19 @@
+"""Qwen2 and Qwen2.5: a Llama with biases on queries, keys and values, which no key says."""
+
+from functools import partial
+
+from conf.families.parts.family import DEFAULT, PLAIN, QWENS, TINY, YARN, Family, rope
+from conf.families.parts.keys import llama_facts
+
+FAMILY = Family(
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    read=PLAIN | {"attention_bias"},
+    assumed=QWENS,
+    rotations=DEFAULT | YARN,
+    stated=("num_key_value_heads",),
+    not_null=("head_dim",),
+    facts=partial(llama_facts, attention_bias=True),
+    releases={"Qwen/Qwen2.5-0.5B-Instruct": 0.49},
+    tiny={"": TINY | dict(head_dim=32, rms_norm_eps=1e-6) | rope(1e6)},
+)

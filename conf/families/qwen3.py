@@ -1,0 +1,26 @@
+"""Qwen3, dense: a Llama with norms of queries and keys."""
+
+from functools import partial
+
+from conf.families.parts.family import DEFAULT, HEADS, PLAIN, QWENS, TINY, YARN, Family, rope
+from conf.families.parts.keys import llama_facts
+
+FAMILY = Family(
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    read=PLAIN,
+    assumed=QWENS | {"attention_bias": (False,)},
+    rotations=DEFAULT | YARN,
+    stated=HEADS,
+    not_null=("head_dim",),
+    facts=partial(llama_facts, qk_norm=True),
+    releases={
+        "Qwen/Qwen3-1.7B": 1.7,
+        "Qwen/Qwen3-4B": 4.0,
+        "Qwen/Qwen3-8B": 8.2,
+        "Qwen/Qwen3-14B": 14.8,
+        "Qwen/Qwen3-32B": 32.8,
+    },
+    # the embedding is tied as up to 4B
+    tiny={"": TINY | dict(head_dim=64, tie_word_embeddings=True, rms_norm_eps=1e-6) | rope(1e6)},
+)

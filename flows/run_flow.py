@@ -1,0 +1,73 @@
+"""One run of the flows finetune and pretrain inside of Prefect: plan, run all stages, report."""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import UTC
+from pathlib import PurePath
+from typing import Any, Literal
+
+from prefect import Flow, State
+from prefect.exceptions import FailedRun
+from prefect.runtime import flow_run
+from prefect.states import Failed
+
+from conf.load import load
+from conf.schema.run import Run
+from contract.faults import ConfigError, Fault
+from flows.pipeline import PIPELINE, run_stages
+from tasks.run.session import Session
+from tasks.servers import prefect_server
+from tasks.stages import result, run_report
+from tasks.stages.plan import plan, tell
+
+Stage = Literal[*PIPELINE.names]  # type: ignore[valid-type]
+
+
+class CheckoutFlow(Flow):
+    """A flow that uses the Prefect server of this checkout when it is called from Python."""
+
+    def __call__(self, *args: Any, **parameters: Any) -> Any:
+        prefect_server.use()
+        return super().__call__(*args, **parameters)
+
+
+def name_of_run() -> str:
+    """Name of a flow run. A run that resumes after a crash keeps it (flows/automations.py)."""
+    return f"{PurePath(flow_run.parameters['conf']).stem}-{flow_run.scheduled_start_time.astimezone(UTC):%m%d-%H%M%S}"
+
+
+def run_flow(
+    conf: str,
+    overrides: list[str],
+    from_stage: str | None,
+    until_stage: str | None,
+    require: Callable[[Run], None] = lambda run: None,
+) -> State:
+    """Run the stages whose artifacts are missing. The returned state has a Result.
+
+    `require` raises a Fault for a run that belongs to another flow.
+    """
+    logging.getLogger("prefect.flow_runs").addFilter(_has_news)
+    begun = ExitStack()
+    try:
+        run = load(conf, overrides)
+        require(run)
+        planned = plan.submit(run, PIPELINE.asked(run, until_stage)).result()  # from config.json alone
+        request = PIPELINE.request(planned.run, from_stage, until_stage)
+        session = begun.enter_context(Session(planned.run, request, flow_run.id, flow_run.name))
+    except (ConfigError, Fault) as fault:
+        return Failed(message=str(fault))
+    with begun:
+        tell(session.tracking, planned)
+        run_stages(session)
+        run_report.publish(planned, session.outcomes, session.store, session.tracking)
+        made = result.of(session.outcomes, session.store, session.tracking)
+    return session.outcomes.verdict(made)
+
+
+def _has_news(record: logging.LogRecord) -> bool:
+    """Whether to log a record. The engine's stack trace of a failed run is left out: its state has the reason."""
+    return not (record.exc_info and isinstance(record.exc_info[1], FailedRun))

@@ -1,0 +1,56 @@
+"""Run a stage's command of the trainer: as a gang on several hosts, or on this host when its GPUs are free."""
+
+from collections.abc import Callable
+
+from conf.host import nvidia_smi
+from conf.planner import hardware
+from conf.planner.fewer_hosts import fewer_hosts, less_memory
+from conf.rules import gpus
+from conf.schema.run import Run
+from tasks.gang import controller
+from tasks.gang.history import prefect_page
+from tasks.gang.history.timeline import History
+from tasks.gang.job import Job, conversion, evaluation, reference, reinforcement, training
+from tasks.run import launch
+from tasks.run.artifact import Work
+from tasks.run.stage_run import StageRun
+
+JOBS = {"convert": conversion, "reference": reference, "reinforce": reinforcement}
+
+
+def job_of(command: str, run: Run) -> Job | None:
+    """The job of a gang that runs the command; None if this host runs it."""
+    if command == "train":
+        return training(run) if gpus.takes(run, "train").engine else None
+    if command == "evaluate":
+        return evaluation(run, gpus.may_leave(run) and hardware.of(run).cuda and not nvidia_smi.visible())
+    return JOBS[command](run)
+
+
+def run_job(
+    stage_run: StageRun,
+    work: Work,
+    command: str,
+    run: Run,
+    tick: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> None:
+    """Run `python -m trainer.COMMAND` to its end. Raises Fault, Broken or Stopped.
+
+    It ends early if the run is cancelled, if another process has taken over the work, or if `stop` returns True.
+    """
+    say, job = say or work.say, job_of(command, run)
+    stopped = stage_run.stopped(work, fenced=job is not None)
+
+    def ends() -> bool:
+        return stopped() or stop()
+
+    if job is None:
+        launch.trainer(command, run, work.folder, say, ends, tick, turn=stage_run.turn(say))
+        return
+    gang, store, fits = work.folder.name, stage_run.store, fewer_hosts(job.run, job.trains)
+    history = History(gang, run.name, stage_run.tracking.name)
+    page = run.name if command == "train" else f"{stage_run.name}-{run.name}"
+    with prefect_page.told(history, work.folder / "files/metrics.jsonl", store, stage_run.tracked(), page) as teller:
+        controller.carry_out(job, work.folder, store, gang, say, ends, tick, teller, fits, less_memory)

@@ -1,0 +1,7 @@
+"""Bridge of MiniMax-M2: Megatron-Bridge's own, with norms over all heads together."""
+
+from trainer.patches import lazy_bridge
+from trainer.patches.families import norms_over_heads
+
+lazy_bridge.load_family("MiniMaxM2ForCausalLM")
+norms_over_heads.install()
