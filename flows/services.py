@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from conf.schema.named import POOLS
 from contract import closed_pipe, json_object
 from contract.faults import Fault
 from contract.files import write_atomically
@@ -64,13 +65,13 @@ def up() -> int:
     say("make up: Prefect server, MLflow server, workers, deployments")
     with _turn():
         running = _running()
-        workers = [f"worker-finetune-{kind}" for kind in ["cpu"] + ["gpu"] * _has_gpu()]
+        workers = [f"worker-{POOLS[kind]}" for kind in ["cpu"] + ["gpu"] * _has_gpu()]
         if {"prefect", "mlflow", *workers} <= {*running}:
             say("already up:")
             status()
         _start_servers(running)
         environment = _environment(running)
-        for pool in ("finetune-cpu", "finetune-gpu", "finetune-nodes"):
+        for pool in POOLS.values():
             if not answers(f"{environment['PREFECT_API_URL']}/work_pools/{pool}", 30):  # edits there stay
                 _done(environment, str(BIN / "prefect"), "work-pool", "create", pool, "--type", "process")
         say("deployments: compared with prefect.yaml")

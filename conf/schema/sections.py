@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from conf.schema.bearing import NOWHERE, bears, is_declared
+from conf.schema.named import HERE, NODES_POOL, Engine, Network
 
 COUNTED = 2**31 - 1  # what 32 bits count; a run of as many steps of as many rows still counts in 64
 LONGEST = 255  # bytes of a file's name; file systems take no more
@@ -317,7 +318,7 @@ class Evaluate(Section):
         description="GPUs of a host, vLLM's tensor parallel degree; null = the fewest that hold all questions at once, "
         "and without a plan all of the host",
     )
-    engine: Annotated[Literal["local", "prefect", "slurm", "kubernetes"] | None, NOWHERE] = Field(
+    engine: Annotated[Engine | None, NOWHERE] = Field(
         default=None,
         description="who starts it on hosts of its own; null = gang.engine where several serve or this host has no GPU",
     )
@@ -350,11 +351,11 @@ class Evaluate(Section):
 class Gang(Section):
     """Start, watch and restart of a run over several hosts; never part of the run's identity."""
 
-    engine: Annotated[Literal["local", "prefect", "slurm", "kubernetes"], NOWHERE] = Field(
-        default="local", description="who starts a process group per host; local = all of them on this one"
+    engine: Annotated[Engine, NOWHERE] = Field(
+        default=HERE, description="who starts a process group per host; local = all of them on this one"
     )
     pool: Annotated[Text, NOWHERE] = Field(
-        default="finetune-nodes", description="for prefect: work pool with one worker per host"
+        default=NODES_POOL, description="for prefect: work pool with one worker per host"
     )
     start_within: Annotated[float, NOWHERE] = Field(
         default=900, ge=0.1, le=10**6, description="seconds until all hosts are there, or are given back"
@@ -388,8 +389,8 @@ class Gang(Section):
     preflight: Annotated[bool, NOWHERE] = Field(
         default=True, description="measure hosts and network before the model is loaded"
     )
-    network: Annotated[Literal["ib-h100", "roce", "efa-p5", "efa-p6-b200", "nvl72", "ethernet"] | None, NOWHERE] = (
-        Field(default=None, description="preset of conf/network.py for the network between hosts; null = none")
+    network: Annotated[Network | None, NOWHERE] = Field(
+        default=None, description="preset of conf/network.py for the network between hosts; null = none"
     )
 
 
