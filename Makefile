@@ -11,8 +11,8 @@ STAMP := .venv/.synced-$(EXTRA)
 help: ## list these targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' Makefile
 
-setup: $(STAMP) ## make .venv from uv.lock; instant when it is in step
-	@echo "setup: .venv is in step with uv.lock (extra $(EXTRA))"
+setup: $(STAMP) ## make .venv from uv.lock; instant if it is up to date
+	@echo "setup: .venv is up to date with uv.lock (extra $(EXTRA))"
 
 $(STAMP): pyproject.toml uv.lock
 	@EXTRA=$(EXTRA) sh setup.sh
@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml uv.lock
 tiny: $(STAMP) ## run the whole pipeline on a tiny model, on this CPU
 	@$(PYTHON) -m flows.finetune tiny
 
-tiny-rl: $(STAMP) ## the same with reinforcement learning behind training
+tiny-rl: $(STAMP) ## the same with reinforcement learning after training
 	@$(PYTHON) -m flows.finetune tiny-rl
 
 up: $(STAMP) ## start a Prefect server, MLflow and workers on this host
@@ -30,7 +30,7 @@ up: $(STAMP) ## start a Prefect server, MLflow and workers on this host
 down: ## stop what make up started
 	@$(PYTHON) -m flows.services down
 
-# Much of a test is waiting for servers and imports. What runs together, and what comes last, is in tests/conftest.py.
+# Tests often wait for servers and imports. tests/conftest.py decides which run together, and which run last.
 JOBS ?= 2
 SIDE_BY_SIDE = -n $(JOBS) --dist loadscope --no-loadscope-reorder -rfEs
 test: $(STAMP) ## run the tests that need no GPU and little time, JOBS files at a time
@@ -39,8 +39,8 @@ test: $(STAMP) ## run the tests that need no GPU and little time, JOBS files at 
 slow: $(STAMP) ## run the tests that take minutes, JOBS files at a time
 	$(PYTHON) -m pytest -m slow $(SIDE_BY_SIDE)
 
-# Without .venv, or with a broken one, any Python from 3.8 on says what is missing.
-doctor: ## say what this host can do, and what mends what it cannot
+# Without a working .venv, any Python from 3.8 on reports what is missing.
+doctor: ## check this host, with a remedy for each problem
 	@for python in $(PYTHON) python3 /usr/bin/python3; do \
 		if $$python -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null; then \
 			exec $$python -m flows.doctor --extra $(EXTRA); \
@@ -52,7 +52,7 @@ lint: $(STAMP) ## check style, format and types
 	$(PYTHON) -m ruff format --check
 	$(PYTHON) -m basedpyright
 
-families: $(STAMP) ## try every family beside transformers, PEFT and vLLM, on tiny models, on this CPU; goes on where it was
+families: $(STAMP) ## compare every family with transformers, PEFT and vLLM, on this CPU; resumes
 	$(PYTHON) -m benchmarks.families --workdir runs/families
 
 layouts: $(STAMP) ## train at every parallel layout on this CPU and compare with one process
@@ -60,43 +60,43 @@ layouts: $(STAMP) ## train at every parallel layout on this CPU and compare with
 
 GPUS ?= 1
 CONF ?= $(if $(SHORT),tiny,gpt2-large)
-study: $(STAMP) ## measure the layouts of a configuration side by side; CONF=NAME GPUS=2 PROFILE=1; SHORT=1: on this CPU
+study: $(STAMP) ## measure the layouts of a configuration; CONF=NAME GPUS=2 PROFILE=1; SHORT=1: on this CPU
 	@$(PYTHON) -m flows.study $(CONF) --gpus $(if $(SHORT),2,$(GPUS)) --track $(if $(PROFILE),--profile) $(if $(SHORT),--steps 6)
 
 # SHORT=1: at most five minutes each, with smaller files and fewer rounds.
 SHORT ?=
 SHORTLY := $(if $(SHORT),--short)
-bench-store: $(STAMP) ## measure transfers to S3 beside boto3's own
+bench-store: $(STAMP) ## compare transfers to S3 with boto3
 	$(PYTHON) -m benchmarks.store $(SHORTLY)
 
 bench-flow: $(STAMP) ## measure start-up, caching and orchestration
 	$(PYTHON) -m benchmarks.flow $(SHORTLY)
 
-bench-data: $(STAMP) ## measure preparation of data beside Megatron-Bridge's
+bench-data: $(STAMP) ## compare preparation of data with Megatron-Bridge
 	$(PYTHON) -m benchmarks.data $(SHORTLY)
 
 SIZE_GB ?= 12
 BRIDGE ?= 1
-bench-convert: $(STAMP) ## measure conversion and export beside cp -r and Megatron-Bridge's; SIZE_GB=2, BRIDGE= without
+bench-convert: $(STAMP) ## compare conversion and export with cp -r and Megatron-Bridge; SIZE_GB=2, BRIDGE= without
 	$(PYTHON) -m benchmarks.convert --size-gb $(SIZE_GB) $(if $(BRIDGE),,--no-bridge)
 
-bench-packed: $(STAMP) ## measure what adapters learn on each packed base
+bench-packed: $(STAMP) ## measure LoRA on each packed base
 	$(PYTHON) -m benchmarks.packed_quality $(SHORTLY)
 
-bench-libraries: $(STAMP) ## measure what a library does already beside ours; docs/adr/ has the decisions
+bench-libraries: $(STAMP) ## compare libraries with our code; docs/adr/ has the decisions
 	$(PYTHON) -m benchmarks.libraries
 
 N ?= 5
-faults: $(STAMP) ## kill, stop and cut off hosts of gangs on this machine, N times each, and print what became of them
+faults: $(STAMP) ## kill, stop and cut off hosts of gangs on this machine, N times each
 	$(PYTHON) -m benchmarks.gang_faults $(N) $(SHORTLY)
 
-scale: $(STAMP) ## measure the control path of a gang of 1000 fake hosts, and when a dead one is noticed
+scale: $(STAMP) ## measure a gang of 1000 fake hosts, and when a dead one is noticed
 	$(PYTHON) -m benchmarks.gang_scale $(SHORTLY)
 
 gpu: ## compare training on this GPU with the CPU
 	bash benchmarks/gpu/run
 
-gpu-kit: $(STAMP) ## pack what the GPU tests need; FLOW=1: the whole flow, in parts
+gpu-kit: $(STAMP) ## pack the GPU tests for a machine without network; FLOW=1: the whole flow
 	$(PYTHON) benchmarks/gpu/kit.py $(if $(FLOW),--flow)
 
 schema: $(STAMP) ## write conf/schema.json and docs/reference/keys.md from the code
@@ -113,6 +113,6 @@ docs: ## build docs/ as a site in runs/site; a dead link is an error
 licences: $(STAMP) ## list the licences of the installed packages
 	@$(PYTHON) -m flows.licences
 
-clean: ## remove the environment and the project's own caches; runs/ and all else stays
+clean: ## remove the environment and caches of the project; runs/ stays
 	rm -rf .venv .uv .pytest_cache .ruff_cache .hypothesis
 	find contract conf flows tasks trainer tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -43,9 +43,10 @@ from conf.strict_yaml import parse, read_text
 from contract import closed_pipe, regular_files
 from contract.faults import ConfigError
 from contract.files import write_atomically
+from contract.installation import home
 
 FOLDER = Path(__file__).parent
-OWN = FOLDER / "own"  # configurations of this checkout's user, which git ignores
+OWN = home() / "conf" / "own"  # the user's own configurations, which git ignores
 # Names are looked for here, in this order; those of FOLDER and OWN are offered to run.
 FOLDERS = (OWN, FOLDER, FOLDER / "documented")
 KEYS = dotted_keys()
@@ -209,7 +210,7 @@ def _find(path: str, chain: tuple[Path, ...] = (), user: str = "") -> tuple[Path
         files = [folder / f"{path}.yaml" for folder in FOLDERS]
         # One in conf/own/ may extend the one in conf/ of the same name.
         file = next((file for file in files if file.exists() and file not in chain), FOLDER / f"{path}.yaml")
-        shown = os.path.relpath(file, FOLDER.parent)
+        shown = os.path.relpath(file, home() if file.parent == OWN else FOLDER.parent)
     if not regular_files.is_there(file):
         known = sorted(file.stem for folder in FOLDERS for file in folder.glob("*.yaml"))
         stem, likely = file.stem, get_close_matches(file.stem, known, n=1)

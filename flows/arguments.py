@@ -1,41 +1,230 @@
-"""Common parts of the command lines: a run's configuration with overrides, and a fault in lines of its own."""
+"""The arguments of the commands in flows/, without the imports that their work needs: help and completion are quick.
+
+A parser is named after its command, and described by the docstring of the module that does the work.
+"""
 
 # pyright: reportArgumentType=false
 
+from __future__ import annotations
+
 import argparse
+import ast
+import contextlib
+import math
+import re
 import sys
+from pathlib import Path
 
 from contract.faults import line_of
 
+HOST, PORT = "127.0.0.1", 8000
+MODEL = "org/name on the Hub, a folder, or s3://..."
+DATA = "a file, a folder, org/name on the Hub, or s3://..."
+MACHINE = "such as 8xh100, 1xa100, 2x8xh200 (hosts x GPUs), 1xmy-gpu.yaml or cpu"
+# Subcommands of finetune: the module of each, and its first word. A module's name is that of its parser below.
+COMMANDS = {
+    name: name
+    for name in ["new", "plan", "pretrain", "serve", "logs", "artifacts", "gang", "study", "deploy", "doctor"]
+}
+COMMANDS.update({"run": "finetune", "up": "services up", "down": "services down"})
+invoked_as = "python -m"  # flows/__main__.py sets "finetune": then help and advice name `finetune plan`
 
-def parser(module: str, description: str | None) -> argparse.ArgumentParser:
+
+def spoken(text: str) -> str:
+    """The text with `python -m flows.plan` written as `finetune plan` if that is how this process was started."""
+    if invoked_as == "finetune":
+        for name, words in COMMANDS.items():
+            text = re.sub(rf"python -m flows\.{words}\b", f"finetune {name}", text)
+    return text
+
+
+def about(module: str) -> str:
+    """The docstring of a module of flows/, which is not imported for it."""
+    file = Path(__file__).parent / module.replace(".", "/")
+    file = file / "__main__.py" if file.is_dir() else file.with_suffix(".py")
+    return ast.get_docstring(ast.parse(file.read_text("utf-8"))) or ""
+
+
+def stages() -> list[str]:
+    """The names of the stages in flows/pipeline.py, which is not imported for it."""
+    tree = ast.parse((Path(__file__).parent / "pipeline.py").read_text("utf-8"))
+    steps = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Step")
+    return [ast.literal_eval(step.args[0]) for step in steps]
+
+
+def parser(module: str, description: str | None = None) -> argparse.ArgumentParser:
+    text = about(module) if description is None else description
     return argparse.ArgumentParser(
-        prog=f"python -m {module}",
+        prog=spoken(f"python -m flows.{module}"),
         usage=argparse.SUPPRESS,  # a fault is one line
-        description=description,
+        description=spoken(text),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
 
 def of_a_run(
-    module: str, description: str | None, example: str, names: str = "a name in conf/", required: bool = True
+    module: str, example: str, names: str = "a name in conf/", required: bool = True
 ) -> argparse.ArgumentParser:
     """Make a parser for NAME [KEY=VALUE ...]; parse_intermixed_args lets options stand anywhere among them."""
-    made = parser(module, description)
+    made = parser(module)
     optional = {} if required else {"nargs": "?"}
     made.add_argument("conf", metavar="NAME", help=f"{names}, or a YAML file", **optional)
     made.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help=f"such as {example}")
     return made
 
 
+def finetune(module: str = "finetune") -> argparse.ArgumentParser:
+    made = of_a_run(module, example="optimizer.lr=2e-4", required=False)
+    made.epilog = (
+        f"Stages, in order: {', '.join(stages())}. FINETUNE_STORE names the store (s3://bucket/prefix or a folder), "
+        "FINETUNE_RUNS the local folder for work and caches (runs), MLFLOW_TRACKING_URI the tracking server."
+    )
+    made.add_argument("--until-stage", metavar="STAGE", help="end after this stage")
+    again = "run this stage and all later ones again"
+    made.add_argument("--from-stage", metavar="STAGE", help=again)
+    made.add_argument("--dry-run", action="store_true", help="print what would run and what it would cost")
+    return made
+
+
+def pretrain() -> argparse.ArgumentParser:
+    return finetune("pretrain")
+
+
+def plan() -> argparse.ArgumentParser:
+    from conf.planner import hardware
+
+    made = of_a_run("plan", example="layout.ep=16", names="a name in conf/ or its folders")
+    made.add_argument("--gpu", metavar="KIND", help=f"{', '.join(hardware.NAMES)}, or a .yaml file")
+    made.add_argument("--gpus", metavar="N", type=int, help="search the layouts of N GPUs")
+    made.add_argument("--price", metavar="USD", type=float, help="per GPU and hour")
+    made.add_argument("--top", metavar="N", type=int, default=10, help="layouts shown with --gpus (10)")
+    made.add_argument("--rehearse", action="store_true", help="ask Megatron too: its model, without memory, in 10 s")
+    made.add_argument("--steps", metavar="N", type=int, default=0, help="with --rehearse: steps of a small copy")
+    made.add_argument("--json", action="store_true", help="for programs: one object")
+    return made
+
+
+def new() -> argparse.ArgumentParser:
+    made = parser("new")
+    made.add_argument("model", metavar="MODEL", nargs="?", help=MODEL)
+    made.add_argument("data", metavar="DATA", nargs="?", help=DATA)
+    made.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as data.input=ticket or adapter.rank=32")
+    made.add_argument("--gpus", metavar="GPUS", help=f"{MACHINE}; by default those of this host")
+    made.add_argument("--name", metavar="NAME", help="conf/own/NAME.yaml, or a .yaml file that is not deployed")
+    made.add_argument("--yes", action="store_true", help="ask nothing")
+    made.add_argument("--force", action="store_true", help="replace an existing file")
+    made.add_argument("--print", action="store_true", help="print the file and write nothing; also --dry-run")
+    made.add_argument("--dry-run", dest="print", action="store_true", help=argparse.SUPPRESS)
+    return made
+
+
+def serve() -> argparse.ArgumentParser:
+    made = parser("serve")
+    made.add_argument("name", metavar="NAME", help="a registered model, NAME@VERSION, export/FINGERPRINT, or a run")
+    made.add_argument("--host", default=HOST, help=f"address to listen at ({HOST})")
+    made.add_argument("--port", type=int, default=PORT, help=f"port to listen at ({PORT})")
+    made.add_argument("--adapter", action="store_true", help="serve the released model with the adapter, not merged")
+    made.add_argument("--length", type=int, help="tokens of a question and its answer (as many as memory holds)")
+    made.add_argument("--check", action="store_true", help="ask what the evaluation asked, compare, and end")
+    return made
+
+
+def logs() -> argparse.ArgumentParser:
+    made = parser("logs")
+    made.add_argument("gang", metavar="GANG", nargs="?", help="train-FINGERPRINT or its beginning, or a run's name")
+    made.add_argument("--attempt", metavar="N", type=int, help="by default the newest that has begun")
+    of = made.add_mutually_exclusive_group()
+    of.add_argument("--rank", metavar="R", type=int, help="by default 0")
+    of.add_argument("--host", metavar="NAME", help="all ranks of this host")
+    of.add_argument("--torchrun", action="store_true", help="torchrun's own output, on each host")
+    made.add_argument("--err", action="store_true", help="stderr instead of stdout")
+    made.add_argument("--tail", metavar="N", type=int, help="only the last N lines of each log")
+    made.add_argument("--follow", action="store_true", help="print new lines until the gang ends")
+    return made
+
+
+def artifacts() -> argparse.ArgumentParser:
+    made = parser("artifacts")
+    commands = made.add_subparsers(dest="do", required=True)
+    commands.add_parser("list", help="all artifacts").add_argument("stage", nargs="?", help="only of this stage")
+    commands.add_parser("show", help="one artifact's record and lineage").add_argument("key")
+    verified = "only these; a base (convert) and an export against the release as well"
+    commands.add_parser("verify", help="read every byte").add_argument("keys", nargs="*", metavar="key", help=verified)
+    gc = commands.add_parser("gc", help="remove what nothing refers to")
+    gc.add_argument("--days", type=_days, help="ignore the references of runs that began longer ago")
+    gc.add_argument("--delete", action="store_true", help="remove them; the default only prints")
+    return made
+
+
+def _days(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        days = float(text)
+        if 0 <= days < math.inf:
+            return days
+    raise argparse.ArgumentTypeError(f"{text}: not a number of days from 0")
+
+
+def gang() -> argparse.ArgumentParser:
+    made = of_a_run("gang", example="slurm.partition=h100")
+    made.add_argument("--engine", choices=("slurm", "kubernetes"), help="in place of gang.engine")
+    made.add_argument(
+        "--stage", choices=("train", "reinforce"), default="train", help="the stage that uses the hosts (train)"
+    )
+    return made
+
+
+def study() -> argparse.ArgumentParser:
+    made = of_a_run("study", example="train.precision=bf16, of every layout")
+    made.add_argument("--gpus", metavar="N", type=int, default=1, help="GPUs of a layout; ranks on a CPU (1)")
+    made.add_argument("--list", metavar="LIST", action="append", default=[], help="one of its lists; else all of them")
+    made.add_argument("--only", metavar="ROW", action="append", default=[], help="one of its rows, by name: DP2")
+    made.add_argument("--row", metavar="'NAME: KEY=VALUE ...'", action="append", default=[], help="instead of a list")
+    made.add_argument("--steps", metavar="S", type=int, default=8, help="of a trial, the first two to warm up (8)")
+    made.add_argument("--layers", metavar="K", type=int, help="layers of the model that are kept; else all")
+    made.add_argument("--profile", action="store_true", help="record a step of each layout as well")
+    made.add_argument("--to", metavar="FOLDER", type=Path, help="for the report and its data")
+    made.add_argument("--again", action="store_true", help="measure again what was measured before")
+    made.add_argument("--report", action="store_true", help="measure nothing")
+    made.add_argument("--track", action="store_true", help="log a run for each layout to MLflow, to compare")
+    made.add_argument("--within", metavar="S", type=float, default=600.0, help="seconds that a trial may take (600)")
+    made.add_argument("--minutes", metavar="M", type=float, help="begin no trial after that")
+    return made
+
+
+def deploy() -> argparse.ArgumentParser:
+    made = parser("deploy")
+    made.add_argument("names", nargs="*", metavar="NAME", help="of a deployment (default: all of them)")
+    return made
+
+
+def doctor() -> argparse.ArgumentParser:
+    made = parser("doctor")
+    made.add_argument("--extra", choices=("cpu", "gpu"), help="the packages to expect (default: by this host's GPUs)")
+    made.add_argument("--json", action="store_true", help="for programs")
+    return made
+
+
+def services() -> argparse.ArgumentParser:
+    made = parser("services")
+    made.add_argument("do", choices=("up", "down", "status"))
+    return made
+
+
+def values_of(action: argparse.Action) -> list[str]:
+    """The values that a shell may offer for an option or a word; empty if any value will do."""
+    if action.choices is not None:
+        return [*action.choices]
+    return stages() if action.metavar == "STAGE" else []
+
+
 def refused(fault: object, code: int = 2) -> int:
     """Print a fault. Returns the exit code, 2 for one that the caller can mend."""
-    print("".join(f"error: {line}\n" for line in str(fault).splitlines()), end="", file=sys.stderr)
+    print("".join(f"error: {line}\n" for line in spoken(str(fault)).splitlines()), end="", file=sys.stderr)
     return code
 
 
 def refused_or_raised(error: Exception) -> int:
-    """Print a fault, or what the host refuses, as where a disk is full. Raise a defect of this program again."""
+    """Print a fault, or what the host refuses, such as a full disk. Raise a defect of this program again."""
     line = line_of(error)
     if line is None:
         raise error

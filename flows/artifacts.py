@@ -16,10 +16,7 @@ what was not trained, to the last bit; what was, computed once more from base an
 and exit code 1; code 2 where nothing can be proven, as when what it was made from is gone.
 """
 
-import argparse
-import contextlib
 import json
-import math
 import os
 import re
 import subprocess
@@ -38,6 +35,7 @@ from contract import closed_pipe
 from contract.amounts import clock, size
 from contract.faults import Fault
 from contract.processes import end_with_parent
+from flows import arguments
 from flows.pipeline import PIPELINE
 from tasks.gang.history import timeline
 from tasks.run import artifact, launch, lease
@@ -57,7 +55,7 @@ PLACES = {"base": OF_BASE, "export": OF_BASE | {"output": ("train", "reinforce")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _arguments(argv)
+    options = arguments.artifacts().parse_args(argv)
     try:
         store = open_run_store()
         if options.do == "list":
@@ -321,28 +319,6 @@ def _one(store: Store, part: str) -> Artifact:
         there = ", ".join(made.key for made in found) or "none; python -m flows.artifacts list shows what there is"
         raise Fault(f"{part}: names {len(found)} artifacts: {there}")
     return found[0]
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m flows.artifacts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="do", required=True)
-    commands.add_parser("list", help="what is there").add_argument("stage", nargs="?", help="only of this stage")
-    commands.add_parser("show", help="one artifact's record and lineage").add_argument("key")
-    verified = "these alone; a base (convert) and an export against the release as well"
-    commands.add_parser("verify", help="read every byte").add_argument("keys", nargs="*", metavar="key", help=verified)
-    gc = commands.add_parser("gc", help="remove what nothing refers to")
-    gc.add_argument("--days", type=_days, help="runs that began longer ago refer to nothing")
-    gc.add_argument("--delete", action="store_true", help="do it; without, it is only said")
-    return parser.parse_args(argv)
-
-
-def _days(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 <= (days := float(text)) < math.inf:
-            return days
-    raise argparse.ArgumentTypeError(f"{text}: a number of days, from 0 on, is wanted")
 
 
 if __name__ == "__main__":

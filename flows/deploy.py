@@ -12,7 +12,6 @@ and make it anew only if there are seconds left.
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
-import argparse
 import importlib
 import json
 import subprocess
@@ -35,15 +34,16 @@ from prefect.utilities.callables import parameter_schema
 from conf.load import load
 from contract import checksums, closed_pipe
 from contract.faults import Fault
-from flows import automations
+from contract.installation import CODE, FILES, home
+from flows import arguments, automations
 from flows.arguments import refused
 from flows.new.deployment import listed
 from tasks.pages import deployment_form
 from tasks.servers import prefect_server
 
-ROOT = Path(__file__).resolve().parent.parent
-FILE = ROOT / "prefect.yaml"
-OWN = ROOT / "prefect.own.yaml"  # deployments of this checkout's user, which git ignores; they replace equal names
+ROOT = home()  # workers run flows there
+FILE = FILES / "prefect.yaml"
+OWN = ROOT / "prefect.own.yaml"  # the user's own deployments, which git ignores; they replace equal names
 FIRST = "first_schedules"  # no key of Prefect's: it replaces all schedules of a deployment by those of its own key
 # Variables on the server, one for each deployment: digests of what it set last. Prefect's hold 5000 characters; servers
 # of before have one of this name for all deployments.
@@ -56,9 +56,7 @@ LIMIT = "concurrency_limit"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flows.deploy", description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of a deployment (default: all of them)")
-    names = parser.parse_args(argv).names
+    names = arguments.deploy().parse_args(argv).names
     try:
         wanted = declared()
     except (Fault, yaml.YAMLError) as error:
@@ -110,6 +108,9 @@ def deploy(client: SyncPrefectClient, wanted: dict) -> int:
         changed.append(deployment)
     if not changed:
         return 0
+    for deployment in changed:
+        if CODE != ROOT:  # a wheel's flows are not below the folder that workers run in
+            deployment["entrypoint"] = f"{CODE}/{deployment['entrypoint']}"
     wanted["deployments"] = changed
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(wanted, file, sort_keys=False)

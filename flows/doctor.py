@@ -10,7 +10,6 @@ variable that holds them and never printed: a URL may carry a password.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import http.client
 import importlib.util
@@ -29,12 +28,11 @@ from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from conf.host import gpu_locks
-from contract import closed_pipe
+from contract import closed_pipe, installation
 from contract.faults import Fault
-from flows import scheduling
+from flows import arguments, scheduling
 from flows.packages import clashes, installed, locked
 
-ROOT = Path(__file__).resolve().parent.parent
 GB = 10**9
 DRIVERS = {"12": 525, "13": 580}  # NVIDIA's first that runs programs of a CUDA, by its major version
 CUDA = "13"  # of uv.lock's torch
@@ -55,7 +53,10 @@ class Finding(NamedTuple):
 def packages(have: dict[str, str], extra: str) -> Finding:
     import tomllib  # not above: an older Python must get as far as to be told that it is one
 
-    want = locked(tomllib.loads((ROOT / "uv.lock").read_text()), extra)
+    lock = installation.CODE / "uv.lock"
+    if not lock.exists():
+        return Finding("info", "packages", "a wheel has no uv.lock to compare them with", "")
+    want = locked(tomllib.loads(lock.read_text()), extra)
     pairs = ((name, have.get(name, "missing"), version) for name, version in sorted(want.items()))
     lacks = [f"{name} is {present} (locked: {version})" for name, present, version in pairs if present != version]
     if lacks:
@@ -160,7 +161,7 @@ def network(on_gpu: bool, root: Path = Path("/")) -> Finding:
 def runs_folder() -> Path:
     """The folder of all local files, as tasks/run/places.py has it for who starts a flow from here."""
     named = os.environ.get("FINETUNE_RUNS")
-    return Path(os.path.expanduser(named)).absolute() if named else ROOT / "runs"
+    return Path(os.path.expanduser(named)).absolute() if named else installation.home() / "runs"
 
 
 def existing(folder: Path) -> Path:
@@ -351,10 +352,7 @@ def diagnose(extra: str | None) -> tuple[str, list[Finding]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("python -m flows.doctor", description="Say what this host can do.")
-    parser.add_argument("--extra", choices=("cpu", "gpu"), help="the packages to expect (default: what the host is)")
-    parser.add_argument("--json", action="store_true", help="for programs")
-    options = parser.parse_args()
+    options = arguments.doctor().parse_args()
     host, findings = diagnose(options.extra)
     failures = sum(finding.status == "fail" for finding in findings)
     if options.json:

@@ -55,4 +55,4 @@ def finetune(
 
 if __name__ == "__main__":
     with closed_pipe.quiet():
-        sys.exit(command(finetune, __doc__))
+        sys.exit(command(finetune))

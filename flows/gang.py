@@ -10,7 +10,6 @@ fingerprint. The output can be given to sbatch or kubectl as it is, to see what 
 --test-only, kubectl create --dry-run=server). Members of a gang that nobody controls end at once.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -21,7 +20,8 @@ from conf.rules.reinforcement import is_asked
 from conf.schema.run import Run
 from contract import closed_pipe
 from contract.faults import ConfigError, Fault
-from flows.arguments import of_a_run, refused
+from flows import arguments
+from flows.arguments import refused
 from tasks.gang.board import Board
 from tasks.gang.engines import Demand, kubernetes, slurm
 from tasks.gang.job import reinforcement, training
@@ -33,7 +33,7 @@ SHOWN = {"slurm": slurm.script, "kubernetes": kubernetes.manifest}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _arguments(argv)
+    options = arguments.gang().parse_intermixed_args(argv)
     try:
         engine = [f"gang.engine={options.engine}"] if options.engine else []
         run = load(options.conf, [*options.overrides, *engine])
@@ -55,13 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _in_a_flow(run: Run, gang: str) -> Run:
     logs = str(runs_folder() / "work" / gang / "logs")
     return run.model_copy(update={"paths": run.paths.model_copy(update={"logs": logs})})
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = of_a_run("flows.gang", __doc__, example="slurm.partition=h100")
-    parser.add_argument("--engine", choices=SHOWN, help="in place of gang.engine")
-    parser.add_argument("--stage", choices=STAGES, default="train", help="whose hosts are asked for (train)")
-    return parser.parse_intermixed_args(argv)
 
 
 if __name__ == "__main__":

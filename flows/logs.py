@@ -23,7 +23,8 @@ from difflib import get_close_matches
 
 from contract import closed_pipe
 from contract.faults import Fault
-from flows.arguments import parser, refused
+from flows import arguments
+from flows.arguments import refused
 from tasks.gang.board import Board, newest_attempt
 from tasks.gang.history import logs, timeline
 from tasks.gang.history.logs import Log
@@ -271,21 +272,12 @@ def _say(line: str) -> None:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    made = parser("flows.logs", __doc__)
-    made.add_argument("gang", metavar="GANG", nargs="?", help="train-FINGERPRINT or its beginning, or a run's name")
-    made.add_argument("--attempt", metavar="N", type=int, help="the newest that has begun, unless told")
-    of = made.add_mutually_exclusive_group()
-    of.add_argument("--rank", metavar="R", type=int, help="0 unless told")
-    of.add_argument("--host", metavar="NAME", help="all ranks of it")
-    of.add_argument("--torchrun", action="store_true", help="what torchrun itself has said, on each host")
-    made.add_argument("--err", action="store_true", help="what went to stderr instead")
-    made.add_argument("--tail", metavar="N", type=int, help="the last lines of each log alone")
-    made.add_argument("--follow", action="store_true", help="go on with what comes, until the gang ends")
-    options = made.parse_args(argv)
+    parser = arguments.logs()
+    options = parser.parse_args(argv)
     if options.tail is not None and options.tail < 0:
-        made.error(f"--tail: {options.tail} is no number of lines")
+        parser.error(f"--tail: {options.tail} is not a number of lines")
     if options.torchrun and options.err:
-        made.error("--err: torchrun has one log")
+        parser.error("--err: torchrun has one log")
     return options
 
 

@@ -52,7 +52,7 @@ def holds(marker: str, environment: dict[str, str]) -> bool:
 
 def locked(lock: dict[str, Any], extra: str) -> dict[str, str]:
     """Version by name of every package that `uv sync --extra EXTRA` installs on linux x86_64."""
-    project = next(package for package in lock["package"] if package["source"] == {"virtual": "."})
+    project = next(package for package in lock["package"] if "." in package["source"].values())
     packages = {}
     for package in lock["package"]:  # a dependency names the version only where the lock holds several
         packages[package["name"], package["version"]] = packages[package["name"], None] = package

@@ -33,7 +33,8 @@ from conf.schema.run import Run
 from conf.schema.sections import MOST
 from contract import closed_pipe
 from contract.faults import ConfigError, Fault
-from flows.arguments import of_a_run, refused
+from flows import arguments
+from flows.arguments import refused
 from tasks.run.launch import Broken
 from tasks.sources import training_rows
 from tasks.stages import rehearse
@@ -42,7 +43,7 @@ REASONS = 12  # shown; --json has them all
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _arguments(argv)
+    options = arguments.plan().parse_intermixed_args(argv)
     try:
         _check(options)
         run = load(options.conf, [*options.overrides, *_hardware(options)], illegal=True)
@@ -150,18 +151,6 @@ def _table(run: Run, gpu: Gpu, gpus: int, found: Found, top: int) -> Iterator[st
     yield from (f"{count:>6}  {reason}" for reason, count in found.reasons.most_common(REASONS))
     if (rest := len(found.reasons) - REASONS) > 0:
         yield f"        and {rest} rarer reasons, which --json names"
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = of_a_run("flows.plan", __doc__, example="layout.ep=16", names="a name in conf/ or its folders")
-    parser.add_argument("--gpu", metavar="KIND", help=f"{', '.join(hardware.NAMES)}, or a .yaml of your own")
-    parser.add_argument("--gpus", metavar="N", type=int, help="search the layouts of so many GPUs")
-    parser.add_argument("--price", metavar="USD", type=float, help="per GPU and hour")
-    parser.add_argument("--top", metavar="N", type=int, default=10, help="layouts shown with --gpus (10)")
-    parser.add_argument("--rehearse", action="store_true", help="ask Megatron too: its model, on no memory, in 10 s")
-    parser.add_argument("--steps", metavar="N", type=int, default=0, help="with --rehearse: of a small twin")
-    parser.add_argument("--json", action="store_true", help="for programs: one object")
-    return parser.parse_intermixed_args(argv)
 
 
 if __name__ == "__main__":

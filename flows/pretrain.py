@@ -49,4 +49,4 @@ def pretrain(
 
 if __name__ == "__main__":
     with closed_pipe.quiet():
-        sys.exit(command(pretrain, __doc__, pretraining.require, example="tiny-pretrain"))
+        sys.exit(command(pretrain, pretraining.require, example="tiny-pretrain"))

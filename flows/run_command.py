@@ -1,6 +1,5 @@
 """Command line of the flows. It reads and checks its arguments before Prefect starts anything."""
 
-import argparse
 import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -13,7 +12,8 @@ from conf.planner.verdict import Plan
 from conf.rules import objectives
 from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
-from flows.arguments import of_a_run, refused
+from flows import arguments
+from flows.arguments import refused
 from flows.new import rows
 from flows.pipeline import PIPELINE
 from tasks.run import artifact, forecast
@@ -29,12 +29,12 @@ from tasks.store import Store
 ENDS_WITHIN = 60.0  # seconds after a signal, in addition to the grace for a checkpoint; pods need 40 to end
 
 
-def command(flow, description: str, require: Callable[[Run], None] = lambda run: None, example: str = "tiny") -> int:
+def command(flow, require: Callable[[Run], None] = lambda run: None, example: str = "tiny") -> int:
     """Run the flow and return the exit code: 0, 2 for an error that the user can fix, 1 for any other.
 
     `require` raises a Fault for a run of another flow. `example` names a configuration.
     """
-    options = _arguments(f"flows.{flow.name}", description)
+    options = arguments.finetune(flow.name).parse_intermixed_args()
     if options.conf is None:
         return refused(f"NAME: missing; it names a file, or a configuration in conf/, such as {example}")
     try:
@@ -137,16 +137,3 @@ def _takes(planned: Plan, asked: Collection[str]) -> list[str]:
     how = ["", *display.evaluation(planned)] if evaluated and planned.serving else []
     ways = display.base(planned) if any(need.stage == "convert" for need in needs) else ()
     return ["", *display.stage_table(planned, needs), *ways, *how, ""] if needs else []
-
-
-def _arguments(module: str, description: str) -> argparse.Namespace:
-    stages = ", ".join(PIPELINE.names)
-    parser = of_a_run(module, description, example="optimizer.lr=2e-4", required=False)
-    parser.epilog = (
-        f"Stages, in order: {stages}. FINETUNE_STORE names the store (s3://bucket/prefix or a folder), "
-        "FINETUNE_RUNS the local folder for work and caches (runs), MLFLOW_TRACKING_URI the tracking server."
-    )
-    parser.add_argument("--until-stage", metavar="STAGE", help="end after this stage")
-    parser.add_argument("--from-stage", metavar="STAGE", help="make this stage and all later ones again")
-    parser.add_argument("--dry-run", action="store_true", help="print what would run and what it would cost")
-    return parser.parse_intermixed_args()

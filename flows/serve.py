@@ -13,7 +13,6 @@ With VLLM_API_KEY in the environment, callers have to send that key; beyond this
 
 # pyright: reportFunctionMemberAccess=false
 
-import argparse
 import ipaddress
 import json
 import os
@@ -32,7 +31,8 @@ from conf.host import gpu_locks
 from contract import closed_pipe, json_object
 from contract.faults import Fault, line_of
 from contract.served_model import DEFAULTS, KEY, ServedModel
-from flows.arguments import parser, refused, refused_or_raised
+from flows import arguments
+from flows.arguments import HOST, PORT, refused, refused_or_raised
 from tasks.run import artifact
 from tasks.run.launch import Broken, Turn
 from tasks.run.places import kernels_folder, open_run_store, runs_folder
@@ -40,13 +40,12 @@ from tasks.serving import artifacts, named, questions, server
 from tasks.serving.artifacts import Sources
 from tasks.tracking.address import resolve
 
-HOST, PORT = "127.0.0.1", 8000
 SAMPLING = {**DEFAULTS, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # that vLLM alone would take from a release
 Say = Callable[[str], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _arguments(argv)
+    options = arguments.serve().parse_args(argv)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
@@ -216,17 +215,6 @@ def _require_key(host: str) -> None:
             f"--host {host}: others reach it, and nothing asks them for a key; {KEY} in the environment does, and "
             f"--host {HOST} is reached from this host alone"
         )
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    made = parser("flows.serve", __doc__)
-    made.add_argument("name", metavar="NAME", help="a registered model, NAME@VERSION, export/FINGERPRINT, or a run")
-    made.add_argument("--host", default=HOST, help=f"address to listen at ({HOST})")
-    made.add_argument("--port", type=int, default=PORT, help=f"port to listen at ({PORT})")
-    made.add_argument("--adapter", action="store_true", help="serve the released model with the adapter beside it")
-    made.add_argument("--length", type=int, help="tokens of a question and its answer (as many as memory holds)")
-    made.add_argument("--check", action="store_true", help="ask what the evaluation asked, compare, and end")
-    return made.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ limit.
 
 # pyright: reportOptionalMemberAccess=false
 
-import argparse
 import contextlib
 import json
 import os
@@ -31,7 +30,7 @@ from contract.faults import Fault
 from contract.files import write_atomically
 from contract.ownership import try_lock
 from contract.processes import started
-from flows import packages, scheduling
+from flows import arguments, packages, scheduling
 from flows.arguments import refused
 from flows.scheduling import Trouble
 from tasks.run.places import runs_folder
@@ -51,10 +50,8 @@ BIN = Path(sys.executable).parent
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m flows.services", description=__doc__.partition("\n")[0])
-    parser.add_argument("do", choices=("up", "down", "status"))
     try:
-        return {"up": up, "down": down, "status": status}[parser.parse_args().do]()
+        return {"up": up, "down": down, "status": status}[arguments.services().parse_args().do]()
     except Fault as fault:
         return refused(fault)
     except KeyboardInterrupt:

@@ -174,7 +174,7 @@ def test_empty_clone_to_green_doctor(tmp_path):
 
     assert "setup: done in" in make("setup")
     start = time.monotonic()
-    assert make("setup") == "setup: .venv is in step with uv.lock (extra cpu)\n"
+    assert make("setup") == "setup: .venv is up to date with uv.lock (extra cpu)\n"
     assert time.monotonic() - start < 2
     assert "green for" in make("doctor")
 

@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from conf import families
 from conf.load import load
 from conf.model_facts import MODELS, ModelFacts, facts_from_hf
 from conf.model_files import config_json, quantization
@@ -37,7 +38,7 @@ from conf.schema.model import Drawn
 from conf.schema.run import Run
 from contract import closed_pipe, regular_files
 from contract.faults import Fault
-from trainer.rehearsal import meta_model, tiny_models
+from trainer.rehearsal import meta_model
 from trainer.startup import entry
 
 TINY = "tiny://"
@@ -162,9 +163,10 @@ def config_of(run: Run) -> dict[str, Any]:
             return _read(path)
     if source.startswith(TINY):
         kind, _ = quantization.of_tiny(source.removeprefix(TINY))
-        if kind not in tiny_models.KINDS:
-            raise Fault(f"model.source: {source} is not a tiny model; known: {', '.join(tiny_models.KINDS)}")
-        return tiny_models.KINDS[kind]
+        kinds = families.tiny()
+        if kind not in kinds:
+            raise Fault(f"model.source: {source} is not a tiny model; known: {', '.join(kinds)}")
+        return kinds[kind]
     for file in sorted(MODELS.glob("*.json")):
         known = json.loads(file.read_text())
         if source in (file.stem, known["source"].removesuffix(" config.json")):

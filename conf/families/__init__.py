@@ -5,12 +5,14 @@
     layer(facts, kind)    tensors of a layer, of all kinds or of one
     every()               all of them by model_type: the files of this folder, the entry points `finetune.families` of
                           installed packages, and those that add() has loaded
+    digest(place)         digest of its file
     add(place)            load a family from outside the repository: a Python file, or the import path of a module
 
 docs/extending/family.md shows how to add one. No module here imports torch; the torch part of a family has the same
 file name in trainer/megatron/bridges/ and trainer/patches/families/, if it needs one.
 """
 
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -59,22 +61,29 @@ def every() -> dict[str, Family]:
 
 
 def add(place: str) -> Family:
-    """Load and register a family. Raises ValueError for a place that holds none."""
+    """Load and register a family. Raises ValueError if the place holds none."""
     try:
-        family = _module(place).FAMILY
+        family = module(place).FAMILY
     except Exception as error:  # of any kind: the module is not ours
-        raise ValueError(f"{place}: no family can be loaded from it: {type(error).__name__}: {error}") from None
+        raise ValueError(f"no family can be loaded from it: {type(error).__name__}: {error}") from None
     if not isinstance(family, Family):
-        raise ValueError(f"{place}: FAMILY is not a conf.families.Family")
+        raise ValueError("FAMILY in it is not a conf.families.Family")
     every()[family.model_type] = family
     layer.cache_clear()
     return family
 
 
-def _module(place: str) -> ModuleType:
+def digest(place: str) -> str:
+    """SHA-256 of the file of a family from outside the repository."""
+    return hashlib.sha256(Path(module(place).__file__ or "").read_bytes()).hexdigest()
+
+
+@cache
+def module(place: str) -> ModuleType:
+    """The module at an import path, or of a Python file."""
     if not place.endswith(".py"):
         return importlib.import_module(place)
-    path = Path(place).resolve()
+    path = Path(place).expanduser().resolve()
     spec = importlib.util.spec_from_file_location(f"families_{path.stem}", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from conf import families
 from conf.model_facts import MODELS, ModelFacts, facts_from_hf
 from conf.model_files import quantization
 from conf.planner.hardware import GB, Gpu, unsupported
@@ -260,7 +261,7 @@ def config_of(run: Run, key: str = "model.source") -> tuple[Any, str]:
         source = source.config
     if source.startswith("tiny://"):
         source, form = quantization.of_tiny(source)
-    names = {}  # the study of GPT-2 has trained a variant that is on no Hub: it goes by its file's name
+    names = {f"tiny://{kind}": keys for kind, keys in families.tiny().items()}
     for file in sorted(MODELS.glob("*.json")):
         held = json.loads(file.read_text("utf-8"))
         names[file.stem] = held["config"]

@@ -2,9 +2,18 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError, ValidatorFunctionWrapHandler, WithJsonSchema, WrapValidator
+from pydantic import (
+    AfterValidator,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+)
 from pydantic_core import PydanticCustomError
 
+from conf import families
 from conf.schema.bearing import NOWHERE, bears
 from conf.schema.sections import Place, Section, Strict, Text
 
@@ -48,6 +57,16 @@ Source = Annotated[
 ]
 
 
+def _loaded(place: str | None) -> str | None:
+    """Load the family, so that every process that reads the run knows it."""
+    if place is not None:
+        try:
+            families.add(place)
+        except ValueError as error:
+            raise PydanticCustomError("family", "{problem}", {"problem": str(error)}) from None
+    return place
+
+
 class Model(Section):
     """The model that the run starts from: a released one, or one with drawn weights."""
 
@@ -78,6 +97,11 @@ class Model(Section):
         default=None,
         description="LoRA to start from, of the same rank and scale: a folder in PEFT's form, a Hub id, s3://, or "
         "models:/NAME/VERSION of MLflow's registry; null = a new one",
+    )
+    family: Annotated[Place | None, AfterValidator(_loaded), bears(derived="convert")] = Field(
+        default=None,
+        description="a model family from outside this repository: a Python file, or the import path of a module, with "
+        "FAMILY; its Python code is run. Families of installed packages need no key",
     )
     mtp: Annotated[bool, bears("convert", "train")] = Field(
         default=True, description="train the multi-token-prediction layers, where the model has them"

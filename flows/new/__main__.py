@@ -29,20 +29,18 @@ from contract import closed_pipe, regular_files
 from contract.faults import ConfigError, Fault
 from contract.files import write_atomically
 from contract.first_rows import FirstRows
-from flows.arguments import parser, refused, refused_or_raised
+from contract.installation import home
+from flows import arguments
+from flows.arguments import DATA, MACHINE, MODEL, refused, refused_or_raised
 from flows.new import choices, commented_yaml, deployment, machine, model, planned, rows
 from flows.new.machine import Machine
 from flows.new.planned import Settled
 from tasks.run.launch import Broken
 
-ROOT = FOLDER.parent
-DEPLOYMENTS = ROOT / deployment.NAME
+DEPLOYMENTS = home() / deployment.NAME
 LONGEST = 60  # characters of a name that is made up
 
 OTHERWISE = {"name": "--name names it", "model.source": "MODEL says so", "data.source": "DATA says so"}
-# What is asked for on a terminal, and named where it is missing.
-MODEL = "org/name on the Hub, a folder, or s3://..."
-DATA = "a file, a folder, org/name on the Hub, or s3://..."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +64,7 @@ def _new(options: argparse.Namespace, folder: Path) -> int:
         options.data = options.data or _asked("Data (a file, a folder, org/name on the Hub, s3://...)")
         if options.gpus is None and not unknown:
             usual = here.shown if here else "none here; enter for this CPU, or the fewest that fit"
-            options.gpus = _asked(f"GPUs, {machine.FORM} [{usual}]", empty=True) or None
+            options.gpus = _asked(f"GPUs, {MACHINE} [{usual}]", empty=True) or None
         options.name = options.name or _asked(f"Name [{_name(options)}]", empty=True) or None
     name, path, wrong = _place(options)
     given, _, unread = read_overrides(options.overrides)
@@ -143,7 +141,7 @@ def _place(options: argparse.Namespace) -> tuple[str, Path, list[str]]:
         return name, path, [f"--name: {wanted}: a file ends in .yaml; a name has no slash"]
     if options.print:
         return name, path, []
-    if not path.parent.is_dir():
+    if not path.parent.is_dir() and path.parent != OWN:
         return name, path, [f"--name: {path.parent}: no such folder"]
     if (path.exists() or path.is_symlink()) and not options.force:
         return name, path, [f"--name: {_shown(path)}: is there already; --force replaces it, another name keeps it"]
@@ -239,6 +237,7 @@ def _check(text: str, name: str, folder: Path) -> None:
 
 def _write(path: Path, text: str, settled: Settled, found: model.Model) -> None:
     """Write the configuration and its deployment, both or neither."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.parent != OWN:
         write_atomically(path, text, durable=False)
         return
@@ -274,20 +273,22 @@ def _tell(settled: Settled, first: FirstRows, path: Path, printed: bool) -> None
         say(f"  note   {few.removeprefix('warning: ')}")
     if not run.evaluate.tasks:
         say(f"  note   no evaluation: {settled.choices.made['evaluate.tasks'].why}")
-    name, python = path.stem if path.parent in (OWN, FOLDER) else _shown(path), _python()
+    name = path.stem if path.parent in (OWN, FOLDER) else _shown(path)
     say("next:")
     following = [
-        (f"-m flows.plan {name}", "memory, time and price of each stage; --gpu h200 --gpus 4 for others"),
-        (f"-m flows.finetune {name} --dry-run", "what would run"),
-        (f"-m flows.finetune {name}", "runs it; what was made is kept, and the same line goes on"),
+        (f"python -m flows.plan {name}", "memory, time and price of each stage; --gpu h200 --gpus 4 for others"),
+        (f"python -m flows.finetune {name} --dry-run", "what would run"),
+        (f"python -m flows.finetune {name}", "runs it; what was made is kept, and the same line goes on"),
     ]
     if run.evaluate.tasks:
-        following.append((f"-m flows.serve {run.promote.model}", "serves the tuned model, and prints how to ask it"))
+        following.append(
+            (f"python -m flows.serve {run.promote.model}", "serves the tuned model, and prints how to ask it")
+        )
     if deployed:
-        following.append((f"-m flows.deploy {name}", "puts it on Prefect's server; make up starts one here"))
-    width = max(len(command) for command, _ in following)
-    for command, what in following:
-        say(f"  {python} {command.ljust(width)}  # {what}")
+        following.append((f"python -m flows.deploy {name}", "puts it on Prefect's server; make up starts one here"))
+    commands = [arguments.spoken(command).replace("python", _python(), 1) for command, _ in following]
+    for command, (_, what) in zip(commands, following, strict=True):
+        say(f"  {command.ljust(max(map(len, commands)))}  # {what}")
 
 
 def _shown(path: Path) -> str:
@@ -300,22 +301,13 @@ def _python() -> str:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    made = parser("flows.new", __doc__)
-    made.add_argument("model", metavar="MODEL", nargs="?", help=MODEL)
-    made.add_argument("data", metavar="DATA", nargs="?", help=DATA)
-    made.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as data.input=ticket or adapter.rank=32")
-    made.add_argument("--gpus", metavar="GPUS", help=f"{machine.FORM}; by default those of this host")
-    made.add_argument("--name", metavar="NAME", help="conf/own/NAME.yaml, or a .yaml file that is not deployed")
-    made.add_argument("--yes", action="store_true", help="ask nothing")
-    made.add_argument("--force", action="store_true", help="replace a file that is there")
-    made.add_argument("--print", action="store_true", help="print the file and write nothing; also --dry-run")
-    made.add_argument("--dry-run", dest="print", action="store_true", help=argparse.SUPPRESS)
-    options = made.parse_intermixed_args(argv)
+    parser = arguments.new()
+    options = parser.parse_intermixed_args(argv)
     words = [word for word in (options.model, options.data, *options.overrides) if word is not None]
     options.overrides = [word for word in words if re.match(r"[a-z_]+(\.[a-z0-9_]+)?=", word)]
     named = [word for word in words if word not in options.overrides]
     if len(named) > 2:
-        made.error(f"{named[2]}: MODEL and DATA are two; what else there is has the form key=value")
+        parser.error(f"{named[2]}: only MODEL and DATA are names; all other words have the form key=value")
     options.model, options.data = (*named, None, None)[:2]
     return options
 

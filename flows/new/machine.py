@@ -13,8 +13,8 @@ from conf.planner import hardware
 from conf.planner.hardware import CPU, GIB, GPUS, NAMES, Gpu
 from conf.schema.sections import MOST
 from contract.faults import ConfigError, Fault
+from flows.arguments import MACHINE
 
-FORM = "such as 8xh100, 1xa100, 2x8xh200 (hosts x GPUs), 1xmy-gpu.yaml or cpu"
 SAME = 0.94  # of a kind's memory: drivers and ECC take some, and a card of half the size has half
 
 
@@ -44,18 +44,18 @@ def parse(text: str, here: Machine | None = None) -> Machine:
     given = "".join(text.split())
     found = re.fullmatch(r"(?:(\d{1,5})x)?(?:(\d{1,5})x)?([^\d].*)", given) or re.fullmatch(r"(\d{1,5})()()", given)
     if not found:
-        raise Fault(f"--gpus: {text or 'nothing'}: not a number of GPUs and their kind, {FORM}")
+        raise Fault(f"--gpus: {text or 'nothing'}: not a number of GPUs and their kind, {MACHINE}")
     first, second, kind = found.groups()
     if not kind:
         if here is None or not here.gpu.cuda:
-            raise Fault(f"--gpus: {text}: of which kind? This host has none; {FORM}")
+            raise Fault(f"--gpus: {text}: of which kind? This host has none; {MACHINE}")
         kind = here.kind
     try:
         gpu = hardware.read(kind, "--gpus")
     except ConfigError as fault:
         if kind.endswith((".yaml", ".yml")):
             raise
-        raise Fault(f"{fault}; {FORM}") from None
+        raise Fault(f"{fault}; {MACHINE}") from None
     count = int(first or 1) * int(second or 1)
     if not 1 <= count <= MOST:
         raise Fault(f"--gpus: {text}: {count} is no number of GPUs from 1 to {MOST}")

@@ -33,7 +33,8 @@ from contract import closed_pipe
 from contract.amounts import clock
 from contract.faults import Fault
 from contract.files import write_atomically
-from flows.arguments import of_a_run, refused_or_raised
+from flows import arguments
+from flows.arguments import refused_or_raised
 from flows.study import figures, measured, page, rows, tracked
 from flows.study.measured import How
 from flows.study.rows import Row
@@ -45,7 +46,7 @@ WARM = 2  # steps of a trial that are not measured
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _arguments(argv)
+    options = arguments.study().parse_intermixed_args(argv)
     how = How(options.steps, options.layers, options.profile, options.within)
     try:
         _check(options)
@@ -193,24 +194,6 @@ def table(told: Sequence[dict[str, Any]]) -> list[str]:
         )
         for row in cells
     ]
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = of_a_run("flows.study", __doc__, example="train.precision=bf16, of every layout", names="a name in conf/")
-    parser.add_argument("--gpus", metavar="N", type=int, default=1, help="GPUs of a layout; ranks on a CPU (1)")
-    parser.add_argument("--list", metavar="LIST", action="append", default=[], help="of its lists; else all of them")
-    parser.add_argument("--only", metavar="ROW", action="append", default=[], help="of its rows, by name: DP2")
-    parser.add_argument("--row", metavar="'NAME: KEY=VALUE ...'", action="append", default=[], help="instead of a list")
-    parser.add_argument("--steps", metavar="S", type=int, default=8, help="of a trial, the first two to warm up (8)")
-    parser.add_argument("--layers", metavar="K", type=int, help="of the model that are kept; else all")
-    parser.add_argument("--profile", action="store_true", help="record a step of each layout as well")
-    parser.add_argument("--to", metavar="FOLDER", type=Path, help="of the report and what it is made of")
-    parser.add_argument("--again", action="store_true", help="measure also what was measured before")
-    parser.add_argument("--report", action="store_true", help="measure nothing")
-    parser.add_argument("--track", action="store_true", help="tell MLflow: a run for each layout, to compare")
-    parser.add_argument("--within", metavar="S", type=float, default=600.0, help="seconds that a trial may take (600)")
-    parser.add_argument("--minutes", metavar="M", type=float, help="begin no trial after that")
-    return parser.parse_intermixed_args(argv)
 
 
 if __name__ == "__main__":

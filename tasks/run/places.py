@@ -4,15 +4,14 @@ import os
 from pathlib import Path
 
 from contract.faults import Fault
+from contract.installation import home
 from tasks.store import Store, open_store
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def runs_folder() -> Path:
-    """The folder of all local files: runs/ of this project, or FINETUNE_RUNS, whose value no shell may have read."""
+    """The folder of all local files: runs/ of the checkout, or FINETUNE_RUNS, whose value no shell may have read."""
     try:
-        return Path(os.environ.get("FINETUNE_RUNS") or ROOT / "runs").expanduser().absolute()
+        return Path(os.environ.get("FINETUNE_RUNS") or home() / "runs").expanduser().absolute()
     except RuntimeError:
         raise Fault(
             f"FINETUNE_RUNS: {os.environ['FINETUNE_RUNS']}: there is no such home; write the path out"

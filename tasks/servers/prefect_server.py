@@ -21,6 +21,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from contract import installation
 from contract.faults import Fault
 from contract.ownership import try_lock
 from contract.processes import started
@@ -32,7 +33,6 @@ HOST = "127.0.0.1"
 PORT = 4200  # or the next one that is free
 READY_WITHIN = 300.0  # seconds; the database is made at the first start, and a busy host took more than 120
 LIMIT = "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"  # a longer one holds
-ROOT = Path(__file__).resolve().parents[2]
 SERVICES = "services"  # folder in runs/ of the servers' logs, and of the list that `make up` keeps
 # A schedule made by hand is seen when the scheduler next looks: with Prefect's 60 s, a cron that is due sooner would
 # have its next run in a year. A request that fails as the database is locked is an error in the log.
@@ -161,7 +161,7 @@ def _start(database: Path, log: Path) -> subprocess.Popen | None:
             command += [str(_lock_file(database, "users")), str(log.parent / "processes.json")]
             process = subprocess.Popen(
                 command,
-                cwd=ROOT,  # prefect.toml lies there
+                cwd=installation.FILES,  # Prefect reads prefect.toml there
                 env=_environment(database, address),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -5,6 +5,7 @@ The result can be read at any layout. The flow's host converts; with convert.hos
 
 from prefect import State, task
 
+from conf import families
 from conf.planner.stage_needs import on_one_host
 from conf.rules import gpus
 from conf.schema import identity
@@ -22,6 +23,8 @@ def stage(run: Run, model: Stage) -> Stage:
     if run.convert.to == "packed":
         config["base"] = run.model.base
         config |= {"pack": sorted(run.model.pack)} if run.model.pack else {}
+    if run.model.family:
+        config["family"] = families.digest(run.model.family)
     return Stage("convert", VERSION, config, {"model": model.fingerprint})
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from conf import families
 from conf.families.unsupported import REFUSED
-from conf.model_facts import MODELS
 from conf.model_files import safetensors_header
 from conf.planner import released_model
 from conf.rules.conversion import not_converted
@@ -91,7 +90,7 @@ def test_code_of_a_release_is_refused_with_the_true_reason(model, name):
 
 
 def test_code_of_a_release_passes_for_families_that_megatron_bridge_knows_by_name():
-    config = json.loads((MODELS / "tiny-deepseek-v3.json").read_text())["config"] | {
+    config = families.tiny()["deepseek-v3"] | {
         "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
     }
     assert not_converted(config) == ""

@@ -98,7 +98,7 @@ def test_lock_is_walked_along_extras_markers_and_versions():
     project = package(
         "ftm", "0", [{"name": "a", "extra": ["fast"]}, {"name": "b", "marker": "sys_platform == 'never'"}]
     )
-    project["source"] = {"virtual": "."}
+    project["source"] = {"editable": "."}
     project["optional-dependencies"] = {"cpu": [{"name": "c", "version": "1"}], "gpu": [{"name": "c", "version": "2"}]}
     project["dev-dependencies"] = {"dev": [{"name": "d", "marker": f"{mine} or (implementation_name != 'cpython')"}]}
     a = package(

@@ -8,11 +8,10 @@ import sys
 import pytest
 
 from conf.load import FOLDER
-from conf.model_facts import MODELS, facts_from_hf, known
+from conf.model_facts import MODELS
 from conf.planner.hardware import GPUS
 from flows.plan import main
 from tests.support.flow_world import ROOT
-from trainer.rehearsal.tiny_models import KINDS
 
 IMPORTS = 0.55  # seconds that they take on an idle core
 SIX = {
@@ -152,11 +151,6 @@ def test_a_preset(ask, name, expected):
     count, _, kind = name.rpartition("-")[2].partition("x")  # as in 8xh100
     assert planned["gpu"] == GPUS_OF.get(name, kind if kind in GPUS else "h100")
     assert kind not in GPUS or planned["gpus"] == int(count)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_tiny_model_s_facts_are_those_of_the_one_that_is_made(kind):
-    assert known(f"tiny-{kind}") == facts_from_hf(KINDS[kind])
 
 
 def test_what_a_seed_cannot_do_comes_with_layouts_that_fit(ask):

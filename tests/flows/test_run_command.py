@@ -32,7 +32,7 @@ def run(tmp_path, monkeypatch, capsys):
 
     def run(*arguments: str):
         monkeypatch.setattr(sys, "argv", ["finetune", *arguments])
-        code = command(SimpleNamespace(name="finetune", with_options=lambda **_: toy_flow), "description")
+        code = command(SimpleNamespace(name="finetune", with_options=lambda **_: toy_flow))
         said = capsys.readouterr()
         return code, said.err, said.out
 
@@ -156,7 +156,7 @@ def test_a_failed_run_shows_why_and_how(run, monkeypatch, capsys):
     state = SimpleNamespace(**ends, message="train: a\nexport: b", name="Failed")
     monkeypatch.setattr(sys, "argv", ["finetune", "tiny"])
     monkeypatch.setattr(prefect_server, "use", lambda: None)
-    assert command(SimpleNamespace(name="finetune", with_options=lambda **_: lambda **_: state), "x") == 2
+    assert command(SimpleNamespace(name="finetune", with_options=lambda **_: lambda **_: state)) == 2
     assert capsys.readouterr().err == "error: train: a\nerror: export: b\n"
 
 
@@ -166,7 +166,7 @@ def test_ctrl_c_ends_in_a_line(monkeypatch, capsys):
 
     monkeypatch.setattr(sys, "argv", ["finetune", "tiny"])
     monkeypatch.setattr(prefect_server, "use", lambda: None)
-    assert command(SimpleNamespace(name="finetune", with_options=lambda **_: interrupted), "x") == 130
+    assert command(SimpleNamespace(name="finetune", with_options=lambda **_: interrupted)) == 130
     assert capsys.readouterr().err.startswith("error: interrupted; what was made is kept")
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from conf import families
 from conf.model_facts import facts_from_hf
 from conf.rules import objectives, schedule
 from conf.rules.layout import problems
@@ -25,9 +26,6 @@ from trainer.rehearsal import forked_ranks, tiny_models
 
 RANKS = 8
 LIMITS = {"tp": 2, "pp": 2, "cp": 2, "ep": 4, "etp": 2}
-FAMILIES = {
-    config["architectures"][0]: kind for kind, config in reversed(tiny_models.KINDS.items())
-}  # the first of each
 
 
 def train(
@@ -38,16 +36,16 @@ def train(
     `convert` and `take_steps` do the work of the commands trainer/convert.py and trainer/train.py. Raises Fault where
     the run cannot be scaled down, and RuntimeError where its ranks fail.
     """
-    architecture = config["architectures"][0]
-    if architecture not in FAMILIES:
-        raise Fault(f"--steps: there is no tiny model of {architecture}; there are {', '.join(FAMILIES)}")
-    kind = FAMILIES[architecture]
-    if _trains_mtp(run, config) and f"{kind}-mtp" in tiny_models.KINDS:
+    kinds, family = families.tiny(), families.of(config)
+    if not family.tiny:
+        raise Fault(f"--steps: there is no tiny model of {config['architectures'][0]}; there are {', '.join(kinds)}")
+    kind = family.model_type.replace("_", "-")
+    if _trains_mtp(run, config) and f"{kind}-mtp" in kinds:
         kind += "-mtp"
     with tempfile.TemporaryDirectory(prefix="twin-") as name:
         folder = Path(name)
         twin = make(run, kind, steps, folder)
-        if found := problems(twin, facts_from_hf(tiny_models.KINDS[kind])):
+        if found := problems(twin, facts_from_hf(families.tiny()[kind])):
             raise Fault(f"--steps: no twin of this layout on {RANKS} processes: {found[0]}")
         tiny_models.make_model(kind, folder / "model", dtype="float32")
         tiny_models.make_data(folder / "given", rows=64)
@@ -64,7 +62,7 @@ def train(
 
 def make(run: Run, kind: str, steps: int, folder: Path) -> Run:
     run = schedule.of_steps(objectives.as_sft(run), steps)
-    layout = scale(run.layout, facts_from_hf(tiny_models.KINDS[kind]).layers)
+    layout = scale(run.layout, facts_from_hf(families.tiny()[kind]).layers)
     copies = layout.world // (layout.tp * layout.cp * layout.pp)
     packed = run.data.packed
     train = {

@@ -168,7 +168,7 @@ def make_model(kind: str, folder: str | Path, seed: int = 0, dtype: str = "bfloa
 
     kind, form = quantization.of_tiny(kind)
     tokens = dict(bos_token_id=None, eos_token_id=SPECIAL_TOKENS.index(EOS), pad_token_id=SPECIAL_TOKENS.index(PAD))
-    config: Config = KINDS[kind] | tokens | dict(dtype=dtype)
+    config: Config = families.tiny()[kind] | tokens | dict(dtype=dtype)
     config |= {quantization.KEY: quantization.OF_TINY[form]} if form else {}
     if block:
         config[quantization.KEY] = config[quantization.KEY] | dict(weight_block_size=[block, block])

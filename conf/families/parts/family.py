@@ -78,7 +78,7 @@ class Family:
     by_name: bool = False  # Megatron-Bridge registers it by name, so it takes releases with code of their own
     balance: Balance | None = None  # None: no experts, or no losses of routers
     serving: Serving | None = Serving()  # None: vLLM cannot serve it
-    megatron: str = ""  # import path of the torch part of a family from outside the repository
+    megatron: str = ""  # torch part of a family from outside the repository: import path, or a Python file
     narrow: tuple[str, ...] = ()  # ends of names drawn with a spread that is lower by the root of 2 * layers
     zero_padding: bool = True  # the embedding of pad_token_id is drawn as 0
     releases: Mapping[str, float] = field(default_factory=dict)  # offered instead of others: 1e9 parameters

@@ -11,6 +11,7 @@ from math import prod
 
 import pytest
 
+from conf import families
 from conf.load import FOLDER, load
 from conf.model_facts import MODELS, facts_from_hf, known
 from conf.planner import work
@@ -21,7 +22,8 @@ from conf.rules.model import adapted
 from tests.support.drawn_models import make_run
 from trainer.rehearsal import tiny_models
 
-NAMES = sorted(path.stem for path in MODELS.glob("*.json"))
+TINY = {f"tiny-{kind}": facts_from_hf(config) for kind, config in families.tiny().items()}
+NAMES = [*sorted(path.stem for path in MODELS.glob("*.json")), *TINY]
 NO_ADAPTER = {"kind": "none"}
 
 
@@ -94,7 +96,8 @@ def test_gpt2_by_hand():
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("name", NAMES)
 def test_stages_together_hold_the_model(name, pp):
-    facts = replace(known(name), layers=12, dense_layers=2, mtp_layers=known(name).mtp_layers, vocab_pad=0, positions=0)
+    facts = TINY.get(name) or known(name)
+    facts = replace(facts, layers=12, dense_layers=2, mtp_layers=facts.mtp_layers, vocab_pad=0, positions=0)
     run = layout(pp=pp)
     found = sum(sum(held(run, facts, stage).values()) for stage in stages(run, facts))
     embedding, layers = facts.vocab * facts.hidden, facts.mtp_layers

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from conf import families
 from conf.load import FOLDERS, load
-from conf.model_facts import MODELS, known
+from conf.model_facts import MODELS, facts_from_hf, known
 from conf.planner import display, hardware
 from conf.planner.hardware import GPUS
 from conf.planner.verdict import facts_of, plan, settle, teacher_of
@@ -27,6 +28,11 @@ def test_every_known_model_by_its_file_and_by_its_id(name):
     assert facts_of(of(name)) == known(name)
     if source.endswith(" config.json"):
         assert facts_of(of(source.split()[0])) == known(name)
+
+
+@pytest.mark.parametrize("kind", families.tiny())
+def test_every_tiny_model_by_its_name(kind):
+    assert facts_of(of(f"tiny://{kind}")) == facts_from_hf(families.tiny()[kind])
 
 
 def test_a_folder_s_config_json(tmp_path):

@@ -168,6 +168,11 @@ def test_every_model_of_this_repository_passes(name):
     assert obstacles(config) == []
 
 
+@pytest.mark.parametrize("kind", families.tiny())
+def test_every_tiny_model_passes(kind):
+    assert obstacles(families.tiny()[kind]) == []
+
+
 @pytest.mark.parametrize("name", RELEASES)
 def test_what_releases_say_passes(name):
     kind, says = RELEASES[name]

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import pytest
 from pydantic import Field, TypeAdapter
 
+from conf import families
 from conf.load import load
 from conf.planner import verdict
 from conf.rules import reinforcement
@@ -100,6 +101,7 @@ def no_hub(monkeypatch, tmp_path):
     monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path))
     monkeypatch.setattr(hub, "resolve", lambda source, revision: resolved(f"commit of {source} at {revision}"))
     monkeypatch.setattr(released_config, "read", described)
+    monkeypatch.setattr(families, "digest", lambda place: f"content of {place}")
     monkeypatch.setattr(adapters, "identity", lambda source, _: f"content of {source}")
     monkeypatch.setattr(reinforcement, "_content", lambda key, place: f"content of {place}")
     monkeypatch.setattr(row_sources, "_commit", lambda source, revision, _: f"commit of {source} at {revision}")

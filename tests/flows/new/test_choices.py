@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from conf import noise
-from conf.model_facts import known
+from conf import families, noise
+from conf.model_facts import facts_from_hf, known
 from conf.planner import hardware
 from conf.rules import schedule
 from conf.rules.contradictions import contradictions
@@ -38,7 +38,9 @@ def rows(**changed) -> FirstRows:
 
 
 def model(name: str = "tiny-qwen3-moe", **config) -> Model:
-    return Model(f"org/{name}", {"max_position_embeddings": 4096} | config, known(name), Path("none"))
+    tiny = families.tiny().get(name.removeprefix("tiny-"))
+    facts = facts_from_hf(tiny) if tiny else known(name)
+    return Model(f"org/{name}", {"max_position_embeddings": 4096} | config, facts, Path("none"))
 
 
 def made(rows: FirstRows = TICKETS, on: Machine | None = None, name: str = "tiny-qwen3-moe", **given):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from contract import installation
 from contract.faults import Fault
 from flows import doctor
 from tasks.run.places import open_run_store, runs_folder
@@ -26,7 +27,7 @@ def test_the_folder_of_local_files(home, monkeypatch, named, meant):
 def test_an_empty_name_is_none_in_any_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("FINETUNE_RUNS", "")
     monkeypatch.chdir(tmp_path)
-    assert runs_folder() == doctor.runs_folder() == doctor.ROOT / "runs"
+    assert runs_folder() == doctor.runs_folder() == installation.home() / "runs"
 
 
 def test_a_home_that_is_not_there_is_one_line(monkeypatch):

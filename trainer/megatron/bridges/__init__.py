@@ -18,8 +18,10 @@ from trainer.patches import lazy_bridge
 
 def load(config: dict[str, Any]) -> None:
     family = families.of(config)
-    name = family.megatron or f"{__name__}.{family.model_type}"
-    if importlib.util.find_spec(name):
+    name = f"{__name__}.{family.model_type}"
+    if family.megatron:
+        families.module(family.megatron)
+    elif importlib.util.find_spec(name):
         importlib.import_module(name)
     else:
         lazy_bridge.load_family(family.architecture)

@@ -1,0 +1,108 @@
+"""The command `finetune`: a subcommand for each module of flows/ that people start, from any folder.
+
+    finetune plan glm47          the same as python -m flows.plan glm47
+    finetune completion bash     print what the shell needs to complete subcommands, options and configurations
+
+A subcommand is imported when it runs, so that help and completion take a fraction of a second. Its module parses the
+arguments (flows/arguments.py).
+"""
+
+import argparse
+import runpy
+import sys
+from collections.abc import Sequence
+
+import click
+from click.shell_completion import CompletionItem, get_completion_class
+
+from contract import closed_pipe
+from flows import arguments
+
+SUMMARIES = {
+    "up": "Start a Prefect server, MLflow and workers on this host, and deploy everything.",
+    "down": "Stop what `finetune up` started.",
+}
+
+
+class Subcommand(click.Command):
+    """A module of flows/, which runs as python -m would run it."""
+
+    def __init__(self, name: str, words: str) -> None:
+        module, *self.words = words.split()
+        summary = SUMMARIES.get(name) or arguments.about(module).partition("\n")[0]
+        super().__init__(name, short_help=summary, add_help_option=False)
+        self.module, self.parser = module, getattr(arguments, module)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.args = args
+        return args
+
+    def invoke(self, ctx: click.Context) -> None:
+        if {"-h", "--help"} & {*ctx.args}:
+            self.parser().parse_args([*self.words, *ctx.args])  # prints the help and ends
+        sys.argv[1:] = [*self.words, *ctx.args]
+        runpy.run_module(f"flows.{self.module}", run_name="__main__", alter_sys=True)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        parser, words = self.parser(), [*self.words, *ctx.args]
+        nested = next((one for one in parser._actions if isinstance(one, argparse._SubParsersAction)), None)
+        if nested and (name := next((word for word in words if word in nested.choices), None)):
+            parser, words, nested = nested.choices[name], words[words.index(name) + 1 :], None
+        last = parser._option_string_actions.get(words[-1]) if words else None
+        if last and last.nargs != 0:
+            return _items(arguments.values_of(last), incomplete, files=True)
+        if incomplete.startswith("-"):
+            options = {name: action for name, action in parser._option_string_actions.items() if name.startswith("--")}
+            shown = [name for name, action in options.items() if action.help != argparse.SUPPRESS]
+            return [CompletionItem(name, help=options[name].help) for name in shown if name.startswith(incomplete)]
+        if nested:
+            return _items([*nested.choices], incomplete)
+        if self.words or not any(action.dest == "conf" for action in parser._actions) or any(map(_is_name, words)):
+            return _items([], incomplete, files=not self.words)
+        from conf.load import names
+
+        return _items(names(), incomplete, files=True)
+
+
+def _is_name(word: str) -> bool:
+    return not word.startswith("-") and "=" not in word
+
+
+def _items(values: Sequence[str], incomplete: str, files: bool = False) -> list[CompletionItem]:
+    """The values that fit; files if there are none."""
+    fitting = [CompletionItem(value) for value in values if value.startswith(incomplete)]
+    return fitting or [CompletionItem(incomplete, type="file")] * files
+
+
+@click.group(
+    commands=[Subcommand(*command) for command in arguments.COMMANDS.items()],
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(package_name="finetune")
+def finetune() -> None:
+    """Fine-tune very large models: plan, run, serve. `finetune COMMAND --help` explains one command."""
+
+
+@finetune.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print a shell's completion script: eval "$(finetune completion bash)"."""
+    kind = get_completion_class(shell)
+    assert kind
+    print(kind(finetune, {}, "finetune", "_FINETUNE_COMPLETE").source())
+
+
+def main() -> int:
+    arguments.invoked_as = "finetune"
+    with closed_pipe.quiet():
+        try:
+            finetune.main(sys.argv[1:] or ["--help"], prog_name="finetune", standalone_mode=False)
+        except click.ClickException as fault:
+            return arguments.refused(fault.format_message())
+        except click.exceptions.Exit as end:
+            return end.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
