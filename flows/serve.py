@@ -105,7 +105,7 @@ def run(sources: Sources, served: ServedModel, say: Say, stop: Callable[[], bool
     title, address = f"{sources.named.title} ({sources.form}, {served.precision})", server.url(served)
 
     def answered(seconds: float) -> None:
-        commands = how_to_ask(served, sources.asked.get("max_tokens"))
+        commands = how_to_ask(served, sources.settings.get("max_tokens"))
         say(f"serving {title} at {address}/v1, after {seconds:.0f} s; ask:\n\n{commands}")
 
     say(f"{title}: {sources.named.export.key}, soon at {address}")
@@ -125,7 +125,7 @@ def check(sources: Sources, served: ServedModel, say: Say, ended: threading.Even
 
     def compare(_: float = 0.0) -> None:
         required = 1.0 if served.precision == "fp32" else questions.NEARLY_ALL
-        limit, stop = sources.asked["max_tokens"], questions.stops(Path(served.data))
+        limit, stop = sources.settings["max_tokens"], questions.stops(Path(served.data))
         address, key = f"{server.url(served)}/v1", os.environ.get(KEY, "")
         told.append(questions.ask(address, key, served.name, asked, limit, stop, required))
         ended.set()
@@ -137,7 +137,9 @@ def check(sources: Sources, served: ServedModel, say: Say, ended: threading.Even
         _keep(f"{sources.named.title}, to be checked", served, say, ended.is_set, compare)
     if not told:  # somebody has ended it before it answered
         return 1
-    what = f"{len(asked)} questions of {sources.evaluation.key}, greedy, {sources.asked['max_tokens']} tokens at most"
+    what = (
+        f"{len(asked)} questions of {sources.evaluation.key}, greedy, {sources.settings['max_tokens']} tokens at most"
+    )
     say(f"check of {sources.named.title} ({sources.form}, {served.precision}): {what}")
     say("\n".join(told[0].lines()))
     return 0 if told[0].ok else 1

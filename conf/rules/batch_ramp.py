@@ -1,7 +1,7 @@
-"""Batches that grow at the beginning of a training (train.ramp_from), by Megatron's own arithmetic.
+"""Batches that grow at the beginning of a training (train.ramp_from), with Megatron's arithmetic.
 
-sizes(train)                   from which sequence on a batch has which size
-sequences(train, steps)        in so many steps from the first one
+sizes(train)                   sizes of batches, each with the sequence from which on it applies
+sequences(train, steps)        sequences of the first steps
 whole_batches(train, steps)    the same in batches of train.global_batch
 """
 
@@ -17,29 +17,29 @@ KEYS = ("ramp_from", "ramp_by", "ramp_sequences")
 
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     train = run.train
-    given = [key for key in KEYS if getattr(train, key) is not None]
+    keys = [key for key in KEYS if getattr(train, key) is not None]
     if train.batch_ramp is None:
-        if given:
-            lacks = "ramp_sequences" if "ramp_from" in given else "ramp_from"
-            yield f"train.{given[0]}", f"{getattr(train, given[0])} has no effect without train.{lacks}"
+        if keys:
+            missing = "ramp_sequences" if "ramp_from" in keys else "ramp_from"
+            yield f"train.{keys[0]}", f"{getattr(train, keys[0])} has no effect without train.{missing}"
         return
     first, added, ramp = train.batch_ramp
     if first >= train.global_batch:
-        yield "train.ramp_from", f"{first}, and train.global_batch is {train.global_batch}: nothing grows"
+        yield "train.ramp_from", f"{first}, but train.global_batch is {train.global_batch}: it must be smaller"
     elif (train.global_batch - first) % added:
-        whole = f"do not lead to train.global_batch {train.global_batch}"
-        yield "train.ramp_from", f"{first} and steps of {added} (train.ramp_by) {whole}"
+        target = f"do not reach train.global_batch {train.global_batch}"
+        yield "train.ramp_from", f"{first} and steps of {added} (train.ramp_by) {target}"
     elif ramp < (train.global_batch - first) // added:
         times = (train.global_batch - first) // added
-        yield "train.ramp_sequences", f"{ramp}, within which batches grow {times} times"
+        yield "train.ramp_sequences", f"{ramp}, but batches grow {times} times: at least {times}"
     if run.layout.vpp:
-        yield "train.ramp_from", "has no place for layout.vpp, whose microbatches go in groups of pp"
+        yield "train.ramp_from", "cannot be combined with layout.vpp, which needs microbatches in groups of pp"
     if train.epochs is not None or "epoch" in (train.validate_every, run.checkpoint.save_every):
-        yield "train.ramp_from", "makes steps of unlike sizes, of which an epoch has no whole number: name train.steps"
+        yield "train.ramp_from", "makes steps of different sizes, so an epoch is not a number of steps: set train.steps"
 
 
 def sizes(train: Train) -> list[tuple[int, int]]:
-    """Pairs of sequences that were trained on, and the size of the batches from there on."""
+    """Pairs of a number of finished sequences, and the size of batches from there on."""
     if train.batch_ramp is None:
         return [(0, train.global_batch)]
     first, added, ramp = train.batch_ramp
@@ -48,7 +48,7 @@ def sizes(train: Train) -> list[tuple[int, int]]:
 
 
 def sequences(train: Train, steps: int) -> int:
-    """Sequences of the first steps."""
+    """Number of sequences of the first steps."""
     done, left = 0, steps
     bounds = sizes(train)
     for (_, size), (end, _) in pairwise(bounds):

@@ -1,4 +1,4 @@
-"""Rules for values of a run that are right alone and wrong together, except for its parallel layout (layout.py)."""
+"""Rules for values of a run that are valid alone and invalid together, except for its parallel layout (layout.py)."""
 
 from collections.abc import Iterator
 from math import sqrt
@@ -18,13 +18,13 @@ from conf.schema.data import Rows
 from conf.schema.run import Run, sections
 from conf.schema.sections import Adapter
 
-SMALLEST_NORM = 1e-6  # that gradients are clipped to: Adam's eps outweighs smaller ones
+SMALLEST_NORM = 1e-6  # for clipping gradients: smaller ones vanish against Adam's eps
 SCALES = (1e-4, 1e3)  # of an adapter's output; 0.1 to 10 are common
 LINES = ("slurm.setup",)  # lists whose entries may be equal: lines of a script
 
 
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield (key, problem) for values that are right alone and wrong together."""
+    """Yield (key, problem) for values that are valid alone and invalid together."""
     train, optimizer, moe = run.train, run.optimizer, run.moe
     yield from _repetitions(run)
     if run.adapter.kind != "none" and not run.adapter.targets:
@@ -34,39 +34,39 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
             yield f"adapter.{key}", "has no effect with adapter.kind none"
     yield from _scale(run)
     if run.model.adapter and run.adapter.kind != "lora":
-        yield "model.adapter", f"is gone on with as LoRA, and adapter.kind is {run.adapter.kind}"
+        yield "model.adapter", f"can only be continued as LoRA, but adapter.kind is {run.adapter.kind}"
     if run.model.adapter and run.reinforce.steps and run.reinforce.start == "base":
-        yield "model.adapter", "has no effect with reinforce.start base, which trains nothing before"
+        yield "model.adapter", "has no effect with reinforce.start base, which skips the training"
     if "adapter" in (run.export.formats or ()) and run.adapter.kind == "none":
-        yield "export.formats", "adapter, but adapter.kind is none: none is trained"
+        yield "export.formats", "adapter, but adapter.kind is none: no adapter is trained"
     if run.export.every is not None and run.adapter.kind == "none":
-        yield "export.every", "writes adapters, and adapter.kind is none: none is trained"
+        yield "export.every", "writes adapters, but adapter.kind is none: no adapter is trained"
     if run.export.weights == "ema" and (why := _without_means(run)):
         yield "export.weights", f"ema, but {why}"
     if "adapter" in (run.export.formats or ()) and run.export.checkpoint == "base":
         yield "export.formats", "adapter, but the base has none"
     if train.steps is not None and train.epochs is not None:
-        yield "train.epochs", f"{train.epochs:g}, and train.steps is {train.steps}: one of both"
+        yield "train.epochs", f"{train.epochs:g}, but train.steps is {train.steps}: set only one of them"
     if train.stop_after is not None and train.steps is not None and train.stop_after > train.steps:
-        yield "train.stop_after", f"{train.stop_after} lies behind the last step, {train.steps}"
+        yield "train.stop_after", f"{train.stop_after} is after the last step, {train.steps}"
     if run.data.validation + run.data.test >= 1:
         yield "data.test", f"{run.data.test} and data.validation {run.data.validation} leave nothing to train on"
     if run.data.mixture:
         for key in Rows.model_fields:
             if getattr(run.data, key) != Rows.model_fields[key].default:
-                yield f"data.{key}", "has no effect with data.mixture: say it of its parts"
+                yield f"data.{key}", "has no effect with data.mixture: set it for the parts of the mixture"
     for number, part in enumerate(run.data.mixture):
         if part.source is None:
             yield f"data.mixture[{number}].source", "missing"
     if optimizer.warmup is not None and optimizer.warmup_steps:
         also = f"optimizer.warmup_steps is {optimizer.warmup_steps}"
-        yield "optimizer.warmup", f"{optimizer.warmup:g}, and {also}: one of both"
+        yield "optimizer.warmup", f"{optimizer.warmup:g}, but {also}: set only one of them"
     if train.steps is not None and optimizer.warmup_steps >= train.steps:
         yield "optimizer.warmup_steps", f"{optimizer.warmup_steps} leaves none of the {train.steps} steps for the decay"
     if optimizer.min_lr > optimizer.lr:
         yield "optimizer.min_lr", f"{optimizer.min_lr} is above optimizer.lr {optimizer.lr}"
     if 0 < optimizer.clip_grad < SMALLEST_NORM:
-        text = f"{optimizer.clip_grad:g} leaves nothing of a gradient"
+        text = f"{optimizer.clip_grad:g} clips gradients to almost nothing"
         yield "optimizer.clip_grad", f"{text}: at least {SMALLEST_NORM:g}, or 0 for no clipping"
     if optimizer.kind == "muon":
         yield from _muon(run)
@@ -79,7 +79,7 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     if train.recompute_first is not None and train.recompute != "full":
         yield "train.recompute_first", f"has no effect with train.recompute {train.recompute}"
     if train.recompute_first is not None and train.recompute_layers != 1:
-        yield "train.recompute_first", "goes with train.recompute_layers 1"
+        yield "train.recompute_first", "needs train.recompute_layers 1"
     if train.cuda_graphs:
         yield from _cuda_graphs(run)
     if train.overlap_tp:
@@ -89,14 +89,12 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     if moe.balance == "none" and moe.aux_loss_coeff:
         yield "moe.aux_loss_coeff", "has no effect with moe.balance none"
     if run.model.dropout and run.reinforce.steps:
-        yield (
-            "model.dropout",
-            f"{run.model.dropout:g} changes what reinforce.steps {run.reinforce.steps} compare; 0 there",
-        )
+        steps = f"the probabilities that reinforce.steps {run.reinforce.steps} compare"
+        yield "model.dropout", f"{run.model.dropout:g} would change {steps}; 0"
     if run.log.noise_scale:
         yield from _noise_scale(run)
     if run.log.layer_norms and optimizer.offload:
-        yield "log.layer_norms", f"with optimizer.offload {optimizer.offload:g}, which keeps gradients on the host"
+        yield "log.layer_norms", f"true, but optimizer.offload {optimizer.offload:g} keeps gradients on the host"
     yield from precision.contradictions(run)
     yield from packed_base.contradictions(run)
     yield from pretraining.contradictions(run)
@@ -120,9 +118,9 @@ def _scale(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _without_means(run: Run) -> str:
-    """Reason why no checkpoint that is exported holds a mean of weights; empty where one does."""
+    """Reason why the exported checkpoint has no mean of weights; empty if it has one."""
     if run.train.ema_decay is None:
-        return "train.ema_decay is null: there is no mean"
+        return "train.ema_decay is null: no mean is kept"
     if run.reinforce.steps:
         return f"reinforce.steps {run.reinforce.steps} keep no mean"
     return "export.checkpoint is base" if run.export.checkpoint == "base" else ""
@@ -131,44 +129,42 @@ def _without_means(run: Run) -> str:
 def _muon(run: Run) -> Iterator[tuple[str, str]]:
     """Yield reasons why Megatron's Muon cannot train this run."""
     if run.adapter.kind != "none":
-        yield "optimizer.kind", f"muon is for whole weights, and adapter.kind is {run.adapter.kind}"
+        yield "optimizer.kind", f"muon trains all weights, but adapter.kind is {run.adapter.kind}"
     if run.optimizer.distributed:
-        yield "optimizer.distributed", "true, and muon needs whole matrices: false"
+        yield "optimizer.distributed", "true, but muon needs whole matrices: false"
     if run.train.precision == "fp16":
-        yield "optimizer.kind", "muon knows no train.precision fp16"
+        yield "optimizer.kind", "muon does not support train.precision fp16"
     if run.optimizer.states != "fp32":
-        yield "optimizer.states", f"{run.optimizer.states}, and muon keeps its in fp32"
+        yield "optimizer.states", f"{run.optimizer.states}, but muon keeps its states in fp32"
 
 
 def _cuda_graphs(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield reasons why a layer cannot be recorded once and started again with other numbers of the same shapes."""
+    """Yield reasons why layers cannot be recorded as CUDA graphs."""
     key, train = "train.cuda_graphs", run.train
     if train.precision != "bf16":
-        yield key, f"true, and train.precision is {train.precision}: megatron-core records layers of bf16"
+        yield key, f"true, but train.precision is {train.precision}: megatron-core records only layers of bf16"
     if train.recompute == "full":
-        yield key, "true, and train.recompute is full, which computes a layer from outside; selective, or none"
+        yield key, "true, but train.recompute full repeats a layer outside of its graph; selective, or none"
     if train.objective != "sft" or run.reinforce.steps:
-        yield key, "true, and batches of train.objective sft alone have one shape"
+        yield key, "true, but only batches of train.objective sft all have the same shape"
     if train.batch_ramp and run.layout.pp > 1:
-        yield key, "true, and with layout.pp above 1 train.batch_ramp changes how many microbatches are under way"
+        yield key, "true, but with layout.pp above 1 train.batch_ramp changes the number of active microbatches"
 
 
 def _overlap_tp(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield reasons why Transformer Engine has no buffers of one shape through which a layer's ranks send."""
+    """Yield reasons why Transformer Engine cannot overlap communication with fixed buffers."""
     key, layout = "train.overlap_tp", run.layout
     if run.adapter.kind != "none":
-        yield (
-            key,
-            f"true, and adapter.kind is {run.adapter.kind}, whose layers are asked for what is not gathered: none",
-        )
+        yield key, f"true, but adapter.kind {run.adapter.kind} needs activations that are not gathered: none"
     if run.data.packed or run.train.objective != "sft":
-        yield key, "true, and rows of data.packed, or of another train.objective than sft, have more than one shape"
+        yield key, "true, but data.packed and objectives other than sft have rows of more than one shape"
     if layout.auto:
-        yield key, "true, and layout is auto, which may cut nothing by tp: write the layout down"
+        yield key, "true, but layout auto may choose tp 1: set the layout explicitly"
     elif layout.tp == 1 or not layout.sp:
-        yield key, f"true, and layout.tp is {layout.tp}, layout.sp {str(layout.sp).lower()}: above 1, and true"
+        sp = str(layout.sp).lower()
+        yield key, f"true, but layout.tp is {layout.tp} and layout.sp {sp}: tp must be above 1, and sp true"
     elif layout.tp > layout.gpus_per_node:
-        yield key, f"true, and layout.tp {layout.tp} is more than the {layout.gpus_per_node} GPUs of a host"
+        yield key, f"true, but layout.tp {layout.tp} is more than the {layout.gpus_per_node} GPUs of a host"
 
 
 def _noise_scale(run: Run) -> Iterator[tuple[str, str]]:
@@ -176,19 +172,19 @@ def _noise_scale(run: Run) -> Iterator[tuple[str, str]]:
     layout = run.layout
     for key in ("pp", "cp", "ep"):
         if getattr(layout, key) > 1:
-            yield "log.noise_scale", f"needs layout.{key} 1, and it is {getattr(layout, key)}"
+            yield "log.noise_scale", f"needs layout.{key} 1, but it is {getattr(layout, key)}"
     if run.train.objective != "sft":
-        yield "log.noise_scale", f"knows no train.objective {run.train.objective}, whose loss is of answers"
+        yield "log.noise_scale", f"does not support train.objective {run.train.objective}"
     if run.train.precision == "fp16":
-        yield "log.noise_scale", "knows no train.precision fp16, which scales gradients"
+        yield "log.noise_scale", "does not support train.precision fp16, which scales gradients"
     if not layout.auto and run.train.global_batch * layout.tp < 2 * run.train.micro_batch * layout.world:
-        yield "log.noise_scale", "compares a micro batch with a batch, and a rank has one of them a step"
+        yield "log.noise_scale", "needs at least two micro batches per step and rank"
 
 
 def _repetitions(run: Run) -> Iterator[tuple[str, str]]:
-    """Find names that a list holds twice. Lists name things, and a second mention has no meaning."""
+    """Find repeated entries of lists, which have no meaning."""
     for section in sections():
         for key, values in getattr(run, section):
-            again = {str(value) for value in values if values.count(value) > 1} if isinstance(values, tuple) else set()
-            if again and f"{section}.{key}" not in LINES:
-                yield f"{section}.{key}", f"{sorted(again)[0]} stands in it twice"
+            listed = values if isinstance(values, tuple) and f"{section}.{key}" not in LINES else ()
+            if repeated := {str(value) for value in listed if listed.count(value) > 1}:
+                yield f"{section}.{key}", f"{min(repeated)} occurs twice"

@@ -1,10 +1,10 @@
-"""Obstacles to the conversion of a released model, found in its config.json before anything else is downloaded.
+"""Obstacles to the conversion of a released model, found in its config.json before the weights are downloaded.
 
     obstacles(config, ignored) -> ["config.json: sliding_window is ...", ...]     a line per reason
 
     unwritable(config, export.quantization) -> ""        or why the merged model cannot have the release's format
 
-Where there is none, trainer.convert checks every tensor.
+Without obstacles, trainer.convert checks every tensor.
 """
 
 from collections.abc import Collection
@@ -22,27 +22,25 @@ IGNORE = "model.ignore_config lists keys that do not matter to you"
 def obstacles(config: dict[str, Any], ignored: Collection[str] = ()) -> list[str]:
     if refused := not_converted(config):
         return [refused]
-    found = [f"config.json: {line}" for line in unread(config, ignored)]
-    if found:
-        found[-1] += f"; the converted model would compute another function; {IGNORE}"
+    lines = [f"config.json: {line}" for line in unread(config, ignored)]
+    if lines:
+        lines[-1] += f"; the converted model would compute another function; {IGNORE}"
     try:
         quantization.scheme(config)
     except ValueError as error:
-        found.append(f"config.json: {error}; a release in bf16 can be taken, too")
-    return found
+        lines.append(f"config.json: {error}; a release in bf16 works too")
+    return lines
 
 
-def unwritable(config: dict[str, Any], wanted: str | None) -> str:
-    """The reason why a merged model cannot be written in the release's own format, if it is wanted; "" where it can."""
-    found = quantization.scheme(config)
-    if wanted is None or (found and found.kind == "fp8"):
+def unwritable(config: dict[str, Any], quantized: str | None) -> str:
+    """The reason why the merged model cannot have the release's format, if export.quantization is set; "" if it can."""
+    scheme = quantization.scheme(config)
+    if quantized is None or (scheme and scheme.kind == "fp8"):
         return ""
-    if found is None:
-        return f"export.quantization: {wanted}, but the release is not quantised; null"
-    text = (
-        f"export.quantization: {wanted}, but what training adds would be lost in the {found.bits} bits of the release"
-    )
-    return f"{text}; null exports bf16, and export.formats=[adapter] the adapter alone"
+    if scheme is None:
+        return f"export.quantization: {quantized}, but the release is not quantised; null"
+    text = f"export.quantization: {quantized}, but rounding to the release's {scheme.bits} bits would undo the training"
+    return f"{text}; null exports bf16, and export.formats=[adapter] only the adapter"
 
 
 def not_converted(config: dict[str, Any]) -> str:
@@ -63,7 +61,7 @@ def not_converted(config: dict[str, Any]) -> str:
 def _own_code(config: dict[str, Any], family: families.Family) -> str:
     """The reason why Megatron-Bridge does not take a release with code for its own model; "" if it does.
 
-    Megatron-Bridge looks for a bridge by the name of that class, and finds only bridges registered by a name.
+    Megatron-Bridge looks for a bridge with the name of that class, and only some bridges are registered by name.
     """
     auto_map = config.get("auto_map")
     code = str((auto_map if isinstance(auto_map, dict) else {}).get("AutoModelForCausalLM", ""))

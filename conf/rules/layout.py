@@ -1,16 +1,15 @@
-"""Arithmetic of a parallel layout: which cuts of a model over processes are legal, and the nearest legal values.
+"""Arithmetic of a parallel layout: rules for cutting a model over processes, and the nearest legal values.
 
 Two grids share the same processes:
 
     dense layers   tp * cp * pp * dp   = world      dp copies of everything that is not an expert
     experts        etp * ep * pp * edp = world      edp copies of each expert
 
-ep is no factor of the first: tp 2, ep 8, etp 2 on 32 processes gives dp 16 and edp 2.
+ep is not a factor of the first product: tp 2, ep 8, etp 2 on 32 processes gives dp 16 and edp 2.
 
-problems() knows two kinds of rules: those that a configuration can break by itself, checked whenever one is loaded, and
-those that need the sizes of the model (conf/rules/model.py), checked once its config.json is here. They are
-megatron-core 0.19's and Megatron-Bridge 0.6's own, found out before a process is started. Memory is not covered: a
-legal layout may not fit.
+problems() has two kinds of rules: those on the configuration alone, checked when it is loaded, and those that need the
+sizes of the model (conf/rules/model.py), checked when its config.json is available. They are the rules of megatron-core
+0.19 and Megatron-Bridge 0.6, checked before a process starts. Memory is not covered: a legal layout may not fit.
 """
 
 from collections.abc import Collection, Iterator
@@ -22,14 +21,14 @@ from conf.model_facts import ModelFacts
 from conf.rules.model import Broken, broken, divisors, multiples
 from conf.schema.run import Layout, Run, Train
 
-NONE = object()  # not even None
+NONE = object()  # a missing value, different from None
 
 
 @dataclass(frozen=True)
 class Grid:
     dp: int
     edp: int
-    microbatches: int  # per step and data-parallel rank: gradient accumulation, and what fills a pipeline
+    microbatches: int  # per step and data-parallel rank: for gradient accumulation and to fill a pipeline
 
 
 def grid(layout: Layout, train: Train) -> Grid:
@@ -42,16 +41,15 @@ def grid(layout: Layout, train: Train) -> Grid:
 
 
 def packing_multiple(layout: Layout) -> int:
-    """The number that must divide the length of every row of a packed sequence.
+    """The number that must divide the length of every row of a packed sequence, as cp and sp cut each row separately.
 
-    Each row is cut over cp and sp on its own, so each must divide. 16 serves most layouts, which then train on the same
-    packed sequences; it costs 8 tokens a row.
+    With 16 most layouts train on the same packed sequences; it costs 8 tokens per row.
     """
     return lcm(16, (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1))
 
 
 def shares(layout: Layout, layers: int) -> list[int]:
-    """Numbers of layers of each pipeline rank; empty if they do not come out even."""
+    """Numbers of layers of each pipeline rank; empty if the layers cannot be divided evenly."""
     first, last = ([count] if count else [] for count in (layout.first_stage_layers, layout.last_stage_layers))
     middle = layout.pp - len(first) - len(last)
     rest = layers - sum(first) - sum(last)
@@ -61,23 +59,26 @@ def shares(layout: Layout, layers: int) -> list[int]:
 
 
 def problems(run: Run, facts: ModelFacts | None = None, suggest: bool = True) -> list[str]:
-    """One line per broken rule: key, values, and the nearest values, of that key or another, that mend it.
+    """One line per broken rule: key, values, and the nearest values of that key or another that satisfy it.
 
-    Such values break no rule that holds now. Two keys are changed at most: whole layouts are conf/planner/search.py's.
-    It takes longer to look for values than to look for broken rules.
+    A suggestion breaks no further rule, and changes at most two keys; conf/planner/search.py finds complete layouts.
+    Finding suggestions takes longer than finding broken rules.
     """
-    found = list(_broken(run, facts))
-    rules = {one.rule for one in found}
-    return [f"{one.key}: {one.text}{_mended(run, facts, one, rules) if suggest else ''}" for one in found]
+    problems = list(_broken(run, facts))
+    rules = {problem.rule for problem in problems}
+    return [
+        f"{problem.key}: {problem.text}{_suggestion(run, facts, problem, rules) if suggest else ''}"
+        for problem in problems
+    ]
 
 
-def _mended(run: Run, facts: ModelFacts | None, broken: Broken, rules: set[str]) -> str:
+def _suggestion(run: Run, facts: ModelFacts | None, broken: Broken, rules: set[str]) -> str:
     keep = rules - {broken.rule}
     value = _get(run, broken.key)
     near = list(_legal(run, facts, broken.key, broken.candidates, keep))
-    numbers = sorted(one for one in near if isinstance(one, int | float) and not isinstance(value, bool))
+    numbers = sorted(number for number in near if isinstance(number, int | float) and not isinstance(value, bool))
     if numbers and value is not None:
-        below, above = [one for one in numbers if one < value], [one for one in numbers if one > value]
+        below, above = [number for number in numbers if number < value], [n for n in numbers if n > value]
         near = below[-1:] + above[:1] if below and above else below[-2:] + above[:2]
     text = f"; nearest legal: {', '.join(map(_show, near[:2]))}" if near else ""
     others = []
@@ -90,19 +91,19 @@ def _mended(run: Run, facts: ModelFacts | None, broken: Broken, rules: set[str])
 
 
 def _legal(run: Run, facts: ModelFacts | None, key: str, candidates: Collection[Any], keep: set[str]) -> Iterator[Any]:
-    """Values other than the present one that break no rules but those of `keep`."""
+    """Other values that break no rules except those of `keep`."""
     for candidate in candidates:
-        if candidate != _get(run, key) and {one.rule for one in _broken(_with(run, key, candidate), facts)} <= keep:
+        rules = {broken.rule for broken in _broken(_with(run, key, candidate), facts)}
+        if candidate != _get(run, key) and rules <= keep:
             yield candidate
 
 
 def _two_at_once(run: Run, facts: ModelFacts | None, broken: Broken, keep: set[str]) -> list[str]:
-    """The nearest value that breaks one rule that held, with a value of another key that mends that rule."""
+    """The nearest value that breaks exactly one other rule, with a value of another key that satisfies that rule."""
     for key, candidates in {broken.key: broken.candidates, **broken.others}.items():
         for candidate in _by_distance(candidates, _get(run, key)):
             half = _with(run, key, candidate)
-            after = list(_broken(half, facts))
-            fresh = [one for one in after if one.rule not in keep]
+            fresh = [other for other in _broken(half, facts) if other.rule not in keep]
             if len(fresh) != 1 or fresh[0].rule == broken.rule or fresh[0].key == key:
                 continue
             second = fresh[0].key
@@ -113,9 +114,9 @@ def _two_at_once(run: Run, facts: ModelFacts | None, broken: Broken, keep: set[s
 
 
 def _by_distance(candidates: Collection[Any], value: Any) -> list[Any]:
-    """Sort numbers by their distance to the value; other candidates stay as they are."""
-    numbers = all(isinstance(one, int | float) for one in (*candidates, value))
-    return sorted(candidates, key=lambda one: abs(one - value)) if numbers else list(candidates)
+    """Sort numbers by their distance to the value; other candidates keep their order."""
+    numbers = all(isinstance(number, int | float) for number in (*candidates, value))
+    return sorted(candidates, key=lambda number: abs(number - value)) if numbers else list(candidates)
 
 
 def _with(run: Run, key: str, value: Any) -> Run:
@@ -129,16 +130,16 @@ def _get(run: Run, key: str) -> Any:
 
 
 def _show(value: Any) -> str:
-    """A value as YAML has it."""
+    """A value in YAML."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_show, value))}]"
     return "null" if value is None else str(value).lower()
 
 
 def _broken(run: Run, facts: ModelFacts | None) -> Iterator[Broken]:
-    whole = list(_broken_grids(run.layout))
-    yield from whole
-    if not whole:
+    grids = list(_broken_grids(run.layout))
+    yield from grids
+    if not grids:
         yield from _broken_batches(run)
     yield from _broken_sequences(run, moe=facts.experts > 0 if facts else run.layout.ep * run.layout.etp > 1)
     if facts:
@@ -166,32 +167,31 @@ def _broken_batches(run: Run) -> Iterator[Broken]:
     dp = layout.world // (layout.tp * layout.cp * layout.pp)
     row = train.micro_batch * dp
     if train.batch_ramp and (uneven := [size for size in train.batch_ramp[:2] if size % row]):
-        text = f"{uneven[0]} is no multiple of micro_batch {train.micro_batch} * dp {dp} = {row}"
+        text = f"{uneven[0]} is not a multiple of micro_batch {train.micro_batch} * dp {dp} = {row}"
         yield Broken("batch", "train.ramp_from", text, multiples(uneven[0], row))
     if train.global_batch % row:
-        text = f"{train.global_batch} is no multiple of micro_batch {train.micro_batch} * dp {dp} = {row}"
+        text = f"{train.global_batch} is not a multiple of micro_batch {train.micro_batch} * dp {dp} = {row}"
         yield Broken("batch", "train.global_batch", text, multiples(train.global_batch, row))
     elif layout.vpp and train.global_batch // row % layout.pp:
         # the interleaved schedule works in groups of pp microbatches
-        text = (
-            f"{train.global_batch} is {train.global_batch // row} microbatches, with vpp no multiple of pp {layout.pp}"
-        )
+        count = train.global_batch // row
+        text = f"{train.global_batch} is {count} microbatches, but with vpp it must be a multiple of pp {layout.pp}"
         yield Broken("interleaving", "train.global_batch", text, multiples(train.global_batch, row * layout.pp))
 
 
 def _broken_sequences(run: Run, moe: bool) -> Iterator[Broken]:
     layout, seq_length = run.layout, run.data.seq_length
     if layout.sp and layout.tp == 1:
-        yield Broken("sp", "layout.sp", "true cuts over tp, which is 1", [False])
+        yield Broken("sp", "layout.sp", "true, but it needs tp above 1, and tp is 1", [False])
     if moe and layout.tp > 1 and not layout.sp:
         # core's MoELayer.forward raises
-        yield Broken(
-            "sp of experts", "layout.sp", f"false, but experts train under tp {layout.tp} only with it", [True]
-        )
-    # cp gives each rank one piece from either end of the sequence, so that causal attention costs all ranks the same
+        text = f"false, but experts with tp {layout.tp} need it"
+        yield Broken("sp of experts", "layout.sp", text, [True])
+    # cp gives each rank a piece from both ends of the sequence, so causal attention costs all ranks the same
     pieces = lcm(2 * layout.cp if layout.cp > 1 else 1, layout.cp * layout.tp if layout.sp else 1)
     if seq_length % pieces:
-        text = f"{seq_length} is no multiple of {pieces}: cp {layout.cp}, tp {layout.tp}, sp {str(layout.sp).lower()}"
+        cuts = f"cp {layout.cp}, tp {layout.tp}, sp {str(layout.sp).lower()}"
+        text = f"{seq_length} is not a multiple of {pieces}: {cuts}"
         yield Broken("sequence", "data.seq_length", text, multiples(seq_length, pieces))
     if layout.vpp and layout.pp == 1:
         yield Broken("vpp", "layout.vpp", f"{layout.vpp} stages per pipeline rank need pp > 1", [None])

@@ -1,16 +1,16 @@
-"""Formats and rules of a frozen base that lies packed in memory (model.base), and is unpacked for each product.
+"""Formats and rules of a frozen base that is packed in memory (model.base), and unpacked for each product.
 
-    format_of(run)           what each number of a frozen matrix takes; None where the base lies in train.precision
-    is_packed(run, layer)    whether a layer's matrices are among those that model.pack names
-    is_same(scheme, form)    whether a release has the codes and the blocks of a format, so that they are taken over
-    once_rounded(run, ...)   whether such a release was rounded anew, before that
-    merges_onto(run)         whether an export has those numbers too
-    contradictions(run)      (key, problem); conf/rules/contradictions.py asks
-    missing(run, facts)      parts that are to be packed, and the model has not; conf/rules/model.py asks
-    widths(run, facts)       sizes that the format needs as a multiple of something; conf/rules/model.py asks
+    format_of(run)           format of the packed matrices; None if the base has train.precision
+    is_packed(run, layer)    whether model.pack includes a layer's matrices
+    is_same(scheme, form)    whether a release has the codes and blocks of a format and is used without rounding
+    once_rounded(run, ...)   whether earlier versions rounded such a release again
+    merges_onto(run)         whether an export is merged onto the packed numbers
+    contradictions(run)      (key, problem), for conf/rules/contradictions.py
+    missing(run, facts)      parts in model.pack that the model lacks, for conf/rules/model.py
+    widths(run, facts)       sizes that the format needs as a multiple of something, for conf/rules/model.py
 
-A matrix is one of Megatron's layers, as the base holds it whole: gate and up are two. Its blocks do not depend on how
-ranks cut it, so neither does what is trained on it. Embeddings, norms, routers, biases and the output layer stay.
+A matrix is a complete matrix of a Megatron layer; gate and up are two. Its blocks are the same however ranks cut it, so
+the training does not depend on the layout. Embeddings, norms, routers, biases and the output layer are not packed.
 """
 
 from collections.abc import Iterator
@@ -25,30 +25,30 @@ from conf.schema.run import Run
 
 @dataclass(frozen=True)
 class Format:
-    """Codes of so many bits, and a scale for each block of rows and columns."""
+    """Codes of `bits` bits, and a scale for each block of rows and columns."""
 
-    kind: str  # as conf/model_files/quantization.py names it
+    kind: str  # as in conf/model_files/quantization.py
     bits: int
     block: tuple[int, int]
     scale_bytes: int
-    factor_bytes: int = 0  # of what multiplies all scales of a matrix
+    factor_bytes: int = 0  # bytes of the common factor of all scales of a matrix
 
     @property
     def bytes(self) -> float:
-        """Bytes of a number, with its share of the block's scale."""
+        """Bytes per number, with its share of the block's scale."""
         return self.bits / 8 + self.scale_bytes / (self.block[0] * self.block[1])
 
 
-# Blocks as DeepSeek-V3 is released in FP8, and groups as Kimi-K2-Thinking is in 4 bits; and those of NVIDIA's GPUs.
+# Blocks of the releases of DeepSeek-V3 (FP8) and Kimi-K2-Thinking (4 bits), and of NVIDIA's GPUs.
 FORMATS = {
     "fp8": Format("fp8", 8, (128, 128), 4),
     "int4": Format("int", 4, (1, 32), 2),
     "nvfp4": Format("nvfp4", 4, (1, 16), 1, 4),
     "mxfp4": Format("mxfp4", 4, (1, 32), 1),
 }
-ROUNDED = ("fp8", "int4")  # formats that were there before a release in them was taken over
-PARTS = ("experts", "attention", "dense")  # that model.pack chooses from
-COLUMNS = 8  # of a rank's part of a matrix: 4 bits of each fill a word of 32
+ROUNDED = ("fp8", "int4")  # formats for which earlier versions rounded every release
+PARTS = ("experts", "attention", "dense")  # choices of model.pack
+COLUMNS = 8  # the columns of a rank's part must be a multiple: 8 codes of 4 bits fill a word of 32
 
 
 def format_of(run: Run) -> Format | None:
@@ -56,12 +56,12 @@ def format_of(run: Run) -> Format | None:
 
 
 def parts(run: Run) -> tuple[str, ...]:
-    """Parts of the model whose matrices are packed, where any are."""
+    """Parts of the model whose matrices are packed, if the base is packed."""
     return run.model.pack or PARTS
 
 
 def is_packed(run: Run, layer: str) -> bool:
-    """Whether the matrices of this layer, by Megatron's name, are among those that model.pack names."""
+    """Whether model.pack includes the matrices of this layer, by Megatron's name."""
     part = "experts" if ".experts." in layer else "attention" if ".self_attention." in layer else "dense"
     return part in parts(run)
 
@@ -71,19 +71,19 @@ def is_same(scheme: Scheme, form: Format) -> bool:
 
 
 def once_rounded(run: Run, config: dict[str, Any]) -> bool:
-    """Whether a training on a release of this config.json had other numbers up to 23 November 2026."""
+    """Whether versions before 24 November 2026 rounded a release with this config.json again."""
     form = format_of(run)
     try:
         scheme = quantization.scheme(config)
-    except ValueError:  # no release that is read
+    except ValueError:  # an unsupported release
         return False
     if form is None or scheme is None or run.model.base not in ROUNDED or not is_same(scheme, form):
         return False
-    return form.kind == "fp8" or scheme.dtype == "BF16"  # the type of INT4's scales, which has to be the format's
+    return form.kind == "fp8" or scheme.dtype == "BF16"  # INT4's scales must have the format's type
 
 
 def merges_onto(run: Run) -> bool:
-    """Whether the exported model has the numbers of the packed base, as training had them."""
+    """Whether the exported model is merged onto the numbers of the packed base, as in training."""
     return format_of(run) is not None and run.export.merge_onto == "packed"
 
 
@@ -98,23 +98,20 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
             yield "model.pack", f"has no effect with model.base {base}"
         return
     if kind == "none":
-        yield "model.base", f"{base}, but adapter.kind is none: weights that are trained cannot lie packed; bf16"
+        yield "model.base", f"{base}, but adapter.kind is none: trained weights cannot be packed; bf16"
     if kind == "dora":
-        yield "model.base", f"{base}, but dora takes norms of the weights; bf16, or adapter.kind lora"
+        yield "model.base", f"{base}, but dora needs norms of the weights; bf16, or adapter.kind lora"
     if run.train.fp8:
-        yield "model.base", f"{base}, but train.fp8 {run.train.fp8} keeps its own copies of the weights; bf16, or null"
+        yield "model.base", f"{base}, but train.fp8 {run.train.fp8} keeps other copies of the weights; bf16, or null"
     if run.reinforce.steps:
-        yield (
-            "model.base",
-            f"{base}, but reinforce.steps {run.reinforce.steps} samples from the weights themselves; bf16",
-        )
+        yield "model.base", f"{base}, but reinforce.steps {run.reinforce.steps} samples from unpacked weights; bf16"
 
 
 def _unmerged(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield reasons why nothing is merged onto the packed weights."""
+    """Yield reasons why no adapter is merged onto the packed weights."""
     key, export = "export.merge_onto", run.export
     if format_of(run) is None:
-        yield key, f"packed, but model.base is {run.model.base}, and nothing is packed; released"
+        yield key, f"packed, but model.base {run.model.base} is not packed; released"
     if "merged" not in (export.formats or ("merged",)):
         yield key, "packed, but export.formats lacks merged; released"
     if export.quantization:
@@ -126,14 +123,14 @@ def _unmerged(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def missing(run: Run, facts: ModelFacts) -> list[str]:
-    """Parts that model.pack names, and the model has not."""
+    """Parts in model.pack that the model lacks."""
     dense = "dense" in facts.kinds or facts.shared_ffn or (facts.mtp_layers and run.model.mtp)
-    there = {"experts": facts.experts, "attention": True, "dense": dense}
-    return [part for part in run.model.pack or () if not there[part]]
+    present = {"experts": facts.experts, "attention": True, "dense": dense}
+    return [part for part in run.model.pack or () if not present[part]]
 
 
 def widths(run: Run, facts: ModelFacts) -> Iterator[tuple[str, str, int, int]]:
-    """Columns of a rank's part that 4 bits cannot hold: (key, what, size, the number that has to divide it)."""
+    """Widths of a rank's part that 4 bits do not allow: (key, what, size, the number that must divide it)."""
     form = format_of(run)
     if form is None or form.bits != 4:
         return
@@ -142,7 +139,7 @@ def widths(run: Run, facts: ModelFacts) -> Iterator[tuple[str, str, int, int]]:
     sizes += [("dense", "layout.tp", "dense layers' width over tp", facts.ffn // layout.tp)]
     sizes += [("dense", "layout.tp", "shared experts' width over tp", facts.shared_ffn // layout.tp)]
     sizes += [("experts", "layout.etp", "experts' width over etp", facts.expert_ffn // layout.etp)]
-    sizes += [(parts(run)[0], "model.base", "hidden size", facts.hidden)]  # which no rank has a part of
+    sizes += [(parts(run)[0], "model.base", "hidden size", facts.hidden)]  # not cut over ranks
     sizes += [("attention", "model.base", "rank of the query", facts.q_rank)]
     sizes += [("attention", "model.base", "rank of key and value", facts.kv_rank)]
     for part, key, what, size in sizes:

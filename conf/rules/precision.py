@@ -1,11 +1,10 @@
-"""Rules for FP8, the precision of the optimizer's states and offloading: what goes together, and with what.
+"""Rules for FP8, the precision of the optimizer's states and offloading.
 
-    contradictions(run)      (key, problem) for values that are right alone and wrong together;
-    conf/rules/contradictions.py asks
-    widths(run, facts)       sizes that FP8 needs as a multiple of something; conf/rules/layout.py asks
-    beyond_a_cpu(run)        what a CPU cannot do; the trainer asks
+    contradictions(run)      (key, problem), for conf/rules/contradictions.py
+    widths(run, facts)       sizes that FP8 needs as a multiple of something, for conf/rules/model.py
+    beyond_a_cpu(run)        settings that a CPU does not support, for the trainer
 
-Read off Transformer Engine 2.20 (quantization.py, utils.py, optimizers/fused_adam.py), megatron-core 0.19 (optimizer/,
+Sources: Transformer Engine 2.20 (quantization.py, utils.py, optimizers/fused_adam.py), megatron-core 0.19 (optimizer/,
 transformer_config.py) and Megatron-Bridge 0.6 (training/mixed_precision.py).
 """
 
@@ -15,9 +14,9 @@ from conf.model_facts import ModelFacts
 from conf.schema.run import Run
 from conf.schema.training import Train
 
-MULTIPLE = {"current": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32}  # of both sides of a weight
-ROWS = {"current": 8, "delayed": 8, "blockwise": 8, "mxfp8": 32}  # of the tokens that a rank multiplies with it
-# CUDA's compute capability that a recipe takes: at least, and below.
+MULTIPLE = {"current": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32}  # must divide both sides of a weight
+ROWS = {"current": 8, "delayed": 8, "blockwise": 8, "mxfp8": 32}  # must divide the tokens of a rank's product
+# CUDA's compute capability of a recipe: the lowest one, and the first one that is too high.
 CAPABLE = {"current": (8.9, 99), "delayed": (8.9, 99), "blockwise": (9.0, 99), "mxfp8": (10.0, 12.0)}
 
 
@@ -36,35 +35,35 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         if (value := getattr(optimizer, key)) != usual and not optimizer.distributed:
             yield f"optimizer.{key}", f"{value} needs optimizer.distributed true"
     if optimizer.offload and optimizer.states != "fp32":
-        # core's HybridDeviceOptimizer makes both of its parts without the types of the states
+        # core's HybridDeviceOptimizer ignores the types of the states
         yield "optimizer.states", f"{optimizer.states}, but with optimizer.offload all states are fp32"
     if optimizer.states == "fp8" and run.train.fp8 in ("current", "blockwise", "mxfp8"):
-        # core keeps the fp32 weights itself then, and loads states in FP8 without their scale: they come back as 0
+        # core then keeps the fp32 weights itself, and loads states in FP8 without their scale: they become 0
         yield "optimizer.states", f"fp8 cannot be resumed with train.fp8 {run.train.fp8}; bf16 can"
 
 
 def _of_fp8(run: Run) -> Iterator[tuple[str, str]]:
     train, kind = run.train, run.adapter.kind
     if train.fp8 and train.precision != "bf16":
-        yield "train.fp8", f"{train.fp8} needs train.precision bf16, and it is {train.precision}"
+        yield "train.fp8", f"{train.fp8} needs train.precision bf16, but it is {train.precision}"
     if not train.fp8_weights:
         pass
     elif not train.fp8:
-        yield "train.fp8_weights", "true, but train.fp8 is null: nothing could multiply with them; current can"
+        yield "train.fp8_weights", "true, but train.fp8 null computes no products in FP8; current does"
     elif kind == "none":
         yield "train.fp8_weights", "true, but with adapter.kind none training would start from rounded weights; false"
     elif kind == "dora":
-        yield "train.fp8_weights", "true, but dora takes norms of the weights; false, or adapter.kind lora"
+        yield "train.fp8_weights", "true, but dora needs norms of the weights; false, or adapter.kind lora"
     elif train.fp8 == "mxfp8":
-        # a copy for either direction, and both with scales
-        yield "train.fp8_weights", "true, but mxfp8 keeps two copies, more than bf16 takes; train.fp8 current keeps one"
+        # a copy for each direction, both with scales
+        yield "train.fp8_weights", "true, but mxfp8 keeps two copies, more than bf16; train.fp8 current keeps one"
     modules = {"moe_act", "layernorm"} & set(train.recompute_modules)
     if train.fp8 == "delayed" and modules:
         yield "train.recompute_modules", f"{min(modules)} is not recomputed under train.fp8 delayed; current allows it"
 
 
 def widths(run: Run, facts: ModelFacts) -> Iterator[tuple[str, str, int, int]]:
-    """Sizes that FP8 has no product for: (key, what, size, the number that has to divide it)."""
+    """Sizes that FP8's products do not support: (key, what, size, the number that must divide it)."""
     layout, fp8 = run.layout, run.train.fp8
     if not fp8:
         return
@@ -88,10 +87,10 @@ def widths(run: Run, facts: ModelFacts) -> Iterator[tuple[str, str, int, int]]:
 
 
 def beyond_a_cpu(run: Run) -> list[tuple[str, str, str]]:
-    """Settings that only CUDA kernels can do: (key, value, value that a CPU takes)."""
-    found = []
+    """Settings that need CUDA kernels: (key, value, value for a CPU)."""
+    settings = []
     if run.train.fp8:
-        found.append(("train.fp8", run.train.fp8, "null"))
+        settings.append(("train.fp8", run.train.fp8, "null"))
     if run.optimizer.states != "fp32":
-        found.append(("optimizer.states", run.optimizer.states, "fp32"))
-    return found
+        settings.append(("optimizer.states", run.optimizer.states, "fp32"))
+    return settings

@@ -1,10 +1,10 @@
-"""Length of a training: steps from epochs, and what is said as a share of them, once the data are prepared.
+"""Length of a training: steps from epochs and from shares of all steps, after the data are prepared.
 
-    resolved(run, sequences) -> Run      each as a number of steps: what the trainer takes, and a checkpoint records
-    assumed(run, sequences) -> Run       the same for a plan, from an estimate: the epochs stay beside the steps
+    resolved(run, sequences) -> Run      all lengths as numbers of steps, for the trainer and for checkpoints
+    assumed(run, sequences) -> Run       the same for a plan, from an estimate; train.epochs stays set
 
-An epoch is as many batches as hold all training sequences once, rounded up; packed sequences hold several rows. Shares
-are rounded up too. Decimal fractions are taken as they are written: 0.07 epochs of 100 sequences are 7.
+An epoch is the number of batches, rounded up, that contain all training sequences once; packed sequences contain
+several rows. Shares are rounded up too. Decimal fractions are exact: 0.07 epochs of 100 sequences are 7 sequences.
 """
 
 from fractions import Fraction
@@ -18,17 +18,17 @@ from contract.faults import Fault
 
 
 def needs_data(run: Run) -> bool:
-    """Whether the number of training sequences decides on the schedule."""
+    """Whether the schedule depends on the number of training sequences."""
     return run.train.epochs is not None or "epoch" in (run.train.validate_every, run.checkpoint.save_every)
 
 
 def sequences(run: Run, kind: str, rows: int, tokens: int) -> int:
-    """Number of sequences of one epoch: as prepared, or as many as texts for pretraining fill."""
+    """Number of sequences of one epoch: the prepared rows, or those that the tokens of texts fill."""
     return max(1, tokens // run.data.seq_length) if kind == "text" else rows
 
 
 def resolved(run: Run, sequences: int = 0) -> Run:
-    """The run with all that counts steps as a number; `sequences` are those of training, if needs_data()."""
+    """The run with all lengths as numbers of steps. `sequences` is the number of training sequences, if needed."""
     steps = _steps(run, sequences)
     epoch = ceil(sequences / run.train.global_batch)
 
@@ -39,25 +39,25 @@ def resolved(run: Run, sequences: int = 0) -> Run:
     optimizer: dict[str, Any] = {}
     if run.optimizer.warmup is not None:
         optimizer = {"warmup": None, "warmup_steps": min(_share(run.optimizer.warmup, steps), steps - 1)}
-    made = run.model_copy(
+    result = run.model_copy(
         update={
             "train": run.train.model_copy(update=train),
             "optimizer": run.optimizer.model_copy(update=optimizer),
             "checkpoint": run.checkpoint.model_copy(update={"save_every": interval(run.checkpoint.save_every)}),
         }
     )
-    told = f" (train.epochs: {run.train.epochs:g} of {sequences} sequences)" if run.train.epochs is not None else ""
+    origin = f" (train.epochs: {run.train.epochs:g} of {sequences} sequences)" if run.train.epochs is not None else ""
     if steps > COUNTED:
-        raise Fault(f"train.epochs: {steps} steps are more than {COUNTED}{told}")
-    if told and made.train.stop_after is not None:  # a rehearsal may be longer than the run
-        made = made.model_copy(update={"train": made.train.model_copy(update={"stop_after": _least(made)})})
-    if found := [f"{key}: {text}{told}" for key, text in contradictions(made)]:
-        raise Fault("\n".join(found))
-    return made
+        raise Fault(f"train.epochs: {steps} steps are more than {COUNTED}{origin}")
+    if origin and result.train.stop_after is not None:  # a rehearsal may be longer than the run
+        result = result.model_copy(update={"train": result.train.model_copy(update={"stop_after": _least(result)})})
+    if problems := [f"{key}: {text}{origin}" for key, text in contradictions(result)]:
+        raise Fault("\n".join(problems))
+    return result
 
 
 def of_steps(run: Run, steps: int) -> Run:
-    """The run cut to so many steps at its highest learning rate, without validation: to measure or rehearse it."""
+    """The run with only these steps, at its highest learning rate and without validation, to measure or rehearse it."""
     sections = {
         "model": {"adapter": None},
         "train": {"steps": steps, "epochs": None, "stop_after": None, "stop_after_worse": None, "validate_every": 0},
@@ -75,19 +75,19 @@ def assumed(run: Run, sequences: int | None) -> Run:
 
 
 def last_step(run: Run) -> int | None:
-    """The step that training ends at; None while the steps of its epochs are unknown."""
+    """The last step of training; None while the steps of its epochs are unknown."""
     return None if run.train.steps is None else _least(run)
 
 
 def is_over(run: Run, step: int, mark: dict[str, Any]) -> bool:
-    """Whether a training ends with this checkpoint: the last step's, or one behind validations that got worse."""
+    """Whether a training ends with this checkpoint: at the last step, or after too many worse validations."""
     last, patience = last_step(run), run.train.stop_after_worse
     worse = mark.get("validations", {}).get("worse", 0)
     return (last is not None and step >= last) or (patience is not None and worse >= patience)
 
 
 def saves(run: Run, step: int) -> bool:
-    """Whether a resolved run has a checkpoint of this step when it has ended as planned."""
+    """Whether a resolved run keeps a checkpoint of this step until its planned end."""
     every, last, keep = run.checkpoint.save_every, last_step(run), run.checkpoint.keep
     assert isinstance(every, int) and last is not None
     later = ceil(last / every) - ceil(step / every)
@@ -95,7 +95,7 @@ def saves(run: Run, step: int) -> bool:
 
 
 def saved(run: Run) -> int:
-    """Number of checkpoints that the run writes, or the fewest while its steps are unknown."""
+    """Number of checkpoints that the run writes; a lower bound while its steps are unknown."""
     every, steps, epochs = run.checkpoint.save_every, run.train.steps, run.train.epochs
     if every == "epoch":
         return ceil(epochs or 1)
@@ -106,7 +106,7 @@ def saved(run: Run) -> int:
 
 def _steps(run: Run, sequences: int) -> int:
     if run.train.epochs is None:
-        assert run.train.steps is not None, "conf/load.py takes one of both"
+        assert run.train.steps is not None, "conf/load.py requires steps or epochs"
         return run.train.steps
     return max(1, ceil(Fraction(str(run.train.epochs)) * sequences / run.train.global_batch))
 

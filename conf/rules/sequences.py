@@ -1,6 +1,6 @@
-"""Sizes of prepared data against a batch: Megatron-Bridge leaves incomplete ones out, and stops where there is none.
+"""Check that prepared data fill a batch: Megatron-Bridge drops incomplete batches, and stops without a complete one.
 
-The stage prepare asks once it has counted them, before a base is evaluated and GPUs are paid; trainer.train asks again.
+The stage prepare checks it before a base is evaluated and GPUs are paid; trainer.train checks it again.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from conf.schema.run import Run
 
 
 def lacking(run: Run, place: str, kind: str, rows: Mapping[str, int], sequences: Mapping[str, int]) -> str:
-    """The reason why these prepared data are too few to train or to validate with; empty where they are enough."""
+    """The reason why these prepared data are too few for training or validation; empty if they are enough."""
     batch, training, validation = run.train.global_batch, sequences["training"], sequences["validation"]
     if kind == "text":
         batch = 1  # texts are repeated until there are enough
@@ -20,13 +20,13 @@ def lacking(run: Run, place: str, kind: str, rows: Mapping[str, int], sequences:
             ways += ["data.packed: false"]
         packed = f", packed from {rows['training']} rows" if run.data.packed else ""
         return (
-            f"train.global_batch: {batch}, but {place} holds {training} sequences for training{packed}; "
-            f"right would be {' or '.join(ways)}"
+            f"train.global_batch: {batch}, but {place} contains {training} sequences for training{packed}; "
+            f"use {' or '.join(ways)}"
         )
     if run.train.validate_every and validation < batch:
         return (
-            f"train.validate_every: {run.train.validate_every}, but {place} holds {validation} sequences for "
-            f"validation, fewer than one batch of {batch}; right would be a larger data.validation, a smaller "
-            "train.global_batch, or train.validate_every: 0"
+            f"train.validate_every: {run.train.validate_every}, but {place} contains {validation} sequences for "
+            f"validation, fewer than one batch of {batch}; use a larger data.validation, a smaller train.global_batch, "
+            "or train.validate_every: 0"
         )
     return ""

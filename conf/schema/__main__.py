@@ -16,13 +16,13 @@ from contract import closed_pipe
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m conf.schema", description="Print the keys of a run's YAML.")
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--json", action="store_true", help="print the JSON schema instead of a table")
-    instead.add_argument("--page", action="store_true", help="print tables in Markdown instead of a table")
-    asked = parser.parse_args()
-    if asked.json:
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--json", action="store_true", help="print the JSON schema instead of a table")
+    forms.add_argument("--page", action="store_true", help="print tables in Markdown instead of a table")
+    options = parser.parse_args()
+    if options.json:
         print(json_schema(), end="")
-    elif asked.page:
+    elif options.page:
         print(markdown(), end="")
     else:
         print("\n".join(table(shutil.get_terminal_size((160, 50)).columns)))

@@ -1,13 +1,13 @@
-"""Whether a key bears identity: declared beside its type, and read by conf/schema/identity.py.
+"""Declaration of whether a key counts for the identity of artifacts, next to its type, for conf/schema/identity.py.
 
     lr: Annotated[float, bears("train")]                       another value makes another artifact of this stage
-    fp8: Annotated[str | None, bears("train", absent=None)]    came after artifacts, which were made as with null
-    revision: Annotated[Text, bears(derived="download")]       counts by what this stage finds out from it
-    stop_after: Annotated[Count, bears("train", held=False)]   bears on no step: a resume may change it
-    pool: Annotated[Text, NOWHERE]                             says where or how something runs, not what comes out
+    fp8: Annotated[str | None, bears("train", absent=None)]    a later key: older artifacts were made as with null
+    revision: Annotated[Text, bears(derived="download")]       this stage derives the identity from the value
+    stop_after: Annotated[Count, bears("train", held=False)]   changes no step: a resume may change it
+    pool: Annotated[Text, NOWHERE]                             changes where or how something runs, not the result
 
-A key at its `absent` value is left out of the identity, so that what was made before the key came is found again. The
-value is a literal: what was made without the key stays what it is when the default changes.
+A key at its `absent` value is omitted from the identity, so artifacts from before the key are still found. The value is
+a literal: a change of the default does not change the identity of older artifacts.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
-# The stages of tasks/stages/; and source, which is what the stage prepare takes of each source of data.
+# The stages of tasks/stages/; "source" is the stage prepare's identity of each source of data.
 Stage = Literal[
     "download", "prepare", "source", "convert", "reference", "train", "reinforce", "export", "evaluate", "promote"
 ]
@@ -24,12 +24,12 @@ ALWAYS = object()  # equal to no value: a key that is in every identity
 
 @dataclass(frozen=True)
 class Bearing:
-    """Declaration of what a key bears on."""
+    """Declaration of the stages whose artifacts a key identifies."""
 
-    stages: frozenset[Stage]  # the value itself counts
-    derived: Stage | None  # a stage whose code derives what counts from the value
-    absent: Any  # as JSON has it
-    held: bool  # whether a training goes on from a checkpoint only with the value that it was saved with
+    stages: frozenset[Stage]  # for which the value itself counts
+    derived: Stage | None  # a stage whose code derives the identity from the value
+    absent: Any  # as a JSON value
+    held: bool  # whether a training resumes from a checkpoint only with the same value
 
     @property
     def pinned(self) -> bool:
@@ -37,7 +37,7 @@ class Bearing:
 
 
 def bears(*stages: Stage, derived: Stage | None = None, absent: Any = ALWAYS, held: bool | None = None) -> Bearing:
-    """The declaration of a key. What bears on the training is held, if nothing else is said."""
+    """The declaration of a key. By default, keys of the stage train are held."""
     return Bearing(frozenset(stages), derived, absent, "train" in stages if held is None else held)
 
 
@@ -46,9 +46,9 @@ NOWHERE = bears()
 
 def of(field: FieldInfo) -> Bearing:
     """Declaration of a section's field. conf/schema/sections.py refuses a field without one."""
-    (found,) = (one for one in field.metadata if isinstance(one, Bearing))
-    return found
+    (bearing,) = (entry for entry in field.metadata if isinstance(entry, Bearing))
+    return bearing
 
 
 def is_declared(field: FieldInfo) -> bool:
-    return any(isinstance(one, Bearing) for one in field.metadata)
+    return any(isinstance(entry, Bearing) for entry in field.metadata)

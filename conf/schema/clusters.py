@@ -1,7 +1,7 @@
-"""Sections slurm and kubernetes: what a run over several hosts asks of a cluster, where gang.engine is its name.
+"""Sections slurm and kubernetes: requests of a run over several hosts to a cluster, if gang.engine names it.
 
-Nothing here is a secret: the keys hold names of environment variables and of Kubernetes' Secrets, never values. Hosts
-and GPUs per host are the layout's. Not covered: Slurm's heterogeneous jobs, other schedulers of Kubernetes.
+The keys contain no secrets, only names of environment variables and of Kubernetes' Secrets. The layout has the numbers
+of hosts and GPUs. Not covered: Slurm's heterogeneous jobs, other schedulers of Kubernetes.
 """
 
 import re
@@ -24,7 +24,7 @@ Memory = Annotated[str, Field(pattern=r"^[0-9]*[1-9][0-9]*(\.[0-9]+)?[KMGT]i?$")
 Option = Annotated[str, Field(pattern=r"^-")]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
 
-# Names that boto3's own chain knows.
+# Names in boto3's standard chain.
 AWS = (
     "AWS_ACCESS_KEY_ID",
     "AWS_SECRET_ACCESS_KEY",
@@ -42,41 +42,43 @@ def listed(default: tuple[str, ...], description: str) -> Any:
 
 
 class Slurm(Section):
-    """One Slurm job of all hosts, for gang.engine slurm. Keys that are null are left to the cluster's defaults."""
+    """One Slurm job of all hosts, for gang.engine slurm. Keys that are null use the cluster's defaults."""
 
     partition: Annotated[Text | None, NOWHERE] = Field(default=None, description="partitions, separated by commas")
-    account: Annotated[Text | None, NOWHERE] = Field(default=None, description="who pays")
+    account: Annotated[Text | None, NOWHERE] = Field(default=None, description="account to charge")
     qos: Annotated[Text | None, NOWHERE] = Field(default=None, description="quality of service")
     time: Annotated[Limit | None, NOWHERE] = Field(
-        default=None, description="limit of one attempt, as 2-00:00:00; the next one goes on from its checkpoint"
+        default=None, description="limit of one attempt, such as 2-00:00:00; the next one resumes from a checkpoint"
     )
     gpus: Annotated[str, Field(pattern=r"^(--gpus-per-node=$|--gres=gpu(:[a-z0-9_.-]+)?:$|none$)"), NOWHERE] = Field(
         default="--gpus-per-node=",
-        description="how GPUs are asked for, in front of their number: --gpus-per-node=, --gres=gpu:, --gres=gpu:h100: "
+        description="option that requests GPUs, before their number: --gpus-per-node=, --gres=gpu:, --gres=gpu:h100: "
         "or none",
     )
     exclusive: Annotated[bool, NOWHERE] = Field(
         default=True, description="whole hosts, with all their processors and memory"
     )
     constraint: Annotated[Text | None, NOWHERE] = Field(
-        default=None, description="features that the hosts have, as h100&ib"
+        default=None, description="required features of the hosts, such as h100&ib"
     )
     image: Annotated[Text | None, NOWHERE] = Field(
         default=None, description="container that pyxis starts on each host; null = none"
     )
     mounts: Annotated[tuple[Text, ...], NOWHERE] = listed(
-        (), "of the container, as /shared:/shared; FINETUNE_RUNS has to be among them"
+        (), "of the container, such as /shared:/shared; FINETUNE_RUNS must be among them"
     )
-    options: Annotated[tuple[Option, ...], NOWHERE] = listed((), "more of sbatch's, as --reservation=llm")
-    setup: Annotated[tuple[Text, ...], NOWHERE] = listed((), "lines that the script runs first, as module load cuda")
+    options: Annotated[tuple[Option, ...], NOWHERE] = listed((), "further options of sbatch, such as --reservation=llm")
+    setup: Annotated[tuple[Text, ...], NOWHERE] = listed(
+        (), "lines that the script runs first, such as module load cuda"
+    )
     export: Annotated[tuple[Variable, ...], NOWHERE] = listed(
-        AWS, "variables that members get from whoever submits; by name, as secrets"
+        AWS, "names of variables that members get from the submitting environment, also for secrets"
     )
     python: Annotated[Text | None, NOWHERE] = Field(
-        default=None, description="interpreter on the hosts; null = the one of the flow"
+        default=None, description="interpreter on the hosts; null = the flow's"
     )
     folder: Annotated[Text | None, NOWHERE] = Field(
-        default=None, description="this project on the hosts; null = where the flow has it"
+        default=None, description="this project's folder on the hosts; null = the flow's"
     )
 
 
@@ -87,49 +89,51 @@ class Kubernetes(Section):
         default=None, description="of kubectl's configuration; null = the current one"
     )
     namespace: Annotated[Name | None, NOWHERE] = Field(default=None, description="null = the context's")
-    image: Annotated[Text | None, NOWHERE] = Field(default=None, description="container image that holds this project")
+    image: Annotated[Text | None, NOWHERE] = Field(default=None, description="container image with this project")
     queue: Annotated[Name | None, NOWHERE] = Field(
-        default=None, description="Kueue's LocalQueue; null = no Kueue: gangs of this project take turns in starting"
+        default=None, description="Kueue's LocalQueue; null = no Kueue: gangs of this project start one after another"
     )
     priority: Annotated[Name | None, NOWHERE] = Field(default=None, description="Kueue's WorkloadPriorityClass")
     topology: Annotated[Text | None, NOWHERE] = Field(
-        default=None, description="label of nodes that Kueue prefers to be equal for all pods, as a rack's"
+        default=None, description="label of nodes, such as a rack's, that Kueue prefers to be equal for all pods"
     )
     gpus: Annotated[Text | None, NOWHERE] = Field(
-        default="nvidia.com/gpu", description="resource that GPUs are; null = none"
+        default="nvidia.com/gpu", description="name of the GPUs' resource; null = none"
     )
     cpu: Annotated[Count | None, NOWHERE] = Field(default=None, description="processors per pod")
     memory: Annotated[Memory | None, NOWHERE] = Field(
-        default=None, description="of a pod, as 1500Gi; what is in shm counts"
+        default=None, description="of a pod, such as 1500Gi, including shm"
     )
     resources: Annotated[tuple[Amount, ...], NOWHERE] = listed(
-        (), "others per pod, as rdma/ib=8, vpc.amazonaws.com/efa=32 or hugepages"
+        (), "others per pod, such as rdma/ib=8, vpc.amazonaws.com/efa=32 or hugepages"
     )
     shm: Annotated[str, Field(pattern=r"^[0-9]*[1-9][0-9]*[KMGT]i$"), NOWHERE] = Field(
-        default="64Gi", description="/dev/shm, through which NCCL and data loaders go; 64 MB without"
+        default="64Gi", description="size of /dev/shm, which NCCL and data loaders use; Kubernetes' default is 64 MB"
     )
     claim: Annotated[Name | None, NOWHERE] = Field(
-        default=None, description="PersistentVolumeClaim, ReadWriteMany, that is mounted where FINETUNE_RUNS is"
+        default=None, description="PersistentVolumeClaim, ReadWriteMany, mounted at FINETUNE_RUNS"
     )
     selector: Annotated[tuple[Label, ...], NOWHERE] = listed(
-        (), "labels that nodes have, as cloud.google.com/gke-accelerator=nvidia-h100"
+        (), "required labels of nodes, such as cloud.google.com/gke-accelerator=nvidia-h100"
     )
     tolerations: Annotated[tuple[Text, ...], NOWHERE] = listed(
-        ("nvidia.com/gpu",), "taints of nodes that pods may run on all the same"
+        ("nvidia.com/gpu",), "taints of nodes that pods tolerate"
     )
     host_network: Annotated[bool, NOWHERE] = Field(
-        default=False, description="where RDMA adapters are no resources of their own"
+        default=False, description="use the host's network, if RDMA adapters are not a resource of the cluster"
     )
     account: Annotated[Name | None, NOWHERE] = Field(
-        default=None, description="service account of the pods, as for an S3 role"
+        default=None, description="service account of the pods, for example for an S3 role"
     )
     secrets: Annotated[tuple[Name, ...], NOWHERE] = listed(
-        (), "Secrets whose keys become environment variables, as AWS_ACCESS_KEY_ID"
+        (), "Secrets whose keys become environment variables, such as AWS_ACCESS_KEY_ID"
     )
     pull_secrets: Annotated[tuple[Name, ...], NOWHERE] = listed((), "Secrets of the image's registry")
-    env: Annotated[tuple[Setting, ...], NOWHERE] = listed((), "more variables, as NCCL_IB_HCA=mlx5; no secrets")
+    env: Annotated[tuple[Setting, ...], NOWHERE] = listed((), "further variables, such as NCCL_IB_HCA=mlx5; no secrets")
     python: Annotated[Text, NOWHERE] = Field(default="python", description="interpreter in the image")
-    folder: Annotated[Text, NOWHERE] = Field(default="/workspace/finetune", description="this project in the image")
+    folder: Annotated[Text, NOWHERE] = Field(
+        default="/workspace/finetune", description="this project's folder in the image"
+    )
 
 
 def contradictions(engine: str, kubernetes: Kubernetes) -> Iterator[tuple[str, str]]:
@@ -140,12 +144,9 @@ def contradictions(engine: str, kubernetes: Kubernetes) -> Iterator[tuple[str, s
     for setting in kubernetes.env:
         name = setting.partition("=")[0]
         if SECRET.search(name):
-            yield (
-                "kubernetes.env",
-                f"{name} looks like a secret: put it into a Secret, and that into kubernetes.secrets",
-            )
+            yield "kubernetes.env", f"{name} looks like a secret: use a Secret and name it in kubernetes.secrets"
     reserved = {"cpu": "kubernetes.cpu", "memory": "kubernetes.memory", kubernetes.gpus: "layout.gpus_per_node"}
     for resource in kubernetes.resources:
         name = resource.partition("=")[0]
         if name in reserved:
-            yield "kubernetes.resources", f"{name} is said by {reserved[name]}"
+            yield "kubernetes.resources", f"{name} has the key {reserved[name]}"

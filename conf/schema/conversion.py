@@ -1,4 +1,4 @@
-"""Section `convert` of a run's YAML: how the released weights get to training."""
+"""Section `convert` of a run's YAML: conversion of the released weights for training."""
 
 from typing import Annotated, Literal
 
@@ -14,10 +14,10 @@ class Convert(Section):
     to: Annotated[Literal["torch_dist", "none", "packed"], bears("convert", absent="torch_dist")] = Field(
         default="torch_dist",
         description="torch_dist = a copy in Megatron's format; none = no copy: training reads the released files, with "
-        "the same losses to the last bit; packed = the codes and scales of model.base, which training reads as they "
-        "are. The plan says which costs less",
+        "bitwise equal losses; packed = the codes and scales of model.base, which training reads directly. The plan "
+        "compares the costs",
     )
     hosts: Annotated[Literal["one", "all"], NOWHERE] = Field(
         default="one",
-        description="one = the flow's host converts; all = the hosts of training do, each a part of the tensors",
+        description="one = the flow's host converts; all = each host of training converts a part of the tensors",
     )

@@ -1,4 +1,4 @@
-"""Section `data` of a run's YAML: where rows come from, what they mean, and how they become sequences of tokens."""
+"""Section `data` of a run's YAML: the sources of rows, their columns, and their conversion to sequences of tokens."""
 
 from typing import Annotated, Literal
 
@@ -13,14 +13,14 @@ PLAIN = r"[^{}]*\{input\}[^{}]*\{output\}"
 
 
 class Rows(Section):
-    """Place of the rows, and which of their columns hold what."""
+    """Source of the rows, and the meaning of their columns."""
 
     source: Annotated[Place | None, bears(derived="prepare")] = Field(
         default=None,
         description="Hugging Face data set id, file, folder of files, s3:// URI, tiny://tickets, "
         "tiny://mistaken-tickets, tiny://ranked-tickets or tiny://texts; files are JSON lines, JSON, CSV, TSV, Parquet "
-        "or Arrow, compressed or not, or tokens for pretraining in Megatron's .bin and .idx, which their prefix "
-        "names too",
+        "or Arrow, compressed or not, or tokens for pretraining in Megatron's .bin and .idx, also named by their "
+        "common prefix",
     )
     revision: Annotated[Text, bears(derived="prepare")] = Field(
         default="main", description="branch, tag or commit of the data set on the Hub"
@@ -34,25 +34,25 @@ class Rows(Section):
     shape: Annotated[Literal["auto", "pairs", "messages", "sharegpt", "preference", "text"], bears("source")] = Field(
         default="auto",
         description="pairs = a prompt and its answer; messages, sharegpt = conversations; preference = a chosen and a "
-        "rejected answer; text = for pretraining; auto = told from the columns",
+        "rejected answer; text = for pretraining; auto = determined from the columns",
     )
     input: Annotated[Column | None, bears("source", absent=None)] = Field(
-        default=None, description="column that holds the prompt; a.b = b inside of a"
+        default=None, description="column of the prompt; a.b = b inside of a"
     )
     output: Annotated[Column | None, bears("source", absent=None)] = Field(
-        default=None, description="column that holds the answer"
+        default=None, description="column of the answer"
     )
     messages: Annotated[Column | None, bears("source", absent=None)] = Field(
-        default=None, description="column that holds the conversation"
+        default=None, description="column of the conversation"
     )
     tools: Annotated[Column | None, bears("source", absent=None)] = Field(
-        default=None, description="column that holds the tools that a conversation may call"
+        default=None, description="column of the tools that a conversation may call"
     )
     system: Annotated[Column | None, bears("source", absent=None)] = Field(
-        default=None, description="column that holds the system prompt"
+        default=None, description="column of the system prompt"
     )
     text: Annotated[Column | None, bears("source", absent=None)] = Field(
-        default=None, description="column that holds the text, for pretraining"
+        default=None, description="column of the text, for pretraining"
     )
 
 
@@ -68,12 +68,12 @@ class Data(Rows):
     """Rows, and how they become sequences of tokens."""
 
     mixture: Annotated[tuple[Part, ...], bears(derived="prepare")] = Field(
-        default=(), strict=False, description="several sources with weights, in place of data.source"
+        default=(), strict=False, description="several sources with weights, instead of data.source"
     )
     rows: Annotated[Count | None, bears("prepare")] = Field(
-        default=None, description="take this many rows, chosen by their content; null = all"
+        default=None, description="use this many rows, selected by their content; null = all"
     )
-    rows_seed: Annotated[Number, bears("prepare")] = Field(default=0, description="another seed chooses other rows")
+    rows_seed: Annotated[Number, bears("prepare")] = Field(default=0, description="seed of the selection of rows")
     validation: Annotated[float, bears("prepare")] = Field(
         default=0.05, ge=0, lt=1, description="share of rows that validate during training"
     )
@@ -81,39 +81,39 @@ class Data(Rows):
         default=0.05, ge=0, lt=1, description="share of rows held out for evaluation"
     )
     duplicates: Annotated[Literal["keep", "drop"], bears("prepare")] = Field(
-        default="keep", description="rows that have occurred before"
+        default="keep", description="exact copies of earlier rows"
     )
     near_copies: Annotated[Literal["keep", "drop"], bears("prepare", absent="keep")] = Field(
-        default="keep", description="rows of a split that are nearly an earlier one of it"
+        default="keep", description="rows that are nearly equal to an earlier row of the same split"
     )
     leaks: Annotated[Literal["keep", "drop"], bears("prepare", absent="keep")] = Field(
-        default="keep", description="rows of training that are nearly a row held out, or have its prompt"
+        default="keep", description="rows of training that are nearly equal to a held-out row, or have its prompt"
     )
     bad_rows: Annotated[Literal["error", "drop"], bears("prepare")] = Field(
-        default="error", description="rows that cannot be read or lack something; drop counts and shows them"
+        default="error", description="unreadable or incomplete rows; drop counts and reports them"
     )
     too_long: Annotated[Literal["drop", "truncate", "error"], bears("prepare")] = Field(
         default="drop", description="rows longer than a sequence; truncate cuts the prompt, never an answer"
     )
     seq_length: Annotated[int, bears("prepare", "train")] = Field(
-        ge=2, le=2**24, description="tokens per sequence; a packed sequence holds several rows"
+        ge=2, le=2**24, description="tokens per sequence; a packed sequence contains several rows"
     )
     packed: Annotated[bool, bears("prepare", "train")] = Field(
-        default=False, description="several rows per sequence, attention kept apart: no padding"
+        default=False, description="several rows per sequence with separate attention: no padding"
     )
     template: Annotated[str, bears("prepare")] = Field(
         default="auto",
         pattern=rf"^(auto|chat|[^{{}}]+\.jinja|{PLAIN})$",
-        description="chat = the tokenizer's chat template; a text with {input} once, {output} once and last; a file "
-        "NAME.jinja; auto = chat where the tokenizer has a template, else {input} {output}",
+        description="chat = the tokenizer's chat template; a text with {input} once, and {output} once at its end; a "
+        "file NAME.jinja; auto = chat if the tokenizer has a template, else {input} {output}",
     )
     template_options: Annotated[dict[str, bool | int | str], bears("prepare")] = Field(
         default={}, description="variables for a chat template, such as {enable_thinking: false}"
     )
     stop: Annotated[str | None, bears("prepare")] = Field(
         default=None,
-        description="text learned at the end of the last answer; null = what the template ends it with, or the end of "
-        "text where it is no chat template",
+        description="text learned at the end of the last answer; null = the template's end of an answer, or the end of "
+        "text without a chat template",
     )
     loss_on: Annotated[Literal["answer", "assistant", "all"], bears("prepare")] = Field(
         default="assistant",
@@ -123,10 +123,10 @@ class Data(Rows):
         default=0, ge=0, le=1024, description="loader processes per rank; 0 = none, enough for token files"
     )
     processes: Annotated[int | None, NOWHERE] = Field(
-        default=None, ge=1, le=1024, description="of preparation; null = one per core"
+        default=None, ge=1, le=1024, description="processes of preparation; null = one per core"
     )
     seed: Annotated[Seed, bears("prepare", "train")] = Field(
-        default=1234, description="order of the sequences, and which rows share one; Megatron's default"
+        default=1234, description="seed of the order of sequences and of packing; Megatron's default"
     )
 
     def __hash__(self) -> int:

@@ -1,4 +1,4 @@
-"""Section `export` of a run's YAML: which of what was trained is written, and how."""
+"""Section `export` of a run's YAML: the exported checkpoint, weights and formats."""
 
 from typing import Annotated, Any, Literal
 
@@ -10,11 +10,11 @@ from conf.schema.sections import Count, Section
 
 
 def _one_problem(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Report one problem for a union. Pydantic reports each alternative by itself, under a name that nobody wrote."""
+    """Report one problem for a union. Pydantic reports each alternative, under an internal name."""
     try:
         return validate(value)
     except ValidationError:
-        raise PydanticCustomError("checkpoint", "neither latest nor best nor base nor the number of a step") from None
+        raise PydanticCustomError("checkpoint", "not latest, best, base or the number of a step") from None
 
 
 class Export(Section):
@@ -24,27 +24,26 @@ class Export(Section):
         Annotated[Literal["latest", "best", "base"] | Count, WrapValidator(_one_problem)], bears("export")
     ] = Field(
         default="latest",
-        description="which to export: the newest, the best by validation (checkpoint.keep_best), the untrained base, "
-        "or a step, which checkpoint.save_every has to save",
+        description="checkpoint to export: the newest, the best by validation (checkpoint.keep_best), the untrained "
+        "base, or a step that checkpoint.save_every saves",
     )
     every: Annotated[Count | None, NOWHERE] = Field(
         default=None,
-        description="every so many checkpoints have their adapter in PEFT's form in their folder adapter, as "
-        "soon as they are made; null = none",
+        description="write the adapter in PEFT's format into the folder adapter of every n-th checkpoint; null = never",
     )
     weights: Annotated[Literal["trained", "ema"], bears("export", absent="trained")] = Field(
-        default="trained", description="those of the checkpoint, or their moving mean (train.ema_decay)"
+        default="trained", description="weights of the checkpoint, or their moving mean (train.ema_decay)"
     )
     formats: Annotated[tuple[Literal["merged", "adapter"], ...] | None, bears("export")] = Field(
-        default=None, strict=False, description="merged = the whole model; adapter = PEFT's; null = all that there is"
+        default=None, strict=False, description="merged = whole model; adapter = PEFT's format; null = all that apply"
     )
     quantization: Annotated[Literal["as_released"] | None, bears("export", "evaluate", absent=None)] = Field(
         default=None,
-        description="of the merged model of a quantised release: as_released = in the release's format, FP8, with what "
-        "that loses in the export's report; null = bf16, as it was trained",
+        description="of the merged model of a quantised release: as_released = in the release's FP8 format, with the "
+        "rounding errors in the export's report; null = bf16, as trained",
     )
     merge_onto: Annotated[Literal["released", "packed"], bears("export", absent="released")] = Field(
         default="released",
-        description="what the adapter of a packed base (model.base) is merged onto: the released weights, or packed = "
-        "what its codes stand for, as training had it",
+        description="weights onto which the adapter of a packed base (model.base) is merged: released, or packed = the "
+        "values of its codes, as in training",
     )

@@ -1,12 +1,12 @@
-"""Identity of artifacts, as far as a run's keys say it: computed from what each key declares.
+"""Identity of artifacts from a run's keys, by the declaration of each key (conf/schema/bearing.py).
 
-The stages in tasks/stages/ take of() into the fingerprint of what they make, and add what they derive from keys: the
-content of files, a commit. A checkpoint keeps recorded() of the run that saved it, and trainer/training/resume.py
-compares that with the run that goes on from it.
+The stages in tasks/stages/ include of() in the fingerprints of their artifacts, and add values that they derive from
+keys: the content of files, a commit. A checkpoint contains recorded() of the run that saved it, and
+trainer/training/resume.py compares that with the run that resumes from it.
 
-The layout and the micro batch bear no identity: losses are the same at every layout (docs/reference/layouts.md), except
-for dropout, which draws other numbers from the same distribution. Neither do recomputation, kernels and logging. How
-often a checkpoint is saved counts if the best one is kept (tasks/stages/train.py).
+The layout and the micro batch do not count: losses are the same at every layout (docs/reference/layouts.md), except
+with dropout, which draws other numbers from the same distribution. Recomputation, kernels and logging do not count
+either. The interval of checkpoints counts if the best one is kept (tasks/stages/train.py).
 """
 
 from typing import Any
@@ -16,48 +16,48 @@ from conf.schema.bearing import Bearing, Stage
 from conf.schema.run import Run, sections
 from conf.schema.sections import Section
 
-VERSION = 1  # of training: raised when the same keys would train something else
+VERSION = 1  # of training: raised when a change of the code changes the result of the same keys
 
-# Sections of which a checkpoint records all keys, for people to read. Of others it records what is held.
+# Sections of which a checkpoint records all keys, for readers. Of others it records only held keys.
 RECORDED = {"adapter", "layout", "train", "optimizer", "moe", "checkpoint"}
 
 
 def of(run: Run, stage: Stage) -> dict[str, dict[str, Any]]:
-    """Values of the keys that bear on the stage, by section and key."""
-    found = {name: of_section(getattr(run, name), stage) for name in sections()}
-    return {name: values for name, values in found.items() if values}
+    """Values of the keys that count for the stage, by section and key."""
+    identity = {name: of_section(getattr(run, name), stage) for name in sections()}
+    return {name: values for name, values in identity.items() if values}
 
 
 def flat(run: Run, stage: Stage) -> dict[str, Any]:
-    """Values of the keys that bear on the stage, by key alone."""
-    found: dict[str, Any] = {}
+    """Values of the keys that count for the stage, by key without its section."""
+    identity: dict[str, Any] = {}
     for values in of(run, stage).values():
-        assert not found.keys() & values.keys(), f"two sections have the keys {found.keys() & values.keys()}"
-        found |= values
-    return found
+        assert not identity.keys() & values.keys(), f"two sections have the keys {identity.keys() & values.keys()}"
+        identity |= values
+    return identity
 
 
 def of_section(section: Section, stage: Stage) -> dict[str, Any]:
-    """Values of the keys of one section, or of one source of data, that bear on the stage."""
+    """Values of the keys of one section, or of one source of data, that count for the stage."""
     declared = {key: bearing.of(field) for key, field in type(section).model_fields.items()}
-    values = section.model_dump(mode="json", include={key for key, one in declared.items() if stage in one.stages})
+    values = section.model_dump(mode="json", include={key for key, of in declared.items() if stage in of.stages})
     return {key: value for key, value in values.items() if value != declared[key].absent}
 
 
 def recorded(run: Run) -> dict[str, Any]:
-    """The record, by dotted key, that a checkpoint keeps of the run that saved it."""
-    found = run.model_dump(mode="json")
-    return {key: found[section][name] for key in _recorded() for section, name in [key.split(".")]}
+    """The record, by dotted key, of the run in its checkpoints."""
+    values = run.model_dump(mode="json")
+    return {key: values[section][name] for key in _recorded() for section, name in [key.split(".")]}
 
 
 def completed(record: dict[str, Any]) -> dict[str, Any]:
-    """A record with the keys that came after it. A key that was not there yet was at its `absent` value."""
-    return {key: one.absent for key, one in _recorded().items() if one.pinned} | record
+    """A record of an earlier version, completed with the `absent` values of later keys."""
+    return {key: declared.absent for key, declared in _recorded().items() if declared.pinned} | record
 
 
 def changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Keys that both records have with different values; the values before and now."""
-    untrained = before.get("adapter.kind") == now["adapter.kind"] == "none"  # an adapter's other keys say nothing then
+    untrained = before.get("adapter.kind") == now["adapter.kind"] == "none"  # the other keys then have no effect
     pairs = {key: (before[key], value) for key, value in now.items() if key in before}
     return {
         key: (was, value)
@@ -67,7 +67,7 @@ def changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any,
 
 
 def may_change(key: str) -> bool:
-    """Whether a run may go on from a checkpoint that was saved with another value."""
+    """Whether a run may resume from a checkpoint that was saved with another value."""
     section, _, name = key.partition(".")
     return not bearing.of(sections()[section].model_fields[name]).held
 
@@ -78,7 +78,7 @@ def _recorded() -> dict[str, Bearing]:
         for section, kind in sections().items()
         for key, field in kind.model_fields.items()
     }
-    return {key: one for key, one in declared.items() if key.partition(".")[0] in RECORDED or one.held}
+    return {key: of for key, of in declared.items() if key.partition(".")[0] in RECORDED or of.held}
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Section `model` of a run's YAML: a released model, or the config.json that weights are drawn for."""
+"""Section `model` of a run's YAML: a released model, or a config.json for random weights."""
 
 from typing import Annotated, Any, Literal
 
@@ -19,9 +19,9 @@ from conf.schema.sections import Place, Section, Strict, Text
 
 
 class Drawn(Strict):
-    """A model whose weights are drawn, as its family begins a training: in place of a released one."""
+    """A model with random weights, as at the beginning of its family's pretraining, instead of a released one."""
 
-    config: Place | dict[str, Any]  # a config.json, where one lies, or its keys
+    config: Place | dict[str, Any]  # the location of a config.json, or its keys
 
     def __str__(self) -> str:
         described = self.config if isinstance(self.config, str) else self.config.get("model_type", "the keys given")
@@ -37,7 +37,7 @@ _DRAWN = {"type": "object", "properties": {"config": {"type": ["string", "object
 
 
 def _one_source(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Take a config.json for the weights that are to be drawn for it. Report one problem for the union."""
+    """Convert the path of a config.json to a Drawn model. Report one problem for the union."""
     if isinstance(value, str) and "\0" not in value and value.rpartition("/")[2] == CONFIG:
         value = {"config": value}
     if isinstance(value, Drawn):
@@ -45,11 +45,11 @@ def _one_source(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     if not isinstance(value, dict):
         return _NAMED.validate_python(value)
     if value.keys() != {"config"} or not value["config"]:
-        raise PydanticCustomError("source", "neither a model's name, folder or URI nor a section with the key config")
+        raise PydanticCustomError("source", "not a model's name, folder or URI, or a section with the key config")
     try:
         return Drawn.model_validate(value)
     except ValidationError:
-        raise PydanticCustomError("config", "its config is neither a path or a name nor the keys of one") from None
+        raise PydanticCustomError("config", "its config must be a path, a name or the keys of a config.json") from None
 
 
 Source = Annotated[
@@ -68,34 +68,34 @@ def _loaded(place: str | None) -> str | None:
 
 
 class Model(Section):
-    """The model that the run starts from: a released one, or one with drawn weights."""
+    """The model that the run starts from: a released one, or one with random weights."""
 
     source: Annotated[Source, bears(derived="download")] = Field(
-        description="Hugging Face Hub id, folder, s3:// URI, or tiny://KIND, which trainer.tiny makes; or {config: C} "
-        "for weights drawn from train.seed: C is a config.json, a folder or Hub id with one, or its keys. So is a "
-        "folder that holds a config.json and no weights"
+        description="Hugging Face Hub id, folder, s3:// URI, or tiny://KIND, which trainer.tiny creates; or {config: "
+        "C} for weights drawn from train.seed: C is a config.json, a folder or Hub id with one, or its keys. A folder "
+        "with a config.json and without weights has drawn weights too"
     )
     tokenizer: Annotated[Place | None, bears(derived="download")] = Field(
         default=None,
-        description="of drawn weights: Hub id, folder, s3:// URI or tiny://KIND; null = the one beside config.json",
+        description="for drawn weights: Hub id, folder, s3:// URI or tiny://KIND; null = the one next to config.json",
     )
     revision: Annotated[Text, bears(derived="download")] = Field(
         default="main", description="branch, tag or commit on the Hub; pin a commit to repeat a run"
     )
     trust_remote_code: Annotated[bool, bears("download")] = Field(
-        default=False, description="run Python code that the checkpoint brings along"
+        default=False, description="run Python code of the checkpoint"
     )
     unsafe_weights: Annotated[bool, bears("download")] = Field(
-        default=False, description="fetch pickled weights too: reading one can run code"
+        default=False, description="fetch pickled weights too: reading them can run code"
     )
     ignore_config: Annotated[tuple[Text, ...], NOWHERE] = Field(
         default=(),
         strict=False,
-        description="keys of config.json that Megatron-Bridge does not read, and that do not matter to you",
+        description="keys of config.json that Megatron-Bridge does not read and that this run does not need",
     )
     adapter: Annotated[Place | None, bears(derived="train")] = Field(
         default=None,
-        description="LoRA to start from, of the same rank and scale: a folder in PEFT's form, a Hub id, s3://, or "
+        description="LoRA to start from, of the same rank and scale: a folder in PEFT's format, a Hub id, s3://, or "
         "models:/NAME/VERSION of MLflow's registry; null = a new one",
     )
     family: Annotated[Place | None, AfterValidator(_loaded), bears(derived="convert")] = Field(
@@ -104,29 +104,28 @@ class Model(Section):
         "FAMILY; its Python code is run. Families of installed packages need no key",
     )
     mtp: Annotated[bool, bears("convert", "train")] = Field(
-        default=True, description="train the multi-token-prediction layers, where the model has them"
+        default=True, description="train the multi-token-prediction layers, if the model has them"
     )
     compare: Annotated[bool, NOWHERE] = Field(
         default=True,
-        description="compute the first layers by transformers too, and convert nothing that differs; false for a model "
-        "that cannot be computed on this host",
+        description="compare the first layers with transformers, and refuse a conversion that differs; false for a "
+        "model that this host cannot compute",
     )
     mtp_loss_scale: Annotated[float, bears("train")] = Field(
         default=0.3,
         ge=0,
         le=10,
-        description="weight of their loss over learned tokens; 0.3 is Bridge's value for GLM-4.5+",
+        description="weight of the multi-token-prediction loss over learned tokens; 0.3 is Bridge's value for GLM-4.5+",
     )
-    # on the evaluation, as that of the base leaves what the tuned model is held to; on what is converted, where that is
-    # packed as well
+    # It counts for the evaluation, as the tuned model is compared with the base's; for the conversion, if it packs too.
     base: Annotated[
         Literal["bf16", "fp8", "int4", "nvfp4", "mxfp4"],
         bears("train", "evaluate", derived="convert", absent="bf16"),
     ] = Field(
         default="bf16",
-        description="how LoRA's frozen matrices lie in memory: bf16 = in train.precision, as they are; fp8 = 8 "
-        "bits and a scale for 128 x 128; 4 bits: int4 = a scale for 32 of a row, nvfp4 = for 16, mxfp4 = a power "
-        "of 2 for 32; they are unpacked for each product",
+        description="format of LoRA's frozen matrices in memory: bf16 = unchanged, in train.precision; fp8 = 8 "
+        "bits and a scale per 128 x 128; with 4 bits: int4 = a scale per 32 of a row, nvfp4 = per 16, mxfp4 = a power "
+        "of 2 per 32; they are unpacked for each product",
     )
     pack: Annotated[
         tuple[Literal["experts", "attention", "dense"], ...] | None, bears("train", derived="convert", absent=None)
@@ -134,13 +133,13 @@ class Model(Section):
         default=None,
         strict=False,
         min_length=1,
-        description="which matrices have model.base's format, where the others are in train.precision: those of "
-        "experts, of attention, and of dense layers, shared experts and MTP's projection; null = all",
+        description="matrices with model.base's format; the others have train.precision: experts, attention, or dense "
+        "= dense layers, shared experts and MTP's projection; null = all",
     )
     dropout: Annotated[float | None, bears("train", absent=None)] = Field(
         default=None,
         ge=0,
         lt=1,
-        description="in training, of attention's weights and of what each layer adds; null = as released, mostly none; "
-        "none with dpo and in reinforce",
+        description="dropout in training, of attention's weights and of each layer's output; null = as released, "
+        "mostly none; none with dpo and in reinforce",
     )

@@ -1,8 +1,8 @@
-"""Names of files that hold rows. The flow checks folders and object stores by them, preparation the files it reads.
+"""Names of files with rows. The flow uses them to check folders and object stores, preparation to read files.
 
-In a folder all files with a known ending are rows, those in folders within it too, in the order of their names. Hidden
-files, index files and the descriptions that `datasets` leaves beside its files are not rows. A .txt beside files of
-other kinds is none either, as it is a README or a licence there.
+In a folder all files with a known ending are rows, also in its subfolders, ordered by their names. Hidden files, index
+files and the descriptions that `datasets` writes are not rows. A .txt next to files of other formats is not either, as
+it is a README or a licence.
 """
 
 import stat
@@ -20,43 +20,43 @@ DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", 
 
 
 def compression(name: str | PurePath) -> str:
-    """The ending that says how a file is compressed; "" where it is not."""
+    """The ending of a compressed file; "" for an uncompressed one."""
     ending = PurePath(name).suffix.lower()
     return ending if ending in COMPRESSED else ""
 
 
 def format_of(name: str | PurePath) -> str:
-    """The ending that says what the file is, without its compression; "" for a file that holds no rows."""
+    """The ending with the file's format, without its compression; "" for a file without rows."""
     path = PurePath(name)
     ending = (path.with_suffix("") if compression(path) else path).suffix.lower()
     return ending if ending in FORMATS else ""
 
 
 def only_texts(names: Iterable[str | PurePath]) -> bool:
-    """Whether these files, if any, are .txt, as those are that megatron-core leaves beside tokens in its cache."""
+    """Whether all of these files are .txt, as megatron-core writes such files next to tokens in its cache."""
     return all(format_of(name) == TEXT for name in names)
 
 
 def inside(folder: Path) -> list[Path]:
     """List the files of a folder on this host that are read, in their order."""
-    found = list[Path]()
+    files = list[Path]()
     for file in (folder / name for name in among(regular_files.below(folder))):
         try:
             mode = file.stat().st_mode
         except FileNotFoundError:
             if file.is_symlink():
-                raise Fault(f"{file}: a link to {file.readlink()}, which is not there") from None
-            continue  # removed this moment
+                raise Fault(f"{file}: a link to {file.readlink()}, which does not exist") from None
+            continue  # it was just removed
         except OSError as error:
             raise Fault(f"{file}: {error.strerror}") from None
-        found += [file] if stat.S_ISREG(mode) else []
-    return found
+        files += [file] if stat.S_ISREG(mode) else []
+    return files
 
 
 def among(names: Iterable[str]) -> list[str]:
     """Select the files of a folder that are read, in their order. Names are relative to the folder, with slashes."""
     paths = sorted(PurePosixPath(name) for name in names)
-    found = [
+    files = [
         path
         for path in paths
         if format_of(path)
@@ -64,4 +64,4 @@ def among(names: Iterable[str]) -> list[str]:
         and ".idx" not in path.suffixes
         and path.name not in DESCRIPTIONS
     ]
-    return [str(path) for path in [path for path in found if format_of(path) != TEXT] or found]
+    return [str(path) for path in [path for path in files if format_of(path) != TEXT] or files]

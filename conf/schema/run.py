@@ -1,10 +1,9 @@
-"""Schema of a run's YAML: its sections, which conf/schema/sections.py defines, and the rules between their keys.
+"""Schema of a run's YAML: its sections, which conf/schema/sections.py defines.
 
     python -m conf.schema            a table of all keys
     python -m conf.schema --json     the JSON schema, which editors use to complete and check conf/*.yaml
 
-contradictions() holds the rules between keys, except for those of the parallel layout: they are in
-conf/rules/layout.py. Nothing here reads a file: conf/load.py does.
+Rules between keys are in conf/rules/contradictions.py and conf/rules/layout.py. conf/load.py reads the files.
 """
 
 from typing import Annotated, Any, Literal
@@ -44,7 +43,7 @@ class Run(Section):
     """One fine-tuning run."""
 
     name: Annotated[str, bears(derived="promote")] = Field(
-        pattern=r"^[a-z0-9-]+$", max_length=100, description="names the run's folder, and the run to people"
+        pattern=r"^[a-z0-9-]+$", max_length=100, description="name of the run and of its folder"
     )
     model: Model
     data: Data
@@ -77,7 +76,7 @@ class Run(Section):
     @field_validator("paths")
     @classmethod
     def paths_know_the_name(cls, paths: Paths, info: ValidationInfo) -> Paths:
-        name = info.data.get("name", "{name}")  # absent when it is itself wrong
+        name = info.data.get("name", "{name}")  # absent if it is invalid
         return Paths(**{key: value.replace("{name}", name) for key, value in paths})
 
     @property
@@ -91,5 +90,5 @@ def sections() -> dict[str, type[Section]]:
 
 
 def dotted_keys() -> list[str]:
-    """All dotted keys that hold a value."""
+    """All dotted keys of values."""
     return ["name"] + [f"{section}.{key}" for section, kind in sections().items() for key in kind.model_fields]

@@ -1,6 +1,6 @@
 """Sections of a run's YAML: every key with its type, default, limits and meaning. conf/schema/run.py joins them.
 
-Models are strict ("1" is no integer, neither is 1.0 or true), closed (an unknown key is an error) and frozen.
+Models are strict ("1", 1.0 and true are not integers), closed (an unknown key is an error) and frozen.
 """
 
 # pyright: reportArgumentType=false
@@ -24,45 +24,42 @@ from pydantic_core import PydanticCustomError
 from conf.schema.bearing import NOWHERE, bears, is_declared
 from conf.schema.named import HERE, NODES_POOL, Engine, Network
 
-COUNTED = 2**31 - 1  # what 32 bits count; a run of as many steps of as many rows still counts in 64
-LONGEST = 255  # bytes of a file's name; file systems take no more
+COUNTED = 2**31 - 1  # largest signed 32-bit integer; the product of two such counts fits into 64 bits
+LONGEST = 255  # bytes of a file's name, the limit of file systems
 
 MOST = 2**16  # GPUs of a run
 Degree = Annotated[int, Field(ge=1, le=MOST)]
 Count = Annotated[int, Field(ge=1, le=COUNTED)]
 Number = Annotated[int, Field(ge=0, le=COUNTED)]
-Seed = Annotated[int, Field(ge=1, lt=2**31)]  # Megatron refuses 0, and NumPy takes 32 bits
+Seed = Annotated[int, Field(ge=1, lt=2**31)]  # Megatron refuses 0, and NumPy's seeds have 32 bits
 
 
 def _without_nul(value: str) -> str:
     if "\0" in value:
-        raise PydanticCustomError("nul", "holds a NUL, which no name and no line of text has")
+        raise PydanticCustomError("nul", "contains a NUL character")
     if not value.strip():
-        raise PydanticCustomError("blank", "holds nothing but blanks")
+        raise PydanticCustomError("blank", "contains only blanks")
     return value
 
 
 def _is_path(value: str) -> str:
-    """Check a path's length.
-
-    No file system has a longer name, and pathlib raises for one instead of finding nothing.
-    """
+    """Check a path's length, as pathlib raises an error for names that no file system supports."""
     if any(len(name.encode()) > LONGEST for name in value.split("/")) or len(value.encode()) >= 4096:
         raise PydanticCustomError("path", f"a name in it is longer than {LONGEST} bytes, or all of it than 4095")
     if value.startswith("~") and value[1:2] not in ("", "/"):
-        raise PydanticCustomError("path", "of other users' folders no short form is taken; write the path out")
+        raise PydanticCustomError("path", "~USER is not supported; write the full path")
     return value
 
 
 Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
-Place = Annotated[Text, AfterValidator(_is_path)]  # a path, or what may be one
+Place = Annotated[Text, AfterValidator(_is_path)]  # a path, or a name that may be one
 
 AdapterTarget = Literal[
     "linear_qkv",
     "linear_proj",
     "linear_fc1",
     "linear_fc2",
-    # multi-latent attention (DeepSeek-V3) has these in place of linear_qkv
+    # multi-latent attention (DeepSeek-V3) has these instead of linear_qkv
     "linear_q_proj",
     "linear_q_down_proj",
     "linear_q_up_proj",
@@ -70,17 +67,17 @@ AdapterTarget = Literal[
     "linear_kv_up_proj",
 ]
 AdapterTargets = tuple[AdapterTarget, ...]
-ALL_LINEAR = "all-linear"  # PEFT's word
+ALL_LINEAR = "all-linear"  # PEFT's term
 _LISTED = TypeAdapter(AdapterTargets)
 
 
 def _one_of_both(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Report the problems of the list, which is what a faulty value was meant to be."""
+    """Report the problems of a list, or one problem for a text."""
     try:
         return validate(value)
     except ValidationError:
         if isinstance(value, str):
-            text = f"neither {ALL_LINEAR} nor a list of {', '.join(get_args(AdapterTarget))}"
+            text = f"must be {ALL_LINEAR} or a list of {', '.join(get_args(AdapterTarget))}"
             raise PydanticCustomError("targets", text) from None
         return _LISTED.validate_python(value)
 
@@ -89,11 +86,11 @@ def _one_interval(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     try:
         return validate(value)
     except ValidationError:
-        text = "neither a number of steps nor epoch nor a share of all steps, from 1e-6 and below 1"
+        text = "must be a number of steps, epoch, or a share of all steps, from 1e-6 and below 1"
         raise PydanticCustomError("interval", text) from None
 
 
-# Steps between two events of a training, a share of all its steps, or once an epoch (conf/rules/schedule.py)
+# Steps between two events of a training, a share of all its steps, or once per epoch (conf/rules/schedule.py)
 Share = Annotated[float, Field(ge=1e-6, lt=1)]
 Interval = Annotated[Literal["epoch"] | Count | Share, WrapValidator(_one_interval)]
 IntervalOrNever = Annotated[Literal["epoch"] | Number | Share, WrapValidator(_one_interval)]
@@ -104,15 +101,13 @@ class Strict(BaseModel):
 
 
 class Section(Strict):
-    """Keys of a run, each of which declares beside its type whether it bears identity."""
+    """Keys of a run. Each key declares next to its type whether it counts for identity."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         for key, field in cls.model_fields.items():
             if not is_declared(field) and not is_section(field.annotation):
-                raise TypeError(
-                    f"{cls.__name__}.{key}: does not say whether it bears identity (conf/schema/bearing.py)"
-                )
+                raise TypeError(f"{cls.__name__}.{key}: has no declaration of identity (conf/schema/bearing.py)")
 
 
 def is_section(annotation: Any) -> TypeGuard[type[Section]]:
@@ -120,7 +115,7 @@ def is_section(annotation: Any) -> TypeGuard[type[Section]]:
 
 
 class Adapter(Section):
-    """The part of the model that is trained: a low-rank adapter, or every weight."""
+    """The trained part of the model: a low-rank adapter, or every weight."""
 
     kind: Annotated[Literal["lora", "dora", "none"], bears("train")] = Field(
         default="lora", description="none = full fine-tuning"
@@ -130,20 +125,24 @@ class Adapter(Section):
         default=32, description="the adapter's output is scaled by alpha / rank"
     )
     rslora: Annotated[bool, bears("train", absent=False)] = Field(
-        default=False, description="scale by alpha / sqrt(rank) instead, so that high ranks learn as fast (rsLoRA)"
+        default=False,
+        description="scale by alpha / sqrt(rank) instead: high ranks then learn as fast as low ones (rsLoRA)",
     )
     init: Annotated[Literal["xavier", "kaiming"], bears("train", absent="xavier")] = Field(
         default="xavier",
-        description="how A is drawn (B starts at 0): xavier = normal, variance 2 / (inputs + rank), Megatron-Bridge's "
-        "default; kaiming = uniform, variance 1 / (3 * inputs), PEFT's default: for recipes written for PEFT",
+        description="distribution of A at the start (B is 0): xavier = normal, variance 2 / (inputs + rank), "
+        "Megatron-Bridge's default; kaiming = uniform, variance 1 / (3 * inputs), PEFT's default: for recipes for PEFT",
     )
     b_lr_ratio: Annotated[float, bears("train", absent=1.0)] = Field(
-        default=1.0, ge=1e-3, le=1000, description="learning rate of B over that of A; LoRA+ takes 16"
+        default=1.0, ge=1e-3, le=1000, description="ratio of B's learning rate to A's; LoRA+ uses 16"
     )
-    dropout: Annotated[float, bears("train")] = Field(default=0.0, ge=0, lt=1, description="on the adapter's input")
+    dropout: Annotated[float, bears("train")] = Field(
+        default=0.0, ge=0, lt=1, description="dropout of the adapter's input"
+    )
     lean: Annotated[bool, NOWHERE] = Field(
         default=True,
-        description="LoRA sends what is of its rank, not activations; false = Megatron-Bridge's layers; same function",
+        description="LoRA communicates tensors of its rank instead of activations; false = Megatron-Bridge's layers; "
+        "both compute the same function",
     )
     # strict=False lets a YAML list become a tuple; the names in it stay strict
     targets: Annotated[
@@ -151,23 +150,23 @@ class Adapter(Section):
         bears("train"),
     ] = Field(
         default=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
-        description="Megatron's names of the layers that get an adapter; fc1 and fc2 include the experts; "
-        "all-linear = all that the model has of them: attention, dense layers, experts and shared experts",
+        description="Megatron's names of the layers with an adapter; fc1 and fc2 include the experts; all-linear = all "
+        "of them that the model has: attention, dense layers, experts and shared experts",
     )
     experts: Annotated[Literal["each", "shared"], bears("train")] = Field(
         default="each",
-        description="each = one adapter per expert, which PEFT can load; shared = one for all experts of a layer: "
-        "smaller; both are the same model at any layout",
+        description="each = one adapter per expert, which PEFT can load; shared = one smaller adapter for all experts "
+        "of a layer; both give the same model at any layout",
     )
 
     @property
     def names(self) -> AdapterTargets:
-        """Megatron's names of the layers that get an adapter. Those that a model lacks do not count."""
+        """Megatron's names of the layers with an adapter. Names that the model lacks are ignored."""
         return get_args(AdapterTarget) if self.targets == ALL_LINEAR else self.targets
 
 
 class Layout(Section):
-    """Processes and how the model is cut: tp * cp * pp * dp = etp * ep * pp * edp = nodes * gpus_per_node.
+    """Processes and the cuts of the model: tp * cp * pp * dp = etp * ep * pp * edp = nodes * gpus_per_node.
 
     conf/rules/layout.py has the rules.
     """
@@ -177,7 +176,7 @@ class Layout(Section):
         default=1, description="processes per host: one per GPU, or gloo processes on a CPU"
     )
     tp: Annotated[Degree, bears(derived="prepare")] = Field(
-        default=1, description="tensor parallel: cuts attention and dense layers; keep it within a host"
+        default=1, description="tensor parallel: cuts attention and dense layers; best within a host"
     )
     pp: Annotated[Degree, NOWHERE] = Field(
         default=1, description="pipeline parallel: cuts the stack of layers into stages"
@@ -187,13 +186,13 @@ class Layout(Section):
     )
     cp: Annotated[Degree, bears(derived="prepare")] = Field(default=1, description="context parallel: cuts sequences")
     ep: Annotated[Degree, NOWHERE] = Field(
-        default=1, description="expert parallel: spreads the experts; no factor of tp * cp * pp * dp"
+        default=1, description="expert parallel: distributes the experts; not a factor of tp * cp * pp * dp"
     )
     etp: Annotated[Degree, NOWHERE] = Field(
-        default=1, description="tensor parallel inside each expert; Megatron's own default would be tp"
+        default=1, description="tensor parallel inside each expert; Megatron's default would be tp"
     )
     sp: Annotated[bool, bears(derived="prepare")] = Field(
-        default=False, description="sequence parallel: cuts other activations too; MoE with tp > 1 needs it"
+        default=False, description="sequence parallel: cuts the other activations too; MoE with tp > 1 needs it"
     )
     first_stage_layers: Annotated[Count | None, NOWHERE] = Field(
         default=None, description="layers on the first pipeline rank; null = even"
@@ -203,9 +202,9 @@ class Layout(Section):
     )
     auto: Annotated[bool, NOWHERE] = Field(
         default=False,
-        description="the fastest layout of these nodes and gpus_per_node that fits is taken, with its micro_batch and "
-        "recompute; what is written of those does not count. `layout: auto` = all GPUs of this host, or "
-        "of one host of hardware.gpu where this has none or gang.engine is not local",
+        description="use the fastest layout of these nodes and gpus_per_node that fits, with its micro_batch and "
+        "recompute; values of those keys are ignored. `layout: auto` = all GPUs of this host, or of one host of "
+        "hardware.gpu if this host has none or gang.engine is not local",
     )
 
     @property
@@ -219,51 +218,49 @@ class Hardware(Section):
 
     gpu: Annotated[Place | None, NOWHERE] = Field(
         default=None,
-        description="a100, h100, h200, b200, gb200, l4, a10, rtx4090, a6000, l40s, cpu, or a .yaml of your own "
-        "(conf/planner/hardware.py); null = the one that the run's name holds, else cpu for tiny://KIND and h100 for "
-        "any other model",
+        description="a100, h100, h200, b200, gb200, l4, a10, rtx4090, a6000, l40s, cpu, or a .yaml file "
+        "(conf/planner/hardware.py); null = the one in the run's name, else cpu for tiny://KIND and h100 for any other "
+        "model",
     )
     price: Annotated[float | None, NOWHERE] = Field(
         default=None,
         ge=0,
         le=10_000,
-        description="USD per GPU and hour; null = the .yaml's, or about what renting one costs",
+        description="USD per GPU and hour; null = the .yaml's, or an approximate rental price",
     )
     gate: Annotated[Literal["stop", "warn"], NOWHERE] = Field(
-        default="stop", description="what a flow does whose plan does not fit; stop = before anything is downloaded"
+        default="stop", description="action if the plan does not fit; stop = end before anything is downloaded"
     )
 
 
 class Checkpoint(Section):
-    """Checkpoints that are saved during training."""
+    """Checkpoints during training."""
 
     save_every: Annotated[Interval, bears(derived="train")] = Field(
-        description="steps between checkpoints; below 1 = share of all steps; epoch = once an epoch; the last step is "
-        "always saved; with keep_best another value is another training, as the best is one of these"
+        description="steps between checkpoints; below 1 = share of all steps; epoch = once per epoch; the last step is "
+        "always saved; with keep_best another value makes another training, as the best checkpoint depends on it"
     )
     keep: Annotated[Count | None, bears("train", held=False)] = Field(
-        default=None, description="newest complete checkpoints that stay; null = all"
+        default=None, description="number of newest complete checkpoints to keep; null = all"
     )
     keep_best: Annotated[bool, bears("train", absent=False, held=False)] = Field(
         default=False,
-        description="the one with the lowest validation loss stays as well; export.checkpoint=best exports it",
+        description="keep the checkpoint with the lowest validation loss too; export.checkpoint=best exports it",
     )
-    save_optimizer: Annotated[bool, bears("train")] = Field(
-        default=True, description="without it a run cannot resume where it was"
-    )
+    save_optimizer: Annotated[bool, bears("train")] = Field(default=True, description="needed to resume a training")
 
 
 class Log(Section):
-    """Reports while training."""
+    """Reports during training."""
 
     every: Annotated[Count, NOWHERE] = Field(default=1, description="steps between lines of metrics")
     layer_norms: Annotated[bool, NOWHERE] = Field(
-        default=False, description="each line has the norm of every layer's gradient, too"
+        default=False, description="add the norm of every layer's gradient to each line"
     )
     noise_scale: Annotated[bool, NOWHERE] = Field(
         default=False,
-        description="and the gradient noise scale in tokens: larger batches pay up to about so many; needs two micro "
-        "batches a step and rank, and a layout of tp and dp alone",
+        description="add the gradient noise scale in tokens, the largest batch that still pays; needs two micro "
+        "batches per step and rank, and a layout of only tp and dp",
     )
     peak_tflops: Annotated[float | None, NOWHERE] = Field(
         default=None, ge=1e-3, le=10**6, description="per device, dense, for MFU; null = from the device's name"
@@ -271,13 +268,13 @@ class Log(Section):
     profile_every: Annotated[int | None, NOWHERE] = Field(
         default=None,
         ge=2,
-        description="steps between two that torch's profiler records, in paths.logs/profile/step-N; "
+        description="steps between two profiles of torch's profiler, in paths.logs/profile/step-N; "
         "python -m trainer.profiling FOLDER reads them; null = none",
     )
 
 
 class Evaluate(Section):
-    """Evaluation of the base and the tuned model, which vLLM serves."""
+    """Evaluation of the base and the tuned model with vLLM."""
 
     tasks: Annotated[tuple[Place, ...], bears("evaluate")] = Field(
         default=("held_out",),
@@ -287,8 +284,8 @@ class Evaluate(Section):
     )
     base: Annotated[Literal["required", "optional"], NOWHERE] = Field(
         default="required",
-        description="what becomes of a run whose base model cannot be evaluated: required = nothing is trained; "
-        "optional = it is, and nothing is promoted",
+        description="if the base model cannot be evaluated: required = nothing is trained; optional = it is trained, "
+        "but not promoted",
     )
     rows: Annotated[Count | None, bears("evaluate")] = Field(default=200, description="rows per task; null = all")
     max_tokens: Annotated[Count, bears("evaluate")] = Field(
@@ -302,37 +299,38 @@ class Evaluate(Section):
     )
     quantization: Annotated[Literal["fp8"] | None, bears("evaluate", absent=None)] = Field(
         default=None,
-        description="fp8 = weights are rounded to it while they are loaded: half of bf16's bytes, other answers",
+        description="fp8 = weights are rounded to FP8 when they are loaded: half of bf16's bytes, different answers",
     )
     adapter: Annotated[Literal["merged", "unmerged"], bears(derived="evaluate")] = Field(
         default="merged",
-        description="what of a trained adapter is served: merged = the whole exported model; "
-        "unmerged = the released model with the exported adapter beside it",
+        description="how a trained adapter is served: merged = the whole exported model; unmerged = the released model "
+        "and the exported adapter",
     )
     nodes: Annotated[Degree | None, NOWHERE] = Field(
         default=None,
-        description="hosts that serve one model, each a stage of vLLM's pipeline; null = the fewest that hold it",
+        description="hosts that serve one model, each a stage of vLLM's pipeline; null = the fewest on which it fits",
     )
     gpus: Annotated[Degree | None, NOWHERE] = Field(
         default=None,
-        description="GPUs of a host, vLLM's tensor parallel degree; null = the fewest that hold all questions at once, "
-        "and without a plan all of the host",
+        description="GPUs of a host, vLLM's tensor parallel degree; null = the fewest on which all questions fit at "
+        "once, without a plan all of the host",
     )
     engine: Annotated[Engine | None, NOWHERE] = Field(
         default=None,
-        description="who starts it on hosts of its own; null = gang.engine where several serve or this host has no GPU",
+        description="engine that starts it on separate hosts; null = gang.engine if several hosts serve or this host "
+        "has no GPU",
     )
     pool: Annotated[Text | None, NOWHERE] = Field(
         default=None, description="for prefect: work pool with a worker per host; null = gang.pool"
     )
     expert_parallel: Annotated[bool | None, NOWHERE] = Field(
         default=None,
-        description="spreads whole experts over these GPUs instead of a part of each; null = as the planner says",
+        description="distribute whole experts over these GPUs instead of a part of each; null = the planner decides",
     )
     eager: Annotated[bool | None, NOWHERE] = Field(
         default=None,
-        description="neither compiles nor captures CUDA graphs: starts sooner, answers slower; "
-        "null = where graphs save less time than they take",
+        description="no compilation and no CUDA graphs: starts earlier, answers slower; null = if graphs save less "
+        "time than they cost",
     )
     parity_rows: Annotated[Number, bears("train", "evaluate", held=False)] = Field(
         default=8, description="prompts whose log-probabilities training and serving must agree on; 0 = none"
@@ -341,7 +339,7 @@ class Evaluate(Section):
         default=None,
         gt=0,
         le=1,
-        description="mean difference, nats per token; null = 1e-3 where all is fp32, else 0.05",
+        description="mean difference, nats per token; null = 1e-3 if everything is fp32, else 0.05",
     )
     seed: Annotated[Seed, bears("evaluate")] = Field(
         default=1234, description="of lm-eval's few-shot choices; answers are greedy"
@@ -352,22 +350,22 @@ class Gang(Section):
     """Start, watch and restart of a run over several hosts; never part of the run's identity."""
 
     engine: Annotated[Engine, NOWHERE] = Field(
-        default=HERE, description="who starts a process group per host; local = all of them on this one"
+        default=HERE, description="engine that starts a process group per host; local = all of them on this host"
     )
     pool: Annotated[Text, NOWHERE] = Field(
         default=NODES_POOL, description="for prefect: work pool with one worker per host"
     )
     start_within: Annotated[float, NOWHERE] = Field(
-        default=900, ge=0.1, le=10**6, description="seconds until all hosts are there, or are given back"
+        default=900, ge=0.1, le=10**6, description="seconds in which all hosts must join; otherwise they are released"
     )
     silent_after: Annotated[float, NOWHERE] = Field(
-        default=12, ge=9, le=10**6, description="seconds of silence after which a host counts as gone"
+        default=12, ge=9, le=10**6, description="seconds without a heartbeat after which a host counts as lost"
     )
     stall_factor: Annotated[float, NOWHERE] = Field(
-        default=10, ge=2, le=1000, description="a step may take so many times the usual one's time"
+        default=10, ge=2, le=1000, description="a step may take this many times its usual time"
     )
     stall_seconds: Annotated[float, NOWHERE] = Field(
-        default=120, ge=0.1, le=10**6, description="and at least so many seconds"
+        default=120, ge=0.1, le=10**6, description="and at least this many seconds"
     )
     quiet_seconds: Annotated[float, NOWHERE] = Field(
         default=3600, ge=0.1, le=10**6, description="seconds that loading, validation or a save may take without a step"
@@ -376,14 +374,14 @@ class Gang(Section):
         default=3, description="new attempts after hosts failed; a later checkpoint starts the count again"
     )
     min_nodes: Annotated[Degree | None, NOWHERE] = Field(
-        default=None, description="fewest hosts of training to go on with; null = layout.nodes"
+        default=None, description="fewest hosts with which training continues; null = layout.nodes"
     )
     grace: Annotated[int, NOWHERE] = (
-        Field(  # told after 2 s, 8 to say what became of it: all is over before Prefect's worker kills, at 30
+        Field(  # with 2 s to the signal and 8 s for a report, all ends before Prefect's worker kills after 30 s
             default=20,
             ge=1,
             le=20,
-            description="seconds that a training told to end has to save a checkpoint, on one host as on several",
+            description="seconds that a stopped training has to save a checkpoint, on one host or several",
         )
     )
     preflight: Annotated[bool, NOWHERE] = Field(
@@ -398,38 +396,38 @@ class Promote(Section):
     """Promotion of the tuned model in MLflow's registry."""
 
     model: Annotated[Text, bears("promote")] = Field(
-        default="{name}", description="registered model; {name} stands for the run's name"
+        default="{name}", description="registered model; {name} is the run's name"
     )
     metric: Annotated[Text, bears("promote")] = Field(
         default="held_out/exact_match",
-        description="task/metric that decides; more is better, but of perplexity and bits per byte less",
+        description="task/metric that decides; higher is better, except for perplexity and bits per byte",
     )
     margin: Annotated[float, bears("promote")] = Field(
-        default=0.0, ge=0, description="the champion is replaced by what beats it by more than this"
+        default=0.0, ge=0, description="a model replaces the champion if it is better by more than this"
     )
     confidence: Annotated[float, bears("promote", absent=0.0)] = Field(
         default=0.95,
         ge=0,
         lt=1,
-        description="how sure a gain over the base and the champion has to be, by a paired test of the rows: 0.95 = "
-        "equal models gain as much in 5 % of cases at most; 0 = promote.margin alone decides",
+        description="required confidence of a gain over the base and the champion, by a paired test of the rows: 0.95 "
+        "= equal models show such a gain in at most 5 % of cases; 0 = only promote.margin decides",
     )
 
 
 class Track(Section):
-    """Destination of metrics. The server is MLFLOW_TRACKING_URI's, or a file in runs/."""
+    """Destination of metrics. The server is MLFLOW_TRACKING_URI, or a file in runs/."""
 
     experiment: Annotated[Text, NOWHERE] = Field(default="finetune", description="MLflow's experiment")
     wandb: Annotated[Text | None, NOWHERE] = Field(
-        default=None, description="Weights & Biases project that gets the metrics too"
+        default=None, description="Weights & Biases project for the metrics too"
     )
     tensorboard: Annotated[bool, NOWHERE] = Field(
-        default=False, description="training writes TensorBoard's files too, into tensorboard/ of its artifact"
+        default=False, description="write TensorBoard's files too, into tensorboard/ of the training's artifact"
     )
 
 
 class Paths(Section):
-    """Places of this run's files; never part of the run's identity. {name} stands for the run's name."""
+    """Paths of this run's files; never part of the run's identity. {name} is the run's name."""
 
     model: Annotated[Place, NOWHERE] = Field(
         default="runs/{name}/model", description="released checkpoint, Hugging Face format"
@@ -441,7 +439,8 @@ class Paths(Section):
         default="runs/{name}/data", description="training.jsonl and validation.jsonl"
     )
     reference: Annotated[Place, NOWHERE] = Field(
-        default="runs/{name}/reference", description="what another model says of the prepared rows, for dpo and distill"
+        default="runs/{name}/reference",
+        description="outputs of the reference model or teacher for the prepared rows, for dpo and distill",
     )
     teacher: Annotated[Place, NOWHERE] = Field(
         default="runs/{name}/teacher", description="released checkpoint of train.teacher"
@@ -453,14 +452,12 @@ class Paths(Section):
         default="runs/{name}/output", description="checkpoints and metrics of this run"
     )
     logs: Annotated[Place, NOWHERE] = Field(
-        default="runs/{name}/logs", description="what Megatron prints, a file per rank"
+        default="runs/{name}/logs", description="Megatron's output, a file per rank"
     )
     export: Annotated[Place, NOWHERE] = Field(
         default="runs/{name}/export", description="the trained model in Hugging Face's formats"
     )
-    served: Annotated[Place, NOWHERE] = Field(
-        default="runs/{name}/export/merged", description="the model that is evaluated"
-    )
+    served: Annotated[Place, NOWHERE] = Field(default="runs/{name}/export/merged", description="the evaluated model")
     prompts: Annotated[Place, NOWHERE] = Field(
         default="runs/{name}/prompts", description="prepared rows of reinforce.source"
     )
@@ -468,14 +465,15 @@ class Paths(Section):
         default="runs/{name}/reinforced", description="checkpoints, samples and metrics of reinforcement learning"
     )
     parity: Annotated[Place, NOWHERE] = Field(
-        default="runs/{name}/output/parity.json", description="what training says of fixed prompts"
+        default="runs/{name}/output/parity.json", description="training's log-probabilities of fixed prompts"
     )
     evaluation: Annotated[Place, NOWHERE] = Field(default="runs/{name}/evaluation", description="scores and answers")
     of_base: Annotated[Place, NOWHERE] = Field(
-        default="runs/{name}/evaluation-base", description="those of the base; for evaluate.quantization and model.base"
+        default="runs/{name}/evaluation-base",
+        description="scores and answers of the base; for evaluate.quantization and model.base",
     )
     kernels: Annotated[Place, NOWHERE] = Field(
-        default="runs/kernels", description="what torch and vLLM compile on GPUs, kept between starts"
+        default="runs/kernels", description="compiled kernels of torch and vLLM, kept between starts"
     )
 
     @field_validator("*", mode="before")

@@ -1,6 +1,6 @@
-"""Sections `train`, `optimizer` and `moe` of a run's YAML: what a step does, and how its memory is spent.
+"""Sections `train`, `optimizer` and `moe` of a run's YAML: the computation of a step and its memory.
 
-Which of their values go together stands in conf/rules/precision.py.
+Rules between their keys are in conf/rules/precision.py.
 """
 
 from typing import Annotated, Literal
@@ -19,21 +19,21 @@ class Train(Section):
 
     objective: Annotated[Objective, bears("train", absent="sft")] = Field(
         default="sft",
-        description="sft = the next token, of answers or texts; dpo = to prefer the chosen answer to the rejected one; "
-        "distill = what the teacher holds for the next token of answers",
+        description="sft = the next token of answers or texts; dpo = prefer the chosen to the rejected answer; distill "
+        "= the teacher's distribution of the next token of answers",
     )
     dpo_beta: Annotated[float, bears("train", absent=0.1)] = Field(
-        default=0.1, ge=1e-6, le=100, description="of dpo: how dear it is to leave the reference; TRL's default"
+        default=0.1, ge=1e-6, le=100, description="of dpo: weight of the distance from the reference; TRL's default"
     )
     dpo_label_smoothing: Annotated[float, bears("train", absent=0.0)] = Field(
-        default=0.0, ge=0, lt=0.5, description="of dpo: share of rows whose answers are taken to be in the wrong order"
+        default=0.0, ge=0, lt=0.5, description="of dpo: assumed share of rows whose answers are in the wrong order"
     )
     z_loss: Annotated[float, bears("train", absent=0.0)] = Field(
         default=0.0,
         ge=0,
         le=1,
         description="weight of the squared logarithm of the softmax's sum, which keeps logits small; 1e-4 is usual; "
-        "moe.z_loss_coeff is the routers'",
+        "for routers see moe.z_loss_coeff",
     )
     steps: Annotated[Count | None, bears("train", absent=None)] = Field(
         default=None, description="optimizer steps of the whole schedule; this or epochs is required"
@@ -42,8 +42,8 @@ class Train(Section):
         default=None,
         ge=1e-6,
         le=10_000,
-        description="passes over the training sequences, such as 3 or 0.5; their steps are known once the data are "
-        "prepared",
+        description="passes over the training sequences, such as 3 or 0.5; the number of steps is known after the data "
+        "are prepared",
     )
     teacher: Annotated[Place | None, bears(derived="download", held=True)] = Field(
         default=None,
@@ -51,31 +51,31 @@ class Train(Section):
         "tokenizer and vocabulary",
     )
     teacher_top_k: Annotated[Count, bears("reference", "train", absent=64)] = Field(
-        default=64, description="of distill: likeliest tokens that are kept at each place; all others count as one"
+        default=64, description="of distill: number of most likely tokens kept per position; all others count as one"
     )
     distill_temperature: Annotated[float, bears("reference", "train", absent=1.0)] = Field(
         default=1.0,
         ge=0.01,
         le=100,
-        description="of distill: divides the logits of both; above 1 the unlikely count more",
+        description="of distill: divides the logits of both models; above 1 unlikely tokens count more",
     )
     global_batch: Annotated[Count, bears("train")] = Field(
-        description="sequences per step, over all ranks; of dpo, rows of two"
+        description="sequences per step, over all ranks; with dpo, rows of two sequences"
     )
     micro_batch: Annotated[Count, NOWHERE] = Field(
-        default=1, description="sequences per forward pass of a rank; of dpo, rows of two; 1 = least memory"
+        default=1, description="sequences per forward pass of a rank; with dpo, rows of two sequences; 1 = least memory"
     )
     ramp_from: Annotated[Count | None, bears("train", absent=None)] = Field(
         default=None, description="sequences of the first steps, for texts; they grow to global_batch; null = no ramp"
     )
     ramp_by: Annotated[Count | None, bears("train", absent=None)] = Field(
-        default=None, description="sequences by which a step grows each time; null = ramp_from"
+        default=None, description="increment of the sequences per step; null = ramp_from"
     )
     ramp_sequences: Annotated[Count | None, bears("train", absent=None)] = Field(
-        default=None, description="sequences, counted from the first step, after which steps have global_batch of them"
+        default=None, description="number of sequences after which steps have global_batch sequences"
     )
     seed: Annotated[Seed, bears("train", derived="download")] = Field(
-        default=1234, description="of drawn weights, adapters and dropout; Megatron's default"
+        default=1234, description="seed of drawn weights, adapters and dropout; Megatron's default"
     )
     precision: Annotated[Literal["fp32", "bf16", "fp16"], bears("convert", "train", derived="evaluate")] = Field(
         default="bf16", description="weights and activations; fp32 for CPU runs; fp16 scales the loss"
@@ -84,63 +84,63 @@ class Train(Section):
         default=1024.0,
         ge=1,
         le=2**32,
-        description="of fp16, whose loss is a sum over tokens, at first: halved by each step whose gradients overflow, "
-        "which is skipped, and doubled after 1000 steps without one",
+        description="initial loss scale of fp16, whose loss is a sum over tokens: halved after each step with "
+        "overflowing gradients, which is skipped, and doubled after 1000 steps without one",
     )
     fp8: Annotated[Literal["current", "delayed", "blockwise", "mxfp8"] | None, bears("train", absent=None)] = Field(
         default=None,
-        description="layers compute in FP8, scaled so: blockwise suits Hopper, mxfp8 needs Blackwell; null = no FP8",
+        description="scaling recipe of FP8 layers: blockwise suits Hopper, mxfp8 needs Blackwell; null = no FP8",
     )
     fp8_weights: Annotated[bool, bears("train", absent=False)] = Field(
-        default=False, description="keep the frozen weights below LoRA in FP8 alone, without the bf16 they came in"
+        default=False, description="keep LoRA's frozen weights only in FP8, without a bf16 copy"
     )
     recompute: Annotated[Literal["none", "selective", "full"], NOWHERE] = Field(
-        default="none", description="activations computed again in backward; full = of whole layers"
+        default="none", description="activations recomputed in the backward pass; full = of complete layers"
     )
     recompute_modules: Annotated[tuple[RecomputeModule, ...], NOWHERE] = Field(
-        default=(), strict=False, description="for selective; moe_act, layernorm are cheap"
+        default=(), strict=False, description="for selective; moe_act and layernorm are cheap"
     )
     recompute_layers: Annotated[Count, NOWHERE] = Field(
         default=1, description="for full: layers per block; 1 = least memory"
     )
     recompute_first: Annotated[Count | None, NOWHERE] = Field(
-        default=None, description="for full: only so many layers of each (virtual) stage, those of MTP not; null = all"
+        default=None, description="for full: only the first layers of each (virtual) stage, without MTP's; null = all"
     )
     cuda_graphs: Annotated[bool, NOWHERE] = Field(
         default=False,
-        description="layers are recorded once, behind the third step, and started as CUDA graphs: for a GPU that waits "
-        "for its host; rows of data.packed leave attention out, and experts stay outside",
+        description="record layers after the third step and run them as CUDA graphs, if the GPU waits for its host; "
+        "without experts, and with data.packed without attention",
     )
     overlap_tp: Annotated[bool, NOWHERE] = Field(
         default=False,
-        description="every weight trained with layout.sp: what tensor-parallel ranks send goes piece by piece beside "
-        "the product that needs it, or makes it, by CUDA IPC within a host",
+        description="when all weights are trained with layout.sp: overlap the tensor-parallel communication with the "
+        "products, piece by piece, through CUDA IPC within a host",
     )
     validate_every: Annotated[IntervalOrNever, bears("train", held=False)] = Field(
         default=0,
-        description="steps between validations; below 1 = share of all steps; epoch = once an epoch; 0 = never",
+        description="steps between validations; below 1 = share of all steps; epoch = once per epoch; 0 = never",
     )
     validate_batches: Annotated[Count, bears("train", held=False)] = Field(
         default=10, description="global batches per validation"
     )
     stop_after_worse: Annotated[Count | None, bears("train", absent=None, held=False)] = Field(
         default=None,
-        description="end after so many validations in a row none of which is the best so far; null = train all steps",
+        description="end after this many consecutive validations without a new best one; null = train all steps",
     )
     ema_decay: Annotated[float | None, bears("train", absent=None)] = Field(
         default=None,
         ge=0.01,
         lt=1,
-        description="checkpoints also hold a moving mean of the weights, of which a step keeps this share (0.999); "
-        "4 bytes a trained parameter on each rank; null = none",
+        description="checkpoints also contain a moving mean of the weights with this decay per step (0.999); 4 bytes "
+        "per trained parameter on each rank; null = none",
     )
     stop_after: Annotated[Count | None, bears("train", held=False)] = Field(
-        default=None, description="end after this step, schedule unchanged; for rehearsals"
+        default=None, description="end after this step, with an unchanged schedule; for rehearsals"
     )
 
     @property
     def batch_ramp(self) -> tuple[int, int, int] | None:
-        """The first size of a batch, by how much it grows, and in how many sequences, as in rampup_batch_size."""
+        """The first batch size, its increment, and the sequences of the ramp, as in rampup_batch_size."""
         if self.ramp_from is None or self.ramp_sequences is None:
             return None
         return self.ramp_from, self.ramp_by or self.ramp_from, self.ramp_sequences
@@ -151,14 +151,14 @@ class Optimizer(Section):
 
     kind: Annotated[Literal["adamw", "muon"], bears("train", absent="adamw")] = Field(
         default="adamw",
-        description="muon = matrices get orthogonal updates, as large as AdamW's; embeddings, head, norms, biases keep "
-        "AdamW; for all weights (adapter.kind none), with optimizer.distributed false",
+        description="muon = orthogonal updates of matrices, as large as AdamW's; embeddings, head, norms and biases "
+        "use AdamW; needs adapter.kind none and optimizer.distributed false",
     )
     lr: Annotated[float, bears("train")] = Field(gt=0, le=1, description="highest learning rate, reached after warmup")
     min_lr: Annotated[float, bears("train")] = Field(default=0.0, ge=0, description="learning rate at the last step")
     warmup_steps: Annotated[Number, bears("train")] = Field(default=0, description="steps of linear rise from 0")
     warmup: Annotated[float | None, bears("train", absent=None)] = Field(
-        default=None, ge=0, lt=1, description="the same as a share of all steps, such as 0.03, in place of warmup_steps"
+        default=None, ge=0, lt=1, description="warmup as a share of all steps, such as 0.03, instead of warmup_steps"
     )
     decay: Annotated[Literal["cosine", "linear", "constant"], bears("train")] = Field(
         default="cosine", description="shape of the fall from lr to min_lr"
@@ -167,7 +167,7 @@ class Optimizer(Section):
         default=0.1, ge=0, le=10, description="decoupled; biases and norms are exempt"
     )
     without_decay: Annotated[tuple[Text, ...] | None, bears("train", absent=None)] = Field(
-        default=None, strict=False, description='further weights that are exempt, by Megatron\'s names: "*embedding*"'
+        default=None, strict=False, description='further exempt weights, by Megatron\'s names: "*embedding*"'
     )
     beta1: Annotated[float, bears("train")] = Field(
         default=0.9, ge=0, le=0.99999, description="decay of the mean of gradients, per step"
@@ -181,26 +181,26 @@ class Optimizer(Section):
     clip_grad: Annotated[float, bears("train")] = Field(
         default=1.0, ge=0, le=1e9, description="largest norm of the gradient; 0 = no clipping"
     )
-    # A resume keeps distributed and offload: Megatron does not read the state of one kind of optimizer into another.
+    # A resume keeps distributed and offload, as Megatron does not load the state of another kind of optimizer.
     distributed: Annotated[bool, bears(held=True)] = Field(
         default=True, description="shard the optimizer's state over data-parallel ranks"
     )
     states: Annotated[Literal["fp32", "bf16", "fp8"], bears("train", absent="fp32")] = Field(
-        default="fp32", description="how its two means are kept; the weights' own fp32 copy stays"
+        default="fp32", description="precision of its two means; the fp32 copy of the weights stays"
     )
     gradients: Annotated[Literal["fp32", "bf16"], bears("train", absent="fp32")] = Field(
-        default="fp32", description="how gradients are summed over microbatches and ranks"
+        default="fp32", description="precision of the sum of gradients over microbatches and ranks"
     )
     offload: Annotated[float, bears(held=True)] = Field(
-        default=0.0, ge=0, le=1, description="share of its state and step on the host, 16 bytes a parameter there"
+        default=0.0, ge=0, le=1, description="share of its state and step on the host, with 16 bytes per parameter"
     )
 
 
 class Moe(Section):
-    """Routing of tokens to experts. A dense model takes none of its losses."""
+    """Routing of tokens to experts. A dense model ignores its losses."""
 
     aux_loss_coeff: Annotated[float | None, bears("train")] = Field(
-        default=None, ge=0, le=10, description="weight of the balancing loss, a mean over rows; null = the model's own"
+        default=None, ge=0, le=10, description="weight of the balancing loss, a mean over rows; null = the model's"
     )
     z_loss_coeff: Annotated[float | None, bears("train")] = Field(
         default=None, ge=0, le=1, description="weight of the z loss; null = none; 1e-3 is usual"
@@ -213,16 +213,16 @@ class Moe(Section):
     )
     balance: Annotated[Literal["model", "none", "aux_loss", "seq_aux_loss"], bears("train")] = Field(
         default="model",
-        description="balancing loss; model = what Megatron-Bridge sets for this architecture; aux_loss and "
-        "seq_aux_loss are the same here: of each row, without padding, at any micro_batch and layout",
+        description="balancing loss; model = Megatron-Bridge's choice for this architecture; aux_loss and seq_aux_loss "
+        "are equal: computed per row, without padding, at any micro_batch and layout",
     )
     force_balance: Annotated[bool, bears("train")] = Field(
         default=False, description="route evenly at random: for measurements only"
     )
     dispatcher: Annotated[Literal["alltoall", "allgather", "flex"], NOWHERE] = Field(
-        default="alltoall", description="from tokens to experts; flex = DeepEP or HybridEP"
+        default="alltoall", description="communication from tokens to experts; flex = DeepEP or HybridEP"
     )
-    # Without it adapters of experts begin with other numbers of the same distribution; a resume finds them drawn.
+    # Without it adapters of experts begin with other numbers of the same distribution; a resume loads them.
     grouped_gemm: Annotated[bool, bears("train", absent=True, held=False)] = Field(
         default=True, description="compute all experts of a rank in one kernel"
     )

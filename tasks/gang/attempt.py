@@ -1,8 +1,7 @@
-"""Begin of a gang's attempt: wait for enough hosts, ask for them, gather them, and let all go at once.
+"""Start of a gang's attempt: wait for enough free hosts, request them, gather their members, and start all at once.
 
-Where gang.min_nodes allows fewer hosts, the attempt takes those that there are after gang.start_within of waiting, by
-the rules that hold after a failure (tasks/gang/diagnosis/next_step.py). Hosts that others use are waited for all the
-same.
+If gang.min_nodes allows fewer hosts, the attempt takes the available hosts after gang.start_within, by the same rules
+as after a failure (tasks/gang/diagnosis/next_step.py). A host that is up but in use counts as available.
 """
 
 import contextlib
@@ -24,22 +23,22 @@ from tasks.gang.engines import Demand, Handle
 from tasks.gang.messages import Member, Peers
 from tasks.run import lease
 
-ASKED = 3.0  # seconds between questions about capacity
+CAPACITY_POLL = 3.0  # seconds between queries of the engine's capacity
 
 
 @dataclass(frozen=True)
 class Missing:
-    """The reason why an attempt could not begin."""
+    """Reason why an attempt could not begin."""
 
     failure: Failure
-    came: int | None = None  # hosts that there were, where others did not come in time
+    came: int | None = None  # number of available hosts, if too few joined in time
 
 
 @contextlib.contextmanager
 def turn(gang: Gang, run: Run, without: tuple[str, ...]) -> Iterator[Run]:
-    """Wait until enough hosts are free, and keep other gangs from them until this gang has them or has given them back.
+    """Wait until enough hosts are free, and lock out other gangs until this gang has taken or released them.
 
-    Nobody waits for hosts while it holds the turn: a gang that needs many does not keep one that needs few.
+    A gang waits for hosts without the lock, because a gang that needs many must not block one that needs few.
     """
     key = gang.engine.turn(Demand.of(run))
     while True:
@@ -54,28 +53,26 @@ def turn(gang: Gang, run: Run, without: tuple[str, ...]) -> Iterator[Run]:
 
 
 def _enough(gang: Gang, run: Run, without: tuple[str, ...]) -> Run:
-    """Wait until that many hosts are free. Returns the run, or the same run on fewer hosts."""
-    told, since = "", time.monotonic()
+    """Wait until enough hosts are free. Returns the run, or the same run on fewer hosts."""
+    reported, since = "", time.monotonic()
     while why := gang.engine.capacity(Demand.of(run), without):
-        if why != told:
+        if why != reported:
             gang.say(f"waits for hosts: {why}")
-            told = why
-        gang.pause(ASKED)
+            reported = why
+        gang.pause(CAPACITY_POLL)
         if time.monotonic() - since > run.gang.start_within:
             smaller = gang.smaller(without)
-            found = smaller[0] if smaller else gang.run
-            if found.layout.nodes < run.layout.nodes:
-                assert smaller
+            if smaller and smaller[0].layout.nodes < run.layout.nodes:
                 gang.say(
-                    f"{smaller[1]} of {gang.run.layout.nodes} hosts are there after {run.gang.start_within:.0f} s; "
-                    f"continues with {found.layout.nodes}"
+                    f"{smaller[1]} of {gang.run.layout.nodes} hosts are available after {run.gang.start_within:.0f} s; "
+                    f"continues with {smaller[0].layout.nodes}"
                 )
-            run = found
+            run = smaller[0] if smaller else gang.run
     return run
 
 
 def announce(gang: Gang, run: Run) -> tuple[Board, Lookout]:
-    """Put the next attempt on the board."""
+    """Create the next attempt on the board."""
     token = secrets.token_hex(8)
     (gang.folder / "probe").write_text(token)
     number = newest_attempt(gang.store, gang.name)
@@ -90,8 +87,8 @@ def announce(gang: Gang, run: Run) -> tuple[Board, Lookout]:
 
 
 def gather(gang: Gang, run: Run, without: tuple[str, ...], lookout: Lookout, handle: Handle) -> Missing | None:
-    """Wait until all members are there. Returns a Missing if they do not come in time, or if one ends first."""
-    token, told, n = (gang.folder / "probe").read_text(), -1, run.layout.nodes
+    """Wait until all members have joined. Returns a Missing if they do not join in time, or if one ends first."""
+    token, reported, n = (gang.folder / "probe").read_text(), -1, run.layout.nodes
     until = look = time.monotonic() + run.gang.start_within
     queued = None
     while True:
@@ -107,31 +104,31 @@ def gather(gang: Gang, run: Run, without: tuple[str, ...], lookout: Lookout, han
         waiting = [k for k, node in nodes.items() if node.state == "waiting" and lookout.silence(k) < STALE]
         if len(waiting) == n:
             return None
-        if len(waiting) != told:
-            told = len(waiting)
-            gang.say(f"attempt {lookout.board.attempt}: {told} of {n} hosts are there")
+        if len(waiting) != reported:
+            reported = len(waiting)
+            gang.say(f"attempt {lookout.board.attempt}: {reported} of {n} hosts have joined")
         over = [k for k, alive in handle.alive().items() if alive is False]
         over += [k for k, node in nodes.items() if k not in waiting]
         came = None
         if over:
             line = f"host: member {over[0]} ended before the gang was complete; its log says why"
         elif time.monotonic() > until:
-            line = f"host: {len(waiting)} of {n} hosts came within {run.gang.start_within:.0f} s"
+            line = f"host: {len(waiting)} of {n} hosts joined within {run.gang.start_within:.0f} s"
             came = len(waiting)
-        elif why and time.monotonic() > look:  # a queue waits for hosts that are down as for those that others use
+        elif why and time.monotonic() > look:  # a queue also waits for hosts that are down
             look = until
             smaller = gang.smaller(without)
             if smaller is None or smaller[0].layout.nodes >= n:
                 continue
             came = smaller[1]
-            line = f"host: {came} of {n} hosts are there after {run.gang.start_within:.0f} s; {why}"
+            line = f"host: {came} of {n} hosts are available after {run.gang.start_within:.0f} s; {why}"
         else:
             continue
         return Missing(Failure("host", "; ".join(dict.fromkeys((line, *handle.words()[-1:]))), True), came)
 
 
 def go(lookout: Lookout) -> dict[int, str]:
-    """Let all members go. Returns their hosts by member, in the order of their ranks; the first is the master."""
+    """Start all members. Returns their hosts by member, in the order of their ranks; the first is the master."""
     nodes = dict(lookout.nodes)
     names = host_names(lookout)
     members = {name: k for k, name in names.items()}

@@ -1,9 +1,9 @@
-"""Background threads for the controller's reports to the outside, so that a server that hangs delays no watch.
+"""Background threads for the controller's reports to other services: a server that hangs does not block the controller.
 
     with aside(say, tick) as (say, tick): ...       both return at once
 
-Lines come in their order, and all before the block ends, if the receiver takes them within TOLD_WITHIN seconds. Ticks
-that are late are merged into one, and the last one comes at the end. Neither waits for the other.
+Lines keep their order. All are delivered before the block ends, unless the receiver needs more than DELIVERY_TIME
+seconds. Late ticks are merged into one, and a last tick runs at the end. Lines and ticks do not wait for each other.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-TOLD_WITHIN = 3.0  # a cancelled flow run has 30 s, most of which a checkpoint may take
+DELIVERY_TIME = 3.0  # a cancelled flow run has 30 s, and a checkpoint may take most of them
 
 
 @contextlib.contextmanager
@@ -23,34 +23,34 @@ def aside(
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     due, over = threading.Event(), threading.Event()
 
-    def pass_on() -> None:
+    def send_lines() -> None:
         while (line := lines.get()) is not None:
-            with contextlib.suppress(Exception):  # a line that gets lost is not worth a gang
+            with contextlib.suppress(Exception):  # a lost line must not end the gang
                 say(line)
 
-    def go_on() -> None:
+    def send_ticks() -> None:
         last = False
         while not last:
             due.wait()
             due.clear()
             last = over.is_set()
-            with contextlib.suppress(Exception):  # neither is a progress bar
+            with contextlib.suppress(Exception):  # nor must a progress bar
                 tick()
 
-    threads = [_started(work) for work in (pass_on, go_on)]
+    threads = [_started(work) for work in (send_lines, send_ticks)]
     try:
         yield lines.put, due.set
     finally:
         lines.put(None)
         over.set()
         due.set()
-        until = time.monotonic() + TOLD_WITHIN
+        until = time.monotonic() + DELIVERY_TIME
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
 
 
 def _started(work: Callable[[], None]) -> threading.Thread:
-    context = contextvars.copy_context()  # Prefect knows by it whose lines they are
+    context = contextvars.copy_context()  # tells Prefect which run the lines belong to
     thread = threading.Thread(target=context.run, args=(work,), daemon=True, name=f"aside: {work.__name__}")
     thread.start()
     return thread

@@ -1,4 +1,4 @@
-"""Context of a gang: everything that stays the same over its attempts, for those who start, watch and end them."""
+"""Context of a gang: everything that stays the same over its attempts."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ TICK = 0.5
 class Gang:
     name: str
     folder: Path
-    job: Job  # with all the hosts that it wants, also where an attempt has fewer
+    job: Job  # on the configured number of hosts; an attempt may have fewer
     store: Store
     engine: Engine
     say: Callable[[str], None]
@@ -31,7 +31,7 @@ class Gang:
 
     @property
     def run(self) -> Run:
-        """The run on all the hosts that the job wants."""
+        """The run on the configured number of hosts."""
         return self.job.run
 
     def pause(self, seconds: float) -> None:
@@ -46,11 +46,11 @@ class Gang:
             time.sleep(min(left, TICK))
 
     def available(self, without: tuple[str, ...]) -> int | None:
-        """Number of hosts but for these, free or not. None where it is of no use, or the engine does not know it."""
+        """Number of hosts except `without`, free or not. None if gang.min_nodes is 0 or the engine does not know it."""
         return self.engine.available(Demand.of(self.run), without) if self.run.gang.min_nodes else None
 
     def smaller(self, without: tuple[str, ...]) -> tuple[Run, int] | None:
-        """The run on as many hosts as there are, and their number; None where the gang waits for all hosts."""
+        """The run on fewer hosts, and the number of available hosts; None if the gang waits for all hosts."""
         left = self.available(without)
         if left is None or left >= self.run.layout.nodes:
             return None

@@ -1,17 +1,17 @@
-"""Member of a gang's attempt on one host: it joins, waits for go, runs the ranks, and leaves none of them behind.
+"""Member of a gang's attempt on one host: it joins, waits for the start, runs the ranks, and ends all of them.
 
     python -m tasks.run.guard --grace=S python -m tasks.gang.member --store URI --gang ID --attempt N --node K
 
-Every engine starts it so, under the guard with standard input held open; both end when their starter does. Credentials
-of the store come from this host's own environment.
+Every engine starts it with this command, with standard input held open; guard and member end when their starter ends.
+Credentials of the store come from this host's environment.
 
-It ends within seconds of the controller's stop, or of its silence while the store answers; of a later attempt; of the
-end of its starter; and of being cut off from store and witnesses alike. A store that is away by itself ends nothing.
-Exit code 0: done, or stopped in order; 1: failed.
+It ends within seconds if the controller stops the attempt, if the controller is silent while the store answers, if a
+later attempt exists, if its starter ends, or if it reaches neither the store nor a witness. An outage of the store
+alone does not end it. Exit code 0: done, or stopped on request; 1: failed.
 
-GANG_ADDRESS names the address that others reach this host at, where the first that answers is not the right one.
-GANG_HOST names the host, where a container calls itself otherwise. GANG_PLACE names where it stands (conf/network.py,
-rank_order), if Slurm does not say so itself.
+GANG_ADDRESS sets the address at which others reach this host, if the detected one is wrong. GANG_HOST sets the host's
+name, for containers with another hostname. GANG_PLACE sets its position in the network (conf/network.py, rank_order);
+its default comes from Slurm.
 """
 
 # pyright: reportOptionalMemberAccess=false
@@ -43,19 +43,19 @@ from tasks.gang.ranks import Ranks, Start
 from tasks.store import open_store
 
 TICK = 0.3
-TOLD = 10.0  # seconds between reports of steps
+REPORTED = 10.0  # seconds between reports of steps
 LAST_WORDS = 8.0  # seconds for the last report and logs
 
 
 def main() -> int:
     options = _arguments()
-    told = threading.Event()
+    ending = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: told.set())
+        signal.signal(number, lambda *_: ending.set())
     board = Board(open_store(options.store, hasty=True), options.gang, options.attempt)
     folder = Path(tempfile.mkdtemp(prefix="gang-"))
     try:
-        return _take_part(board, options.node, folder, told, options.starter)
+        return _take_part(board, options.node, folder, ending, options.starter)
     except Fault as fault:
         print(fault, flush=True)
         return 1
@@ -63,7 +63,7 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _take_part(board: Board, node: int, folder: Path, told: threading.Event, starters: list[str]) -> int:
+def _take_part(board: Board, node: int, folder: Path, ending: threading.Event, starters: list[str]) -> int:
     host = os.environ.get("GANG_HOST") or socket.gethostname()
     link = Link(board, node, Member(secrets.token_hex(8), host, "waiting"))
     port = peer_probe.serve(lambda: Standing(board.gang, board.attempt, link.word.state))
@@ -82,19 +82,19 @@ def _take_part(board: Board, node: int, folder: Path, told: threading.Event, sta
         place=os.environ.get("GANG_PLACE") or os.environ.get("SLURM_TOPOLOGY_ADDR", ""),
     )
     link.met = met is not None
-    if not _take_gpus(board, told, starters) or not link.join():
+    if not _take_gpus(board, ending, starters) or not link.join():
         print(f"{board.place}: over, or another process is member {node}")
         return 1
     print(f"member {node} of {board.place} on {host} ({address})", flush=True)
-    while not (why := _why_stop(link, told, starters)) and link.word.state == "gathering":
+    while not (why := _why_stop(link, ending, starters)) and link.word.state == "gathering":
         time.sleep(TICK)
     if not why:
         try:
-            why, code = _train(link, board, node, folder, told, starters)
-        except Exception as error:  # of this host, before its ranks began: their own end is told otherwise
+            why, code = _train(link, board, node, folder, ending, starters)
+        except Exception as error:  # of this host, before its ranks began; post_mortem() reports failed ranks
             lines = "".join(traceback.format_exception(error)).splitlines()[-30:]
-            one = End(rank=-1, code=1, step=0, lines=tuple(lines), silent=False, state="", stalled=False)
-            link.say(state="failed", failed=(one,))
+            end = End(rank=-1, code=1, step=0, lines=tuple(lines), silent=False, state="", stalled=False)
+            link.say(state="failed", failed=(end,))
             why, code = lines[-1], 1
     else:
         link.say(state="stopped", reason=why, over=True)
@@ -104,46 +104,46 @@ def _take_part(board: Board, node: int, folder: Path, told: threading.Event, sta
     return code
 
 
-def _train(link: Link, board: Board, node: int, folder: Path, told: threading.Event, starters: list[str]):
+def _train(link: Link, board: Board, node: int, folder: Path, ending: threading.Event, starters: list[str]):
     word = link.word
     conf = folder / "resolved.yaml"
     conf.write_text(board.text("resolved.yaml"))
     run = load(conf)
-    assert word.master, "the controller said go"
+    assert word.master, "the controller sets it with go"
     name = f"{board.gang}-{board.attempt}"
     start = Start(run, board.task(), conf, name, word.order.index(node), link.me.address, word.master, word.key)
     host, ranks = Host(), Ranks(start, folder / "run")
     link.say(state="running")
-    said, grace, why, look = time.monotonic(), 0.0, "", "running"
+    reported, grace, why, look = time.monotonic(), 0.0, "", "running"
     while look == "running":
         time.sleep(TICK)
         link.logs = ranks.logs()
-        if why := _why_stop(link, told, starters):
-            grace = run.gang.grace if told.is_set() or link.word.save else 0.0
+        if why := _why_stop(link, ending, starters):
+            grace = run.gang.grace if ending.is_set() or link.word.save else 0.0
             break
         look = ranks.look()
-        if time.monotonic() - said > TOLD:
-            said = time.monotonic()
+        if time.monotonic() - reported > REPORTED:
+            reported = time.monotonic()
             link.say(ranks=tuple(ranks.signs()), free=ranks.free_disk())
     if look == "failed":
         failed = tuple(ranks.post_mortem())
         link.say(state="failed", failed=failed, free=ranks.free_disk(), **host.evidence())
         ranks.end(0)
         link.say(over=True)
-        return "failed: " + "; ".join(f"rank {one.rank} code {one.code}" for one in failed), 1
+        return "failed: " + "; ".join(f"rank {end.rank} code {end.code}" for end in failed), 1
     if look == "done":
         ranks.end(0)
         link.say(state="done", over=True)
         return "done", 0
-    link.say(state="stopping", reason=why, told=told.is_set(), ranks=tuple(ranks.signs()))
+    link.say(state="stopping", reason=why, told=ending.is_set(), ranks=tuple(ranks.signs()))
     ranks.end(grace)
-    link.say(state="preempted" if told.is_set() else "stopped", reason=why, over=True)
+    link.say(state="preempted" if ending.is_set() else "stopped", reason=why, over=True)
     return why, 0
 
 
-def _why_stop(link: Link, told: threading.Event, starters: list[str]) -> str:
-    if told.is_set():
-        return "told to end"
+def _why_stop(link: Link, ending: threading.Event, starters: list[str]) -> str:
+    if ending.is_set():
+        return "ended by a signal"
     return _gone(starters) or link.why_stop()
 
 
@@ -155,12 +155,10 @@ def _gone(starters: list[str]) -> str:
     return ""
 
 
-def _take_gpus(board: Board, told: threading.Event, starters: list[str]) -> bool:
-    """Take the GPUs of this host that its ranks will use, once nobody else has them.
+def _take_gpus(board: Board, ending: threading.Event, starters: list[str]) -> bool:
+    """Wait until this host's GPUs are free and lock those that the ranks will use, until this process ends.
 
-    This process keeps them until it ends.
-
-    A member that waits for them does not count as there. Returns False where the attempt no longer waits for it.
+    The member joins the attempt only afterwards. Returns False if the attempt no longer waits for it.
     """
     if not nvidia_smi.visible():
         return True
@@ -169,9 +167,9 @@ def _take_gpus(board: Board, told: threading.Event, starters: list[str]) -> bool
     def over() -> bool:
         try:
             word = board.pulse()
-        except Exception:  # the store is away
-            return told.is_set() or bool(_gone(starters))
-        return told.is_set() or bool(_gone(starters)) or word is None or word[0].state != "gathering"
+        except Exception:  # the store does not answer
+            return ending.is_set() or bool(_gone(starters))
+        return ending.is_set() or bool(_gone(starters)) or word is None or word[0].state != "gathering"
 
     def say(line: str) -> None:
         print(line, flush=True)
@@ -182,10 +180,7 @@ def _take_gpus(board: Board, told: threading.Event, starters: list[str]) -> bool
 
 
 def _probe(word: Word) -> str:
-    """Content of the controller's probe file as this host sees it.
-
-    The right content proves that both use the same storage.
-    """
+    """Content of the controller's probe file on this host. It proves that both use the same storage."""
     try:
         return Path(word.probe).read_text()
     except OSError:

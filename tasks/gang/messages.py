@@ -4,11 +4,11 @@
     Task        task.json        the controller: what the members of the attempt run
     Peers       peers.json       the controller: where each member answers
     Member      nodes/<k>.json   a member: what it is and does; with a Sign of each rank, or the End of each
-    Standing    a port           whoever is asked where the store does not answer (peer_probe.py)
+    Standing    a port           the answer of any process when the store does not answer (peer_probe.py)
 
-A field without a default is always written, one with a default where it has another value. Who takes part reads
-strictly: an unknown key, a missing one or one of another type is a Fault of one line, as it comes from another version
-of this project. Who looks back at an attempt, of whatever version, reads Board.read(): flows.logs, previous_attempt.py.
+A field without a default is always written; one with a default is written if its value differs. Processes of a gang
+read strictly: an unknown key, a missing key or a wrong type is a Fault, as only another version of this project writes
+it. Readers of past attempts accept every version and use Board.read(): flows.logs, previous_attempt.py.
 """
 
 import functools
@@ -31,26 +31,26 @@ class Message:
 
     def to_json(self) -> bytes:
         content = asdict(self)  # type: ignore[call-overload]
-        for one in fields(self):  # type: ignore[arg-type]
-            if one.default is not MISSING and content[one.name] == one.default:
-                del content[one.name]
+        for field in fields(self):  # type: ignore[arg-type]
+            if field.default is not MISSING and content[field.name] == field.default:
+                del content[field.name]
         return json.dumps(content, sort_keys=True).encode()
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Self:
-        """Read a message. Raises Foreign, which names `where` it was read."""
+        """Read a message. Raises Foreign, which names the place `where` it was read."""
         return _read(data, cls, cls, where)
 
 
 class Foreign(Fault):
-    """A message that another version of the project has written. A store that is away raises Faults of other kinds."""
+    """A message that another version of the project has written. An outage of the store raises other Faults."""
 
 
 @dataclass(frozen=True)
 class Word(Message):
-    """Message of the controller. It is renewed every few seconds, or it is worth nothing."""
+    """Message of the controller. It is renewed every few seconds and expires otherwise."""
 
-    by: str  # which process wrote it
+    by: str  # id of the process that wrote it
     state: Literal["gathering", "go", "stop"]
     beat: int = 0  # a renewal changes it
     probe: str = ""  # a file on the storage that all hosts share
@@ -58,27 +58,27 @@ class Word(Message):
     port: int = 0  # where it answers
     order: tuple[int, ...] = ()  # go: members, in the order of their ranks
     master: Address | None = None  # go: where ranks meet
-    key: str = ""  # go: secret with which hosts are let in there
+    key: str = ""  # go: secret that admits hosts to the rendezvous
     reason: str = ""  # stop: why
-    save: bool = False  # stop: a checkpoint first
-    closed: bool = False  # no member is left
+    save: bool = False  # stop: save a checkpoint first
+    closed: bool = False  # all members have ended
 
 
 @dataclass(frozen=True)
 class Task(Message):
-    """Task of the members: a command of the trainer, which each runs below torchrun."""
+    """Task of the members: a command of the trainer, which each runs under torchrun."""
 
     command: str
     nodes: int  # members whose ranks run it together, the first in order
     gpus: int  # of each host; 0 = it computes on CPUs
     ranks: int  # that torchrun starts on each host
-    helps: str = ""  # command of the members behind these: each has ranks of its own, which come to the first one's
-    helpers: int = 0  # ranks of each of these
+    helps: str = ""  # command of all further members: each runs it as a separate job that connects to the first member
+    helpers: int = 0  # ranks of each further member
 
 
 @dataclass(frozen=True)
 class Sign(Message):
-    """State of a rank, by its own account and by its process."""
+    """State of a rank, from its signs of life and its process."""
 
     rank: int
     pid: int
@@ -86,7 +86,7 @@ class Sign(Message):
     phase: str
     age: float  # seconds since its thread of life wrote
     idle: float  # seconds since its last step
-    state: str  # of the process in /proc, as T or D; empty where there is none
+    state: str  # of the process in /proc, such as T or D; empty without a process
     silent: bool
     stalled: bool
 
@@ -106,29 +106,29 @@ class End(Message):
 
 @dataclass(frozen=True)
 class Member(Message):
-    """State of a member, and what it does."""
+    """State of a member and its ranks."""
 
-    by: str  # which process wrote it
+    by: str  # id of the process that wrote it
     host: str
     state: Literal["waiting", "running", "stopping", "stopped", "preempted", "failed", "done"]
-    address: str = ""  # that others reach the host at
+    address: str = ""  # at which others reach the host
     port: int = 0  # where the member answers
     master_port: int = 0  # where ranks meet, if it is the first
-    probe: str = ""  # what it read where the controller wrote: proof of the same storage
-    place: str = ""  # where the host stands in the network
+    probe: str = ""  # content of the controller's probe file: proof of the same storage
+    place: str = ""  # the host's position in the network
     ranks: tuple[Sign, ...] = ()
     failed: tuple[End, ...] = ()
     free: int | None = None  # bytes, where checkpoints go
     oom_kills: int = 0  # since it began
     kernel: tuple[str, ...] = ()  # lines of the kernel's log, since it began
     reason: str = ""  # why it stops
-    told: bool = False  # it was told to end by whoever started it
-    over: bool = False  # none of its ranks is left
+    told: bool = False  # a signal of its starter ended it
+    over: bool = False  # all its ranks have ended
 
 
 @dataclass(frozen=True)
 class Standing(Message):
-    """Answer of a gang's process to whoever connects."""
+    """Answer of a gang's process to every connection."""
 
     gang: str
     attempt: int
@@ -150,7 +150,7 @@ class Peers:
 
 
 def by(data: bytes) -> str | None:
-    """Name of the process that wrote a message, of whatever kind and version."""
+    """Id of the process that wrote a message of any kind and version."""
     content = json.loads(data)
     return content.get("by") if isinstance(content, dict) else None
 

@@ -1,8 +1,9 @@
-"""Probe by which a member tells a store that is away from being cut off: each process of a gang answers on a port.
+"""Probe with which a member distinguishes an outage of the store from a broken network of this host.
 
-A connection gets one line of JSON that says who the process is. Nothing is read from it, so nothing can be asked for,
-and nothing secret is said. Where the store does not answer, a member goes on while a witness does. The witness is the
-controller, if it was ever reached from here, as it alone knows of a later attempt; else up to three other members.
+Each process of a gang answers on a port. A connection gets one line of JSON with the process's gang, attempt and state.
+Nothing is read from the connection, and the answer contains no secret. If the store does not answer, a member continues
+while a witness answers. The witness is the controller, if it was ever reached from this host, because only it knows of
+a later attempt; otherwise up to three other members.
 
 The module also finds the address of this host that others reach. Not covered: IPv6.
 """
@@ -27,25 +28,26 @@ def serve(standing: Callable[[], Standing]) -> int:
 
 
 def ask(address: str, port: int) -> Standing | None:
-    """Answer of the other end; None where nobody answers, or nobody of this version."""
+    """Answer of the other end; None if nothing answers, or another version does."""
     try:
         with socket.create_connection((address, port), timeout=PATIENCE) as connection:
-            said = b""
+            answer = b""
             while block := connection.recv(4096):
-                said += block
-            return Standing.from_json(said, f"{address}:{port}")
+                answer += block
+            return Standing.from_json(answer, f"{address}:{port}")
     except (OSError, ValueError):
         return None
 
 
 def addresses() -> list[str]:
-    """Addresses of this host. Those that only it can reach come last."""
-    found = [a.address for of in psutil.net_if_addrs().values() for a in of if a.family == socket.AF_INET]
-    return sorted(dict.fromkeys(found), key=lambda address: address.startswith("127."))
+    """Addresses of this host, loopback addresses last."""
+    entries = [entry for interface in psutil.net_if_addrs().values() for entry in interface]
+    ours = [entry.address for entry in entries if entry.family == socket.AF_INET]
+    return sorted(dict.fromkeys(ours), key=lambda address: address.startswith("127."))
 
 
 def reached(theirs: Iterable[str], port: int) -> tuple[str, str] | None:
-    """The first of their addresses that answers, and the address of ours that they see then."""
+    """The first of their addresses that answers, and this host's address in that connection."""
     for address in theirs:
         with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=PATIENCE) as connection:
             return address, connection.getsockname()[0]
@@ -55,7 +57,7 @@ def reached(theirs: Iterable[str], port: int) -> tuple[str, str] | None:
 def interface(address: str) -> str | None:
     """The network interface that has this address."""
     items = psutil.net_if_addrs().items()
-    return next((name for name, of in items if any(one.address == address for one in of)), None)
+    return next((name for name, entries in items if any(entry.address == address for entry in entries)), None)
 
 
 def free_port() -> int:

@@ -1,6 +1,6 @@
-"""End of the previous attempt: no attempt begins before all members of the last one are over.
+"""End of the previous attempt: no attempt begins before all members of the last one have ended.
 
-They have said so, or must have ended themselves.
+A member has ended if it reported so, or if it has been silent for so long that it must have stopped itself.
 """
 
 import json
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from tasks.gang.board import STALE, Board, Watch, newest_attempt
 from tasks.store import Store
 
-ENDED_BY_ITSELF = STALE + 10  # seconds after its last renewal in which a member that is cut off ends, whatever happens
+ENDED_BY_ITSELF = STALE + 10  # seconds after its last renewal within which a disconnected member ends in any case
 
 
 def wait_for_the_last(store: Store, gang: str, say: Callable[[str], None], pause: Callable[[], None]) -> None:
-    """Wait until everything that an earlier controller, of this version or another, has left behind is over."""
+    """Wait until all members that an earlier controller, of any version, has left running have ended."""
     number = newest_attempt(store, gang)
     board = Board(store, gang, number)
     word = board.read("gang.json") if number else None

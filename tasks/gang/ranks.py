@@ -1,8 +1,8 @@
-"""Ranks of one host: torchrun and the processes that it started, and the state of each of them.
+"""Ranks of one host: torchrun, the processes that it started, and the state of each of them.
 
-A rank is dead by torchrun's word, or by its own account before that. It is silent when the thread that writes its signs
-of life (trainer/startup/heartbeat.py) says nothing, and stalled when that thread lives and no step is made. All times
-are this host's monotonic clock. Ranks end with torchrun, whatever it dies of (trainer/startup/entry.py).
+A rank has failed if torchrun reports it, or if the rank wrote an error file before. It is silent if the thread that
+writes its signs of life (trainer/startup/heartbeat.py) has stopped, and stalled if that thread writes but no step
+completes. All times are this host's monotonic clock. Ranks always end with torchrun (trainer/startup/entry.py).
 """
 
 import contextlib
@@ -28,17 +28,17 @@ from tasks.gang import peer_probe
 from tasks.gang.messages import Address, End, Sign, Task
 from tasks.run.launch import PRIVATE, ROOT
 
-# Seconds without a sign of life, by the state of the process in /proc: one that is stopped (T) will not come back by
-# itself, a disk or driver (D) may answer late, and any other may hold its interpreter for long, as an import does.
+# Seconds without a sign of life, by the state of the process in /proc: a stopped process (T) stays stopped, a disk or
+# driver (D) may answer late, and any other process may hold its interpreter for long, for example during an import.
 SILENT = {"T": 6.0, "t": 6.0, "D": 20.0}
 SILENT_ELSE = 60.0
 DEATH = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
-# The key of paths, by command.
+# The key of `paths` that each command writes to.
 WRITES = {"train": "output", "evaluate": "evaluation", "convert": "base", "reference": "reference"}
 WRITES |= {"reinforce": "reinforced", "reinforcement.engines.guest": "reinforced"}
 SHOWN = 30  # last lines of a failed rank's log
-LEAST = 1 << 20  # bytes of this host's own disk, below which neither signs of life nor logs can be relied on
-AFTER = 0.7  # seconds between a rank's death and the look at what all of them left
+LEAST = 1 << 20  # free bytes of this host's disk, below which neither signs of life nor logs are reliable
+AFTER = 0.7  # seconds between a rank's death and the reading of all ranks' traces
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Start:
     task: Task
     conf: Path  # the resolved configuration
     name: str  # gang and attempt
-    node: int  # this host's place among all
-    address: str  # of this host, as the others see it
+    node: int  # this host's position in the order of ranks
+    address: str  # of this host, as other hosts reach it
     master: Address
-    key: str  # secret of the attempt, which the hosts prove to one another
+    key: str  # secret of the attempt, with which hosts authenticate each other
 
 
 class Ranks:
@@ -62,9 +62,9 @@ class Ranks:
         helps = bool(task.helps) and start.node >= task.nodes
         name, self.count = (task.helps, task.helpers) if helps else (task.command, task.ranks)
         self.writes = Path(getattr(paths, WRITES[name]))
-        self.alone = name == "evaluate"  # torchrun waits minutes for those that only compute
+        self.alone = name == "evaluate"  # its ranks are independent, and torchrun would wait minutes for slower ones
         self.first = start.node * task.ranks
-        self.shift = self.first if helps else 0  # what ranks of a member's own call themselves begins at 0
+        self.shift = self.first if helps else 0  # ranks of a separate job number themselves from 0
         self.failed_at: float | None = None
         self._life().mkdir(parents=True)
         nodes, node, master = task.nodes, start.node, start.master
@@ -74,13 +74,13 @@ class Ranks:
         command += ["--nproc-per-node", str(self.count), "--rdzv-id", start.name]
         command += ["--log-dir", str(folder / "ranks"), "--redirects", "3"]
         command += ["-m", f"trainer.{name}", str(start.conf)]
-        environment = network.environment(start.run, nvidia_smi.kind())  # what this host says already wins
+        environment = network.environment(start.run, nvidia_smi.kind())  # this host's variables take precedence
         environment |= {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
         environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), signs_of_life.FOLDER: str(self._life())}
         environment |= {"GANG_ATTEMPT": start.name, "TRAINER_FAULT_FILE": str(folder / "fault")}
         environment |= {"GANG_ADDRESS": start.address, "GANG_KEY": start.key}
         environment |= {} if task.gpus else {"CUDA_VISIBLE_DEVICES": ""}
-        environment |= {"VLLM_HOST_IP": start.address}  # vLLM else asks for the route to the internet
+        environment |= {"VLLM_HOST_IP": start.address}  # otherwise vLLM looks for the route to the internet
         environment.setdefault("OMP_NUM_THREADS", "1")
         one_host = task.nodes == 1 and not task.helps
         if interface := "lo" if one_host else peer_probe.interface(start.address):
@@ -98,7 +98,7 @@ class Ranks:
     def look(self) -> str:
         """State of the ranks: running, done or failed.
 
-        Between a first death and failed all have a moment to leave what they know.
+        After the first death the state stays running for a moment, in which the other ranks write their errors.
         """
         code = self.process.poll()
         if code == 0 or (self.alone and any(sign.phase == signs_of_life.OVER for sign in self.signs())):
@@ -111,17 +111,17 @@ class Ranks:
         return "failed" if any(sign.silent or sign.stalled for sign in self.signs()) else "running"
 
     def signs(self) -> list[Sign]:
-        """Signs of every rank that has begun: its activity, and since when it has been silent."""
-        now, gang, found = time.monotonic(), self.run.gang, []
+        """Activity of every rank that has begun, and the time since its last sign of life and step."""
+        now, gang, signs = time.monotonic(), self.run.gang, []
         for path in sorted(self._life().glob(signs_of_life.sign("*"))):
             with contextlib.suppress(OSError, ValueError, KeyError):
                 sign = json.loads(path.read_text())
                 age, idle, kind = now - sign["at"], now - sign["step_at"], state(sign["pid"])
                 longest = max(gang.stall_seconds, gang.stall_factor * sign["usual"])
                 longest = longest if sign["phase"] in signs_of_life.MEASURED else gang.quiet_seconds
-                there = kind not in ("", "Z")
-                silent = there and age > SILENT.get(kind, SILENT_ELSE)
-                found.append(
+                alive = kind not in ("", "Z")
+                silent = alive and age > SILENT.get(kind, SILENT_ELSE)
+                signs.append(
                     Sign(
                         rank=self.shift + sign["rank"],
                         **{key: sign[key] for key in ("pid", "step", "phase")},
@@ -129,18 +129,18 @@ class Ranks:
                         idle=round(idle, 1),
                         state=kind,
                         silent=silent,
-                        stalled=there and not silent and idle > longest,
+                        stalled=alive and not silent and idle > longest,
                     )
                 )
-        return found
+        return signs
 
     def post_mortem(self) -> list[End]:
-        """End of every rank: how it ended, and its last lines."""
-        deaths, told = self._deaths(), {sign.rank: sign for sign in self.signs()}
-        found: list[End] = []
+        """Exit code, state and last lines of every rank."""
+        deaths, signs = self._deaths(), {sign.rank: sign for sign in self.signs()}
+        ends: list[End] = []
         for local in range(self.count):
             rank = self.first + local
-            sign = told.get(rank)
+            sign = signs.get(rank)
             error = _read(self._life() / signs_of_life.error(rank - self.shift))
             lines = self._tail(local)
             for line in error.get("lines", []):
@@ -149,7 +149,7 @@ class Ranks:
             code = deaths.get(local, 1 if error else None)
             if (self.folder / "fault").exists() and (error or code == 2):
                 lines, code = (self.folder / "fault").read_text().splitlines(), 2
-            found.append(
+            ends.append(
                 End(
                     rank=rank,
                     code=code,
@@ -160,24 +160,24 @@ class Ranks:
                     stalled=bool(sign and sign.stalled),
                 )
             )
-        first = found[0]
+        first = ends[0]
         if full := self._full():
             first = replace(first, lines=(full, *first.lines), code=first.code or 1)
         if not deaths and self.process.poll() not in (None, 0):  # torchrun itself
             last = self.log.read_text(errors="replace").splitlines()[-SHOWN:]
             first = replace(first, lines=(*first.lines, *last), code=first.code or self.process.returncode)
-        return [first, *found[1:]]
+        return [first, *ends[1:]]
 
     def logs(self) -> dict[str, Path]:
-        """Growing files, by the names that they have on the board."""
-        found = {"torchrun.log": self.log}
+        """Log files, by their names on the board."""
+        files = {"torchrun.log": self.log}
         for path in sorted((self.folder / "ranks").rglob("std*.log")):
             if path.parent.name.isdigit():
-                found[f"rank{self.first + int(path.parent.name):05d}.{path.stem[3:]}"] = path
-        return found
+                files[f"rank{self.first + int(path.parent.name):05d}.{path.stem[3:]}"] = path
+        return files
 
     def end(self, grace: float) -> None:
-        """End all ranks. With grace, they may save a checkpoint first. None of them is left afterwards."""
+        """End all ranks and wait for them. With grace, they may save a checkpoint first."""
         pids = {pid: started(pid) for sign in self.signs() if (pid := sign.pid)}
         if grace and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -194,14 +194,14 @@ class Ranks:
             time.sleep(0.05)
 
     def free_disk(self) -> int:
-        """Free bytes of the file system that the job writes to, which all hosts share."""
+        """Free bytes of the shared file system that the job writes to."""
         folder = self.writes
         while not folder.exists():
             folder = folder.parent
         return shutil.disk_usage(folder).free
 
     def _full(self) -> str:
-        """A line on the disk of logs and signs of life, if that is full."""
+        """Message if the disk of logs and signs of life is full, else empty."""
         free = shutil.disk_usage(self.folder).free
         return f"this host's own disk is full: {size(free)} free at {self.folder}" if free < LEAST else ""
 
@@ -222,7 +222,7 @@ class Ranks:
         return lines
 
 
-# torchrun's own parent may be killed at any moment; the kernel then ends torchrun, and its ranks follow.
+# The kernel ends torchrun if its parent is killed, and the ranks end with torchrun.
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)

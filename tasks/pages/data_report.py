@@ -1,6 +1,6 @@
-"""Pages, tables of samples and figures of the report of preparation (report.json, by trainer/data/write/report.py).
+"""Page, tables of samples and figures of the report of preparation (report.json, by trainer/data/write/report.py).
 
-Parts of the report that do not apply, such as packing, are absent. The page then does not mention them.
+The page has no section for parts that the report lacks, such as packing.
 """
 
 from typing import Any
@@ -8,18 +8,18 @@ from typing import Any
 from tasks.pages.markdown import code, fenced, table, words
 
 SPLITS = ("training", "validation", "test")
-EXAMPLE = 4000  # characters of it that are shown
-SAMPLES = 5  # shown of each kind
+EXAMPLE = 4000  # shown characters of the example
+SAMPLES = 5  # shown samples of each kind
 BAR = 40  # characters of the longest bar
 
 Report = dict[str, Any]
 
 
 def numbers(report: Report) -> dict[str, Any]:
-    """The most telling figures, for MLflow."""
+    """The most important figures, for MLflow."""
     rows, tokens = report["rows"], report["tokens"]
     packing = report.get("packing", {}).get("training", {})
-    found = {
+    figures = {
         "rows_read": rows["read"],
         "rows_kept": rows["kept"],
         "rows_left_out": _left_out(report),
@@ -37,12 +37,12 @@ def numbers(report: Report) -> dict[str, Any]:
         "anomalies": sum(entry["count"] for entry in report.get("anomalies", {}).values()),
         "tokens_per_second": report.get("tokens_per_second"),
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in figures.items() if value is not None}
 
 
 def tables(report: Report) -> dict[str, list[dict[str, Any]]]:
-    """Samples of the rows that were left out and of those that are odd, by the name of the table."""
-    found = {
+    """Samples of dropped rows, of anomalies and of similar rows, by the name of the table."""
+    samples = {
         "left_out": [
             {"reason": reason, "rows": entry["count"], **sample}
             for reason, entry in report["dropped"].items()
@@ -54,8 +54,8 @@ def tables(report: Report) -> dict[str, list[dict[str, Any]]]:
             for sample in entry["samples"]
         ],
     }
-    found["alike"] = [entry for entries in report.get("alike", {}).get("samples", {}).values() for entry in entries]
-    return {name: rows for name, rows in found.items() if rows}
+    samples["alike"] = [entry for entries in report.get("alike", {}).get("samples", {}).values() for entry in entries]
+    return {name: rows for name, rows in samples.items() if rows}
 
 
 def headline(report: Report) -> str:
@@ -67,7 +67,7 @@ def headline(report: Report) -> str:
 
 
 def page(report: Report, title: str, files: str = "") -> str:
-    """The report in Markdown. `files` is where the artifact's files lie."""
+    """The report in Markdown. `files` is the location of the artifact's files."""
     text = [f"# {words(title)}", "", f"{words(headline(report))}."]
     if warnings := report.get("warnings"):
         text += ["", "**Worth a look:**", "", *(f"- {words(line)}" for line in warnings)]
@@ -115,11 +115,11 @@ def _tokens(report: Report) -> list[str]:
     return text
 
 
-def histogram(found: dict[str, list[int]] | None) -> list[str]:
-    """Lines of a histogram, one for each bin from the first to the last that holds something."""
-    if not found or not any(found["counts"]):
+def histogram(bins: dict[str, list[int]] | None) -> list[str]:
+    """Lines of a histogram, one for each bin from the first to the last nonempty bin."""
+    if not bins or not any(bins["counts"]):
         return []
-    edges, counts = found["edges"], found["counts"]
+    edges, counts = bins["edges"], bins["counts"]
     filled = [number for number, count in enumerate(counts) if count]
     width, most = len(f"{edges[-1] - 1:,}"), max(counts)
     lines = []
@@ -148,39 +148,25 @@ def _checks(report: Report) -> list[str]:
     if like := report.get("duplicates"):
         text.append(f"- duplicates: {like['exact']:,} exact, {like['near']:,} near")
     if overlap := report.get("overlap"):
-        text.append(f"- held out, but like a row of training: {overlap['exact']:,} exactly, {overlap['near']:,} nearly")
+        text.append(f"- held-out rows like a training row: {overlap['exact']:,} exactly, {overlap['near']:,} nearly")
     if report.get("tokens_per_second"):
         text.append(f"- speed: {report['tokens_per_second']:,.0f} tokens/s")
     return text
 
 
-def _alike(found: dict[str, Any] | None, files: str) -> list[str]:
+def _alike(alike: dict[str, Any] | None, files: str) -> list[str]:
     """Leaks first, then copies and near copies, by file and line."""
-    if not found:
+    if not alike:
         return []
-    total = ", ".join(f"{words(kind)} {count:,}" for kind, count in found["counts"].items() if count)
-    rows = [
-        (
-            words(kind),
-            code(entry["row"], 120),
-            entry["split"],
-            code(entry["like"], 120),
-            entry["of"],
-            words(entry["by"]),
-        )
-        for kind in found["counts"]
-        for entry in found["samples"].get(kind, [])[:SAMPLES]
-    ]
-    return [
-        *(
-            "",
-            "## Copies and leaks",
-            "",
-            f"Rows that are like another one: {total}. All of them: {code(f'{files}/{found["file"]}', 300)}.",
-        ),
-        *table(("what", "row", "in", "is like", "in", "by"), rows),
-        *("", "data.leaks, data.near_copies and data.duplicates: drop leaves them out."),
-    ]
+    total = ", ".join(f"{words(kind)} {count:,}" for kind, count in alike["counts"].items() if count)
+    rows = []
+    for kind in alike["counts"]:
+        for entry in alike["samples"].get(kind, [])[:SAMPLES]:
+            row, other = code(entry["row"], 120), code(entry["like"], 120)
+            rows.append((words(kind), row, entry["split"], other, entry["of"], words(entry["by"])))
+    line = f"Rows that are like another row: {total}. All of them: {code(f'{files}/{alike["file"]}', 300)}."
+    text = ["", "## Copies and leaks", "", line, *table(("kind", "row", "in", "is like", "in", "by"), rows)]
+    return [*text, "", "To remove them, set data.leaks, data.near_copies and data.duplicates to drop."]
 
 
 def _anomalies(report: Report) -> list[str]:
@@ -188,7 +174,7 @@ def _anomalies(report: Report) -> list[str]:
         (words(name), f"{entry['count']:,}", "<br>".join(_place(_sample(s)) for s in entry["samples"][:SAMPLES]))
         for name, entry in report.get("anomalies", {}).items()
     ]
-    return ["", "## Odd rows", *table(("what", "rows", "such as"), rows)] if rows else []
+    return ["", "## Odd rows", *table(("anomaly", "rows", "such as"), rows)] if rows else []
 
 
 def _template(record: dict[str, Any]) -> list[str]:
@@ -207,7 +193,7 @@ def _example(example: dict[str, Any] | None) -> list[str]:
         for start, end in reversed(learned):
             text = f"{text[:start]}⟦{text[start:end]}⟧{text[end:]}"
     shown = text if len(text) <= EXAMPLE else f"{text[: EXAMPLE // 2]}\n[...]\n{text[-EXAMPLE // 2 :]}"
-    return ["", "## Example", "", "What stands in ⟦ ⟧ is learned.", "", fenced(shown)]
+    return ["", "## Example", "", "The text in ⟦ ⟧ is learned.", "", fenced(shown)]
 
 
 def _left_out(report: Report) -> int:
@@ -215,7 +201,7 @@ def _left_out(report: Report) -> int:
 
 
 def _place(sample: dict[str, Any]) -> str:
-    """Place of a row, and the problem there."""
+    """Place of a row, and its problem."""
     return " ".join(filter(None, (code(str(sample.get(key) or ""), 120) for key in ("place", "field", "shown"))))
 
 

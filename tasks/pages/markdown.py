@@ -1,4 +1,4 @@
-"""Pieces of Markdown for Prefect's pages. Texts from data or a model are escaped, so that they change nothing."""
+"""Pieces of Markdown for Prefect's pages. Texts from data or a model are escaped."""
 
 import base64
 import re
@@ -10,25 +10,25 @@ SHOWN = 60  # characters of a cell
 
 
 def code(text: str, most: int = SHOWN) -> str:
-    """Text as code in one line, which may stand in a table."""
+    """Text as code in one line, also for a table."""
     text = " ".join(clean(text).split())
     shown = text if len(text) <= most else text[: most - 3] + "..."
     return "`" + shown.replace("`", "'").replace("|", "¦") + "`" if shown else ""
 
 
 def words(text: str) -> str:
-    """Text as plain words in one line. An underscore within a word needs no escape, which MLflow's lists would show."""
+    """Text as plain words in one line. Underscores within a word stay, as MLflow's lists would show their escapes."""
     return re.sub(r"([\\`*{}\[\]<>#|~$!&]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", " ".join(clean(text).split()))
 
 
 def fitted(text: str, width: int, lines: int = 4) -> str:
-    """Text as plain words in some lines of a cell, cut to fit: Prefect's tables wrap nothing and hide what is wider."""
-    found = textwrap.wrap(" ".join(clean(text).split()), width, max_lines=lines, placeholder=" \N{HORIZONTAL ELLIPSIS}")
-    return "<br>".join(map(words, found))
+    """Text as plain words in some lines of a cell, shortened to fit, as Prefect's tables do not wrap."""
+    text = " ".join(clean(text).split())
+    return "<br>".join(map(words, textwrap.wrap(text, width, max_lines=lines, placeholder=" \N{HORIZONTAL ELLIPSIS}")))
 
 
 def fenced(text: str) -> str:
-    """Text as a block, every line as it is."""
+    """Text as a block with unchanged lines."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}text\n{clean(text)}\n{fence}"
 
@@ -40,18 +40,18 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def embedded(name: str, png: bytes) -> str:
-    """A picture that the page itself holds."""
+    """A picture embedded in the page."""
     return f"![{name}](data:image/png;base64,{base64.b64encode(png).decode()})"
 
 
 def as_of(when: float, links: dict[str, str]) -> list[str]:
-    """Last lines of a page that is renewed: the time that it shows, and where there is more."""
+    """Last lines of a page that is updated: its time, and links."""
     at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(when))
-    told = f"As of {at}; renewed as it goes on: reload the page. MLflow's curves move by themselves."
-    return ["", told, "", *(f"- [{what}](<{where}>)" for what, where in links.items())]
+    line = f"As of {at}. Reload the page for newer figures; MLflow's curves update automatically."
+    return ["", line, "", *(f"- [{title}](<{address}>)" for title, address in links.items())]
 
 
 def clean(text: str) -> str:
-    """Remove what a database or a browser does not take: halves of surrogate pairs, and control characters."""
+    """Replace characters that a database or a browser refuses: halves of surrogate pairs, and control characters."""
     text = text.encode("utf-8", "replace").decode()
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", text)

@@ -1,11 +1,11 @@
-"""The page of a training that is under way: where it is, how fast, what is left, and its curves."""
+"""The page of a running training: its step, speed, remaining time and curves."""
 
 from typing import Any
 
 from contract.amounts import clock
 from tasks.pages.markdown import as_of, embedded, table, words
 
-LATEST = 20  # lines of steps that tell the speed: neither the first step nor what a resume lost
+LATEST = 20  # latest steps that give the speed, without the first step and the pause of a resume
 
 Line = dict[str, Any]  # of metrics.jsonl
 
@@ -16,15 +16,15 @@ def headline(lines: list[Line], steps: int) -> str:
     if not trained:
         return ""
     last = trained[-1]
-    told = [f"step {last['step']} of {steps}", f"loss {last['lm_loss']:.4g}"]
-    told += [f"validation {validated[-1]['lm_loss']:.4g}"] if validated else []
-    told += [f"{last['tokens_per_second']:,.0f} tokens/s"]
+    parts = [f"step {last['step']} of {steps}", f"loss {last['lm_loss']:.4g}"]
+    parts += [f"validation {validated[-1]['lm_loss']:.4g}"] if validated else []
+    parts += [f"{last['tokens_per_second']:,.0f} tokens/s"]
     left = seconds_left(lines, steps)
-    return ", ".join(told + ([f"{clock(left)} left"] if left else []))
+    return ", ".join(parts + ([f"{clock(left)} left"] if left else []))
 
 
 def seconds_left(lines: list[Line], steps: int) -> float | None:
-    """Seconds to the last step, at the speed of the latest ones; None while they do not tell."""
+    """Seconds to the last step, at the speed of the latest steps; None if there are too few."""
     began = max((place for place, line in enumerate(lines) if line["kind"] == "start"), default=0)
     latest = [line for line in lines[began:] if line["kind"] == "train"][-LATEST:]
     if len(latest) < 2 or latest[-1]["step"] <= latest[0]["step"]:
@@ -42,18 +42,17 @@ def page(name: str, lines: list[Line], steps: int, image: bytes | None, links: d
     if validated:
         best = min(validated, key=lambda line: line["lm_loss"])
         newest = validated[-1]
-        said = f"at step {newest['step']}; lowest {best['lm_loss']:.4g} at step {best['step']}"
-        rows.append(("validation", f"{newest['lm_loss']:.4g}", said))
-        if "perplexity" in newest:  # trainings before did not write it
+        note = f"at step {newest['step']}; lowest {best['lm_loss']:.4g} at step {best['step']}"
+        rows.append(("validation", f"{newest['lm_loss']:.4g}", note))
+        if "perplexity" in newest:  # trainings of earlier versions did not write it
             rows.append(("perplexity", f"{newest['perplexity']:.4g}", "of the validation data: exp of its loss"))
         if "rewards/accuracy" in newest:
-            margin = f"of the held-out rows are ranked right; margin {newest['rewards/margin']:.3g}"
+            margin = f"of the held-out rows are ranked correctly; margin {newest['rewards/margin']:.3g}"
             rows.append(("accuracy", f"{newest['rewards/accuracy']:.3g}", margin))
-    rows.append(("speed", f"{last['tokens_per_second']:,.0f} tokens/s", f"{last['step_seconds']:.3g} s a step"))
+    rows.append(("speed", f"{last['tokens_per_second']:,.0f} tokens/s", f"{last['step_seconds']:.3g} s per step"))
     if last.get("padding"):
-        rows.append(
-            ("padding", f"{last['padding']:.0%}", "of the positions hold no token; they take time and are not counted")
-        )
+        note = "of the positions have no token; they take time and are not counted"
+        rows.append(("padding", f"{last['padding']:.0%}", note))
     rows.append(("learning rate", _shown(last.get("lr")), ""))
     rows.append(("gradient norm", _shown(last.get("grad_norm")), "before clipping"))
     if "loss_scale" in last:
@@ -74,5 +73,5 @@ def _shown(value: float | None) -> str:
 
 
 def _of(kind: str, lines: list[Line]) -> list[Line]:
-    """Lines of a kind. A step of fp16 that was skipped may have no loss."""
+    """Lines of a kind, without skipped steps of fp16, which may have no loss."""
     return [line for line in lines if line["kind"] == kind and line["lm_loss"] is not None]

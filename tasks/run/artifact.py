@@ -1,13 +1,13 @@
-"""Artifacts of stages, each found again by a fingerprint of everything that it was made from.
+"""Artifacts of stages, each identified by a fingerprint of all its inputs.
 
     <store>/<stage>/<fingerprint>/files/...         the artifact
                                  /artifact.json     its record, written last: without one there is no artifact
-                                 /lease.json        who is making it now (tasks/run/lease.py)
+                                 /lease.json        the process that makes it now (tasks/run/lease.py)
 
-The fingerprint is derived from the stage, the version of its code, the configuration that bears identity and the
-fingerprints of its inputs. It is known before anything is made, and never depends on where the stage runs. A record
-counts only while every file that it names is there with the content it had. A file that is missing or differs makes the
-stage run again, and no other stage.
+The fingerprint is derived from the stage, the version of its code, its identity keys of the configuration and the
+fingerprints of its inputs. It is known before the stage runs, and is the same on every host. A record is valid only
+while all its files exist with their recorded content. If one is missing or differs, this stage runs again, and no other
+stage.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ RECORD = "artifact.json"
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage that is asked for, with everything that its artifact depends on."""
+    """A requested stage, with everything that its artifact depends on."""
 
     name: str
-    version: int  # raised when the stage's code would make something else of the same
+    version: int  # raised when a change of the stage's code changes its artifacts
     config: dict[str, Any] = field(default_factory=dict)
-    inputs: dict[str, str] = field(default_factory=dict)  # fingerprints, by the name that the stage has for them
+    inputs: dict[str, str] = field(default_factory=dict)  # fingerprints, by the stage's names of its inputs
 
     @property
     def fingerprint(self) -> str:
@@ -50,12 +50,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Artifact:
-    """An artifact that is in the store, as its record says."""
+    """An artifact in the store, by its record."""
 
     stage: Stage
     files: dict[str, File]
-    result: dict[str, Any]  # what the stage found out, small
-    made: dict[str, Any]  # when, in how many seconds, by which flow run, with what
+    result: dict[str, Any]  # small results of the stage, such as counts and metrics
+    made: dict[str, Any]  # time, seconds, flow run, versions
     cached: bool = False
 
     @property
@@ -68,21 +68,21 @@ class Artifact:
 
     @property
     def digest(self) -> str:
-        """Digest of the content. Two artifacts made from the same inputs may still differ in it."""
+        """Digest of the content. It may differ between two artifacts of the same inputs."""
         lines = [f"{name} {file.sha256}\n" for name, file in sorted(self.files.items())]
         return checksums.of("".join(lines))[:16]
 
 
 @dataclass(frozen=True)
 class Missing:
-    """The reason why there is no artifact that could be used."""
+    """The reason why no valid artifact exists."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Work:
-    """A folder in which a stage makes something, and the lease on the work. A later attempt finds the folder again."""
+    """A folder in which a stage works, and the lease on the work. A later attempt gets the same folder."""
 
     folder: Path
     lease: lease.Lease
@@ -90,7 +90,7 @@ class Work:
 
 
 def canonical(value: Any) -> str:
-    """The one JSON text of a value. Refuses a value that has none."""
+    """The unique JSON text of a value. Raises TypeError for a value without one."""
     for place, item in _leaves(value, ""):
         if not (item is None or isinstance(item, str | bool | int | float | dict | list | tuple)):  # empty ones
             raise TypeError(f"{place}: a {type(item).__name__} has no place in a fingerprint")
@@ -100,7 +100,7 @@ def canonical(value: Any) -> str:
 
 
 def find(stage: Stage, store: Store, deep: bool = False) -> Artifact | Missing:
-    """The artifact, if it is there as recorded; else the reason why not."""
+    """The artifact, if it is stored as recorded; else the reason why not."""
     artifact = read(store, stage.key)
     if artifact is None:
         return Missing("its record is damaged" if store.read(f"{stage.key}/{RECORD}") else _drift(stage, store))
@@ -123,16 +123,16 @@ def get_or_make(
     stop: Callable[[], bool] = lambda: False,
 ) -> Artifact:
     """Return the artifact from the store, or make it by make(Work), which fills Work.folder and returns the result."""
-    asked = time.time()
-    if not make_again and isinstance(found := find(stage, store), Artifact):
-        return found
+    requested = time.time()
+    if not make_again and isinstance(stored := find(stage, store), Artifact):
+        return stored
     with lease.hold(store, f"{stage.key}/lease.json", say, str(made.get("flow", "")), stop) as held:
-        found = find(stage, store)
-        if isinstance(found, Artifact) and (not make_again or found.made["at"] > asked):
-            return found  # somebody else has made it while this one waited
-        say(f"{stage.key}: {found.reason if isinstance(found, Missing) else 'made anew, as asked for'}")
+        stored = find(stage, store)
+        if isinstance(stored, Artifact) and (not make_again or stored.made["at"] > requested):
+            return stored  # another process has made it meanwhile
+        say(f"{stage.key}: {stored.reason if isinstance(stored, Missing) else 'made again, as requested'}")
         folder = work / stage.key.replace("/", "-")
-        if store.remove(f"{stage.key}/{RECORD}"):  # its maker was done: what lies here is no attempt to go on with
+        if store.remove(f"{stage.key}/{RECORD}"):  # a finished attempt: its folder cannot be continued
             shutil.rmtree(folder, ignore_errors=True)
         (folder / "files").mkdir(parents=True, exist_ok=True)
         start = time.time()
@@ -141,7 +141,7 @@ def get_or_make(
         held.confirm()
         files = store.put(folder / "files", f"{stage.key}/files", _while_held(held, progress))
         if not files:
-            raise Fault(f"{stage.key}: made nothing")
+            raise Fault(f"{stage.key}: the stage wrote no files")
         held.confirm()
         made = made | {
             "at": time.time(),
@@ -150,19 +150,19 @@ def get_or_make(
         }
         artifact = Artifact(stage, files, result, made)
         if store.create(f"{stage.key}/{RECORD}", _encode(artifact)) is None:
-            held.confirm()  # either this one has lost the work, or another did and did not know
+            held.confirm()  # fails if this process lost the lease; otherwise another process wrote without a lease
             store.write(f"{stage.key}/{RECORD}", _encode(artifact))
         shutil.rmtree(folder)
     return artifact
 
 
 def read(store: Store, key: str) -> Artifact | None:
-    """The record at <stage>/<fingerprint>, whether or not its files are there. None if it is damaged."""
-    found = store.read(f"{key}/{RECORD}")
-    if found is None:
+    """The record at <stage>/<fingerprint>, without a check of its files. None if it is missing or damaged."""
+    entry = store.read(f"{key}/{RECORD}")
+    if entry is None:
         return None
     try:
-        record = json.loads(found[0])
+        record = json.loads(entry[0])
         files = {name: File(**file) for name, file in record["files"].items()}
         artifact = Artifact(Stage(**record["stage"]), files, dict(record["result"]), dict(record["made"]))
         whole = (artifact.key, artifact.digest) == (key, record["digest"]) and {"at", "seconds"} <= {*artifact.made}
@@ -180,7 +180,7 @@ def every(store: Store, stage: str = "") -> Iterator[Artifact]:
 
 
 def local(artifact: Artifact, store: Store, cache: Path) -> Path:
-    """A folder of this host that holds the artifact's files: the store's own, or a copy in the cache."""
+    """A folder on this host with the artifact's files: the store's folder, or a copy in the cache."""
     if place := store.place(f"{artifact.key}/files"):
         return place
     folder = cache / artifact.key.replace("/", "-")
@@ -190,19 +190,19 @@ def local(artifact: Artifact, store: Store, cache: Path) -> Path:
     if known != {"digest": artifact.digest, "files": _stamps(folder, artifact)}:
         store.get(f"{artifact.key}/files", artifact.files, folder, Progress("fetch", "bytes").update)
         for name, path in walk(folder).items():
-            if name not in artifact.files and not name.startswith(f"{PARTIAL}/"):  # of what lay here before
+            if name not in artifact.files and not name.startswith(f"{PARTIAL}/"):  # files of an earlier copy
                 path.unlink()
         stamps.write_text(json.dumps({"digest": artifact.digest, "files": _stamps(folder, artifact)}))
     return folder
 
 
 def nearest(stage: Stage, store: Store) -> Artifact | None:
-    """The artifact of this stage that was made from the most similar inputs, the newest of several."""
+    """The artifact of this stage with the most similar inputs, the newest of several."""
     return most_similar([artifact for artifact in every(store, stage.name) if artifact.key != stage.key], stage)
 
 
 def most_similar(others: Iterable[Artifact], stage: Stage) -> Artifact | None:
-    """The one that differs least from the stage, the newest of several."""
+    """The artifact that differs least from the stage, the newest of several."""
     return min(others, key=lambda a: (len(differences(a.stage, stage)), -a.made.get("at", 0)), default=None)
 
 
@@ -216,7 +216,7 @@ def differences(was: Stage, now: Stage) -> list[str]:
 def _drift(stage: Stage, store: Store) -> str:
     other = nearest(stage, store)
     if other is None:
-        return f"no {stage.name} was made yet"
+        return f"no {stage.name} exists yet"
     changes = differences(other.stage, stage)
     shown = "; ".join(changes[:4]) + (f" and {len(changes) - 4} more" if len(changes) > 4 else "")
     return f"differs from {other.key}: {shown}"
@@ -230,7 +230,7 @@ def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) and value:
         for key, item in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"{place}: the key {key!r} is no text")
+                raise TypeError(f"{place}: the key {key!r} is not a text")
             yield from _leaves(item, f"{place}.{key}".lstrip("."))
     elif isinstance(value, list | tuple) and value:
         for index, item in enumerate(value):
@@ -244,7 +244,7 @@ def _show(values: dict[str, Any], key: str) -> str:
 
 
 def _while_held(held: lease.Lease, progress: Callable[[int, int], None] | None) -> Callable[[int, int], None]:
-    """Wrap progress so that it ends a transfer that would write over what another process makes by now."""
+    """Wrap progress: it ends the transfer if another process has taken over the work."""
 
     def update(done: int, total: int) -> None:
         held.confirm()

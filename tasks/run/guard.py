@@ -1,14 +1,14 @@
-"""Run a command so that nothing of it outlives the process that asked for it, however that one dies.
+"""Run a command and end all its processes when the caller ends, even if the caller is killed.
 
-    python -m tasks.run.guard [--grace=SECONDS] COMMAND ...     with standard input held open by the one who asks
+    python -m tasks.run.guard [--grace=SECONDS] COMMAND ...     the caller holds its standard input open
 
-Its standard input is a pipe that nobody writes to. When it closes, the process that held it is gone or wants an end.
-The command then gets SIGTERM, its grace to leave (a training saves a checkpoint), then SIGKILL. A SIGTERM to this
-process does the same. All that the command starts, in whatever sessions, comes back to this process when its parents
-die (it is their subreaper), and is killed before this process leaves. If this process itself is killed, the kernel
-kills the command, and torchrun's ranks see to their own end (trainer/startup/entry.py). The exit code is the command's.
+Standard input is a pipe without a writer. It closes when the caller dies or wants to end the command. The command then
+gets SIGTERM, its grace to end (a training saves a checkpoint), then SIGKILL. A SIGTERM to the guard does the same.
+Processes of the command become children of the guard when their parents die (it is their subreaper), and are killed
+before the guard ends. If the guard itself is killed, the kernel kills the command, and torchrun's ranks end themselves
+(trainer/startup/entry.py). The exit code is the command's.
 
-It imports the standard library and one small module of contract/, so that it starts in 30 ms.
+It imports only the standard library and one small module of contract/, and therefore starts in 30 ms.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from contract.processes import end_with_parent
 
-GRACE = 5.0  # seconds, of what has nothing to save: a cancelled run is to leave nothing behind after 10
+GRACE = 5.0  # seconds, for a command that saves nothing: 10 s after its cancellation a run has no processes
 OPTION = "--grace="
 ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_CHILD_SUBREAPER = 36
@@ -33,8 +33,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 def main(*arguments: str) -> int:
     """Run the command, and return its exit code."""
-    given = arguments[0].startswith(OPTION)
-    grace, command_line = (float(arguments[0][len(OPTION) :]), arguments[1:]) if given else (GRACE, arguments)
+    has_grace = arguments[0].startswith(OPTION)
+    grace, command_line = (float(arguments[0][len(OPTION) :]), arguments[1:]) if has_grace else (GRACE, arguments)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
@@ -42,7 +42,7 @@ def main(*arguments: str) -> int:
     for number in (*ENDS, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     me = os.getpid()
-    os.environ["GUARD_PID"] = str(me)  # whoever finds itself this process's child may have lost its parent
+    os.environ["GUARD_PID"] = str(me)  # a process whose parent is the guard may have lost its original parent
     try:
         command = subprocess.Popen(
             command_line, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: _die_with(me)
@@ -55,8 +55,8 @@ def main(*arguments: str) -> int:
         left = None if ends_at is None else max(0.0, ends_at - time.monotonic())
         watched = [wake_read] if ends_at else [wake_read, 0]
         ready, _, _ = select.select(watched, [], [], left)
-        told = os.read(wake_read, 64) if wake_read in ready else b""
-        if ends_at is None and (0 in ready or {*ENDS} & {*told}):
+        signals = os.read(wake_read, 64) if wake_read in ready else b""
+        if ends_at is None and (0 in ready or {*ENDS} & {*signals}):
             ends_at = time.monotonic() + grace
             _signal(command.pid, signal.SIGTERM)
         elif ends_at and time.monotonic() >= ends_at:
@@ -67,7 +67,7 @@ def main(*arguments: str) -> int:
 
 
 def guarded(command: list[str], grace: float = GRACE, python: str = sys.executable) -> list[str]:
-    """The command under this guard, which gives it so many seconds to leave."""
+    """The command under this guard, with `grace` seconds to end."""
     return [python, "-m", "tasks.run.guard", f"{OPTION}{grace:g}", *command]
 
 
@@ -83,7 +83,7 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _kill_all_descendants() -> None:
-    """Kill descendants until none is left. One that was just forked is found in the next round."""
+    """Kill descendants until none exists. The next round finds processes that were just forked."""
     while pids := _children(os.getpid()):
         for pid in pids:
             _signal(pid, signal.SIGKILL)
@@ -92,16 +92,16 @@ def _kill_all_descendants() -> None:
 
 
 def _children(parent: int) -> list[int]:
-    """Child processes, from every process's stat file: not every kernel lists the children of a process."""
-    found = []
+    """Child processes, from every process's stat file, as not every kernel lists the children of a process."""
+    children = []
     for entry in os.listdir("/proc"):
         try:
             fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split() if entry.isdigit() else []
         except OSError:
             continue
         if fields and int(fields[1]) == parent:
-            found.append(int(entry))
-    return found
+            children.append(int(entry))
+    return children
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Start a trainer command for one resolved configuration, and pass on its output.
+"""Start a trainer command for one resolved configuration, and forward its output.
 
-The command runs under tasks/run/guard.py: it ends when this process does. Exit code 2 is a fault of the user's, whose
-line the trainer printed; it becomes a Fault. Any other failure shows the last lines, and where the rest is.
+The command runs under tasks/run/guard.py: it ends when this process ends. Exit code 2 is a user error, whose line the
+trainer has printed; it becomes a Fault. Any other failure shows the last lines and the path of the log.
 """
 
 import collections
@@ -27,31 +27,31 @@ TICK = 0.5
 SHOWN = 20  # last lines of a failed command
 LONGEST = 1 << 16  # bytes of a line; the rest is the next one
 
-# Variables that a trainer has no use for, and that a log of its environment should not hold.
+# Variables that a trainer does not use and that must not appear in a log of its environment.
 PRIVATE = ("AWS_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MLFLOW_", "PREFECT_", "VLLM_API_KEY", "WANDB_API_KEY")
 
 
-# Signals that a process gets for what its own native code does: the next start ends in the same way.
+# Signals caused by the process's native code: the next start would end in the same way.
 OWN_DOING = {128 + number for number in (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)}
 
 
 class Broken(RuntimeError):
-    """A failed command, where no fault of the caller's is known."""
+    """A failed command without a known user error."""
 
 
 class Crashed(Broken):
-    """A command that its own native code has ended, without a message (segmentation fault, abort)."""
+    """A command that its native code has ended without a message (segmentation fault, abort)."""
 
 
 @dataclass(frozen=True)
 class Turn:
     """The turn of a command that uses this host's GPUs."""
 
-    what: str  # what others are told while it has them
-    waits: Callable[[str], None]  # is told what it waits for
-    has: Callable[[tuple[str, ...]], None] = lambda _: None  # is told which GPUs it has
-    gpus: int | None = None  # None = all that this process may use
-    flow: str = ""  # whose turns are served by rank
+    what: str  # name that waiting commands report
+    waits: Callable[[str], None]  # called with the reason for waiting
+    has: Callable[[tuple[str, ...]], None] = lambda _: None  # called with its GPUs
+    gpus: int | None = None  # None = all GPUs of this process
+    flow: str = ""  # turns of one flow are ordered by rank
     rank: int = 0
 
 
@@ -68,9 +68,9 @@ def trainer(
 ) -> None:
     """Run python -m trainer.<command>. Its log is <folder>/<command>.log, and tick() is called twice a second.
 
-    A training that is stopped has gang.grace to save a checkpoint, on one host as on several.
+    A stopped training has gang.grace seconds to save a checkpoint, on one host or several.
 
-    `keep` names private variables of the environment that this command needs all the same; `changed` are others.
+    `keep` names private environment variables that this command needs; `changed` has additional variables.
     """
     resolved = folder / "resolved.yaml"
     dump(run, resolved)
@@ -90,9 +90,10 @@ def process(
     turn: Turn | None = None,
     grace: float = GRACE,
 ) -> None:
-    """Run python -m <arguments> to its end. Raises Fault, Broken or Stopped. It has `grace` seconds to leave.
+    """Run python -m <arguments> to its end. Raises Fault, Broken or Stopped. It has `grace` seconds to end.
 
-    With a turn, it waits until it has its share of this host's GPUs. Its guard keeps them until nothing of it is left.
+    With a turn, it first waits for its share of this host's GPUs. The guard holds them until all its processes have
+    ended.
     """
     private = {name for name in os.environ if name.startswith(PRIVATE) and name not in keep}
     environment = {name: value for name, value in os.environ.items() if name not in private}
@@ -125,18 +126,18 @@ def process(
                 last.append(line)
                 say(line)
         finally:
-            running.stdin.close()  # also when tick or say has failed: the guard ends the command
+            running.stdin.close()  # after a failed tick or say too: the guard then ends the command
             running.wait()
     tick()
     if stopped:
         raise Stopped(f"{arguments[0]}: stopped")
     if running.returncode == 2:
         faults = [line.removeprefix("error: ") for line in last if line.startswith("error: ")]
-        raise Fault("\n".join(faults or last) or f"{arguments[0]} ended with code 2 and said nothing; see {log}")
+        raise Fault("\n".join(faults or last) or f"{arguments[0]} ended with code 2 and without a message; see {log}")
     if running.returncode:
         shown = "\n".join(last) or "(none)"
         kind = Crashed if running.returncode in OWN_DOING else Broken
-        raise kind(f"{arguments[0]} failed with {_code(running.returncode)}; its last lines, of {log}:\n{shown}")
+        raise kind(f"{arguments[0]} failed with {_code(running.returncode)}; the last lines of {log}:\n{shown}")
 
 
 @contextlib.contextmanager
@@ -151,7 +152,7 @@ def _gpus(turn: Turn | None, stop: Callable[[], bool]) -> Iterator[gpu_locks.Hol
 
 
 def _code(code: int) -> str:
-    """An exit code for people: 139 is a segmentation fault."""
+    """An exit code with its meaning: 139 is a segmentation fault."""
     with contextlib.suppress(ValueError):
         if code > 128:
             return f"code {code} ({signal.strsignal(signal.Signals(code - 128))})"
@@ -159,7 +160,7 @@ def _code(code: int) -> str:
 
 
 def _lines(output: int, running: subprocess.Popen) -> Iterator[str | None]:
-    """Lines as they come, and None every TICK, also while there are many or none. One line at a time is kept."""
+    """Lines of the output, and None every TICK seconds. It holds one line at a time in memory."""
     pending, ticks_at = b"", time.monotonic()
     while True:
         now = time.monotonic()
@@ -174,5 +175,5 @@ def _lines(output: int, running: subprocess.Popen) -> Iterator[str | None]:
             yield from (line.decode(errors="replace").rstrip("\r") for line in whole)
             if not block:
                 return
-        elif running.poll() is not None:  # the guard was killed, and something that it started keeps the pipe open
+        elif running.poll() is not None:  # the guard was killed, and another process still holds the pipe open
             return

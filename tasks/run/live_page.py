@@ -1,9 +1,9 @@
-"""A page in Prefect that is renewed while a stage works.
+"""A page in Prefect that is updated while a stage runs.
 
     with LivePage("training-tiny", lambda: (text, description)):
         ...
 
-A thread of its own makes the text and sends it. A server that is away delays nobody.
+A background thread builds the text and sends it. An outage of the server does not block the stage.
 """
 
 import contextlib
@@ -15,16 +15,16 @@ from typing import Self
 
 from tasks.run.task_artifact import TaskArtifact
 
-EVERY = 10.0  # seconds between looks
-SHARE = 20  # a text that takes a second of CPU time to make is made once in so many
-LONGEST = 60.0  # seconds between looks, whatever it takes
+EVERY = 10.0  # seconds between updates
+SHARE = 20  # for each second of CPU time of an update, seconds until the next one
+LONGEST = 60.0  # maximum seconds between updates
 LAST_WORDS = 5.0  # seconds that the end of the stage waits for the last text
 
-Page = tuple[str, str]  # Markdown, and a line that stands for it in lists
+Page = tuple[str, str]  # Markdown, and a line for lists of pages
 
 
 class LivePage(AbstractContextManager):
-    """A page of the task that runs when this is made; none beside a task. The text is None while there is no news."""
+    """A page of the current task; outside a task there is none. make() returns None if nothing has changed."""
 
     def __init__(self, key: str, make: Callable[[], Page | None]):
         self._artifact, self._make = TaskArtifact(key, "markdown"), make
@@ -46,7 +46,7 @@ class LivePage(AbstractContextManager):
         while not closing:
             closing = self._closing.wait(pause)
             began = time.thread_time()
-            with contextlib.suppress(Exception):  # a page is not worth a stage
+            with contextlib.suppress(Exception):  # a failed page must not end the stage
                 if page := self._make():
                     self._artifact.send(*page)
             pause = min(LONGEST, max(EVERY, SHARE * (time.thread_time() - began)))

@@ -1,4 +1,4 @@
-"""The ends of a run's stages, and the state that the run itself ends in."""
+"""Outcomes of a run's stages, and the final state of the run."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +11,9 @@ from tasks.run.artifact import Artifact, Stage
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a stage."""
+    """Outcome of a stage."""
 
-    state: str  # Cached, Completed, Failed (the caller can mend it), Crashed (nobody knows yet), NotAsked
+    state: str  # Cached, Completed, Failed (the user can fix it), Crashed (unknown cause), NotAsked
     seconds: float
     artifact: Artifact | None = None
     reason: str = ""
@@ -24,12 +24,12 @@ class Outcome:
 
 
 class Outcomes:
-    """The outcomes so far, by stage, in any order; the stages of the run in theirs."""
+    """The stages of a run in order, and the outcomes so far by stage."""
 
     def __init__(self, stages: dict[str, Stage]):
         self.stages = stages
         self.by_stage: dict[str, Outcome] = {}
-        self.pointless = ""  # why nothing is to be trained any more
+        self.pointless = ""  # why training must not start any more
 
     @property
     def made(self) -> dict[str, Artifact]:
@@ -37,7 +37,7 @@ class Outcomes:
         return {name: outcome.artifact for name, outcome in self.by_stage.items() if outcome.artifact}
 
     def verdict(self, made: Any = None) -> State:
-        """The state that the flow ends in, with `made` as its result if it has completed."""
+        """The final state of the flow, with `made` as its result if it has completed."""
         states = [outcome.state for outcome in self.by_stage.values()]
         ends = {name: outcome.reason for name, outcome in self.by_stage.items() if outcome.failed}
         if ends and self.pointless and "train" not in self.by_stage:

@@ -1,4 +1,4 @@
-"""The places of this installation: the folder of its local files, and the store of its artifacts."""
+"""Locations of this installation: the folder of its local files, and the store of its artifacts."""
 
 import os
 from pathlib import Path
@@ -9,13 +9,11 @@ from tasks.store import Store, open_store
 
 
 def runs_folder() -> Path:
-    """The folder of all local files: runs/ of the checkout, or FINETUNE_RUNS, whose value no shell may have read."""
+    """The folder of all local files: runs/ of the checkout, or FINETUNE_RUNS, in which ~ may be unexpanded."""
     try:
         return Path(os.environ.get("FINETUNE_RUNS") or home() / "runs").expanduser().absolute()
     except RuntimeError:
-        raise Fault(
-            f"FINETUNE_RUNS: {os.environ['FINETUNE_RUNS']}: there is no such home; write the path out"
-        ) from None
+        raise Fault(f"FINETUNE_RUNS: {os.environ['FINETUNE_RUNS']}: no such home folder; write the full path") from None
 
 
 def kernels_folder() -> Path:

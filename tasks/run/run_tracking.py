@@ -1,6 +1,6 @@
-"""A flow run in MLflow: one run for the whole, and one for the training if it is made.
+"""A flow run in MLflow: one run for the whole flow, and one for the training unless it is cached.
 
-Prefect and MLflow link both ways. A flow run that finds everything made adds none.
+Prefect and MLflow link to each other. A flow run whose stages are all cached adds no run.
 """
 
 import time
@@ -23,11 +23,11 @@ from tasks.tracking.mlflow_pages import Pages
 
 LINK_WITHIN = 5.0  # seconds that the report waits for MLflow's address of the run
 NOTE = "mlflow.note.content"  # the tag that MLflow shows as a description
-TOLD_WITHIN = 15.0  # seconds that the end of a run waits for a slow tracking server
+SHIPPED_WITHIN = 15.0  # seconds that the end of a run waits for a slow tracking server
 
 
 class RunTracking:
-    """Tracking of one flow run. It writes to a journal until the first stage is made: ship()."""
+    """Tracking of one flow run. Events stay in a journal until ship(), which the first stage that runs calls."""
 
     def __init__(self, run: Run, name: str, id: str, stages: dict[str, Stage], store: Store, folder: Path):
         self.name, self.uri, self._store, self._run = name, resolve(None, folder), store, run
@@ -38,73 +38,73 @@ class RunTracking:
         tags |= self._note("A run of the flow")
         self.whole = tracking.start(folder, None, run.track.experiment, id, name, tags, _flat(run), run.track.wandb)
         self._stages: dict[str, tracking.Stage] = {}
-        self._found_links: dict[str, dict[str, str]] = {}
+        self._looked_up: dict[str, dict[str, str]] = {}
 
-    def stage(self, name: str, asked: Stage) -> tracking.Stage:
-        """The stage's part of the tracking. Training has a run of its own, however often it is continued."""
+    def stage(self, name: str, stage: Stage) -> tracking.Stage:
+        """The stage's part of the tracking. Training has a separate run, also if several flow runs continue it."""
         if name not in self._stages:
             if name == "train":
-                tags = {"finetune.fingerprint": asked.fingerprint, "finetune.stage": name}
-                tags |= {f"finetune.input.{key}": value for key, value in asked.inputs.items()}
+                tags = {"finetune.fingerprint": stage.fingerprint, "finetune.stage": name}
+                tags |= {f"finetune.input.{key}": value for key, value in stage.inputs.items()}
                 tags |= {"finetune.conf": self._run.name} | self._note("The training")
-                own = self.whole.stage(f"{name} {self.name}", f"train-{asked.fingerprint}", tags, _flat(asked.config))
+                id, params = f"train-{stage.fingerprint}", _flat(stage.config)
+                self._stages[name] = self.whole.stage(f"{name} {self.name}", id, tags, params)
             else:
-                own = self.whole.part(name)
-                own.tags({"begun": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"})
-            self._stages[name] = own
+                self._stages[name] = self.whole.part(name)
+                self._stages[name].tags({"begun": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"})
         return self._stages[name]
 
-    def made(self, name: str, asked: Stage, made: Artifact) -> None:
-        """Log what a stage has made or found, and end its run."""
+    def made(self, name: str, stage: Stage, made: Artifact) -> None:
+        """Log the artifact of a stage, new or cached, and end its run."""
         tags = {"finetune.artifact": self._store.link(f"{made.key}/files"), "finetune.digest": made.digest}
         if made.cached:
             self.whole.tags({f"finetune.{name}.made_by": made.made["flow"]})
             return
-        tracked = self.stage(name, asked)
+        tracked = self.stage(name, stage)
         tracked.tags(tags)
-        if name != "train":  # whose results are the last of its curves
+        if name != "train":  # its results are the last values of its curves
             tracked.metrics({key: value for key, value in made.result.items() if isinstance(value, int | float)})
         tracked.metrics({"seconds": made.made["seconds"], "gigabytes": made.size / 1e9})
         tracked.end("FINISHED")
 
     def training_run(self) -> str | None:
-        """MLflow's id of the run that trained, once MLflow has it: this flow's, or that of the flow that made it."""
+        """MLflow's id of the training's run, of this flow or of the flow that made it; None until MLflow has it."""
         if tracked := self._stages.get("train"):
             return self.whole.run_id(tracked.run)
         pages = self.pages()
         return pages.trainings.get(self.training) if pages else None
 
     def pages(self) -> Pages | None:
-        """MLflow's pages, where a server shows them."""
+        """MLflow's pages, if a server shows them."""
         return mlflow_pages.find(self.uri, self._run.track.experiment, self._run.name)
 
     def links_of_training(self) -> dict[str, str]:
-        """Pages of a training under way. They are looked up until MLflow has the run."""
+        """Links for the page of a running training. They are looked up until MLflow has the run."""
         return self._links(self.training_run, compared=True)
 
     def links_of_reinforcement(self) -> dict[str, str]:
-        """Pages of a reinforcement learning under way. Its curves are in this flow's MLflow run."""
+        """Links for the page of a running reinforcement learning. Its curves are in this flow's MLflow run."""
         return self._links(self.whole.run_id)
 
     def _links(self, find: Callable[[], str | None], compared: bool = False) -> dict[str, str]:
         key = "compared" if compared else "own"
-        if key not in self._found_links and (id := find()) and (pages := self.pages()):
-            found = {"MLflow, curves that move": pages.curves(id)}
+        if key not in self._looked_up and (id := find()) and (pages := self.pages()):
+            links = {"MLflow, live curves": pages.curves(id)}
             if compared and (others := pages.compared(id)):
-                found["MLflow, this training compared with earlier ones"] = others
-            self._found_links[key] = found
+                links["MLflow, this training compared with earlier ones"] = others
+            self._looked_up[key] = links
         prefect = {"Prefect, this run": self.prefect} if self.prefect else {}
-        return prefect | self._found_links.get(key, {})
+        return prefect | self._looked_up.get(key, {})
 
     def own_run(self) -> str | None:
-        """MLflow's id of this flow run; None where everything was made, no server is there, or none answers in time."""
+        """MLflow's id of this flow run; None if all stages were cached, or without a server that answers in time."""
         until = time.monotonic() + LINK_WITHIN
         while self.whole.shipping and not self.whole.run_id() and time.monotonic() < until:
             time.sleep(0.05)
         return self.whole.run_id()
 
     def _note(self, what: str) -> dict[str, str]:
-        """What MLflow shows above a run."""
+        """Description that MLflow shows above a run."""
         where = f"[{self.name}]({self.prefect})" if self.prefect else self.name
         return {NOTE: f"{what} {where} of `{self._run.name}`, in Prefect."}
 
@@ -113,12 +113,12 @@ class RunTracking:
         self.whole.tags({NOTE: f"{verdict}\n\n{self._note('A run of the flow')[NOTE]}"})
 
     def refuse(self, reason: str) -> None:
-        """End a run that could not begin. Nothing was shipped: another process does that."""
+        """End a run that could not begin. A background process ships its events."""
         self.whole.end("FAILED", reason)
         self.whole.close(0.0)
 
     def end(self, status: str, reason: str, outcomes: Outcomes) -> None:
-        """End the run as a whole, and the runs of those stages that have not ended."""
+        """End the whole run, and the runs of stages that have not ended."""
         killed = status == "KILLED"
         for name, tracked in self._stages.items():
             if outcome := outcomes.by_stage.get(name):
@@ -131,7 +131,7 @@ class RunTracking:
         if status == "FINISHED" and not self.whole.shipping:
             self.whole.drop()
             return
-        if line := self.whole.close(0.0 if killed else TOLD_WITHIN, hand_over=killed):
+        if line := self.whole.close(0.0 if killed else SHIPPED_WITHIN, hand_over=killed):
             print(line)
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 
 class TaskArtifact:
-    """An artifact of the task that runs when this is made. The first send() creates it, the others change it.
+    """An artifact of the current task. The first send() creates it, later calls change it.
 
-    Only what has one needs Prefect, so that it is imported here at use.
+    Prefect is imported at use, as most importers of this module do not need it.
     """
 
     def __init__(self, key: str, kind: str):
@@ -25,7 +25,7 @@ class TaskArtifact:
         return self._id is not None
 
     def send(self, data: str | float, description: str) -> None:
-        """Show this, and a line that stands for it in lists."""
+        """Show the data, and the description in lists of artifacts."""
         from prefect.client.orchestration import get_client
         from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 

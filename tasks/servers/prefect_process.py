@@ -1,9 +1,9 @@
-"""Process of a Prefect server, which ends soon after its last user: tasks/servers/prefect_server.py starts it.
+"""Process of a Prefect server, which ends soon after its last user. tasks/servers/prefect_server.py starts it.
 
     python -m tasks.servers.prefect_process LOCK SOCKET USERS LIST
 
-LOCK and SOCKET are open files: the lock of the database, which ends with this process, and the socket that it listens
-on. USERS is the file on which each user holds a shared lock. LIST is the file of `make up`: a server in it stays.
+LOCK and SOCKET are file descriptors: the lock of the database, which ends with this process, and the listening socket.
+USERS is the file on which each user holds a shared lock. LIST is the file of `make up`: a server in it keeps running.
 """
 
 import json
@@ -23,8 +23,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from contract.ownership import try_lock, unlock
 from contract.processes import started
 
-LOOKS = 0.5  # seconds between looks at its users
-ENDS_WITHIN = 10.0  # seconds; connections that are open then are cut
+LOOKS = 0.5  # seconds between checks of its users
+ENDS_WITHIN = 10.0  # seconds, after which open connections are cut
 
 
 def main(lock: str, listening: str, users: str, listed: str) -> None:
@@ -44,10 +44,11 @@ def main(lock: str, listening: str, users: str, listed: str) -> None:
 
 
 def _take_turns() -> None:
-    """Begin each transaction on SQLite with the lock for writing, so others wait for their turn, up to 60 s.
+    """Begin each transaction on SQLite with the write lock; others wait for it, up to 60 s.
 
-    By default a transaction begins without it. SQLite refuses its first write at once, as a deadlock, if another one
-    has written since it has read: of 96 runs created by 12 clients at a time, Prefect 3.8.8 refused 89 with code 503.
+    By default a transaction begins without it. SQLite refuses its first write at once, as a deadlock, if another
+    transaction has written since its first read: of 96 runs created by 12 clients at a time, Prefect 3.8.8 refused 89
+    with code 503.
     """
     begin = AioSqliteConfiguration.begin_transaction
 
@@ -58,9 +59,9 @@ def _take_turns() -> None:
 
 
 def _end_unused(server: uvicorn.Server, users: Path, listed: Path) -> None:
-    """End this process once nobody holds a lock on `users`, unless `make up` lists it.
+    """End this process when no process holds a lock on `users`, unless `make up` lists it.
 
-    The lock is kept until then: a command that comes now waits for the end, and starts a new server.
+    This process holds the lock until its end: a new command waits for the end, and starts a new server.
     """
     file, me = os.open(users, os.O_RDWR), {"pid": os.getpid(), "started": started(os.getpid())}
     while _lists(listed, me) or not try_lock(file) or _lists(listed, me):

@@ -1,13 +1,13 @@
 """The Prefect server that a command uses: one per checkout, shared by all commands.
 
-It is the server that PREFECT_API_URL names, in the environment or in a profile. Else it is the server that has this
-checkout's database open, from `make up` or from another command. Else this command starts one
+PREFECT_API_URL names it, in the environment or in a profile. Otherwise it is the server that has this checkout's
+database open, from `make up` or from another command. Otherwise this command starts one
 (tasks/servers/prefect_process.py), which ends after its last user.
 
-The database is runs/prefect/prefect.db, or prefect.db in PREFECT_HOME, or the one that Prefect's own setting of a
-connection URL names. Two files next to it carry locks of the kernel, which end with their holders, even by SIGKILL:
+The database is runs/prefect/prefect.db, or prefect.db in PREFECT_HOME, or that of Prefect's setting of a connection
+URL. Two files next to it carry file locks, which the kernel releases when their holders end, even by SIGKILL:
 
-    prefect.db.lock     held by the server, whose address and process it names: no second server opens the database
+    prefect.db.lock     held by the server; it contains its address and process: no second server opens the database
     prefect.db.users    shared by the commands that use the server
 """
 
@@ -30,37 +30,37 @@ from tasks.servers.waiting import Wait, say
 from tasks.store.durable import plainly
 
 HOST = "127.0.0.1"
-PORT = 4200  # or the next one that is free
-READY_WITHIN = 300.0  # seconds; the database is made at the first start, and a busy host took more than 120
-LIMIT = "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"  # a longer one holds
+PORT = 4200  # or the next free port
+READY_WITHIN = 300.0  # seconds; the first start creates the database, which took more than 120 s on a busy host
+LIMIT = "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"  # used if it is longer
 SERVICES = "services"  # folder in runs/ of the servers' logs, and of the list that `make up` keeps
-# A schedule made by hand is seen when the scheduler next looks: with Prefect's 60 s, a cron that is due sooner would
-# have its next run in a year. A request that fails as the database is locked is an error in the log.
+# The scheduler sees a new schedule at its next round: with Prefect's 60 s, a yearly cron that is due earlier would run
+# in a year. A request that fails because the database is locked is logged as an error.
 SETTINGS = {"PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "5", "PREFECT_SERVER_LOG_RETRYABLE_ERRORS": "true"}
 
 
 def use() -> None:
-    """Have this process's Prefect talk to the right server, and stay one of its users until the process ends.
+    """Connect this process's Prefect to the right server, as one of its users until the process ends.
 
-    A Fault if the server that PREFECT_API_URL names does not answer, or if a new one does not start.
+    Raises a Fault if the server of PREFECT_API_URL does not answer, or if a new server does not start.
     """
     from prefect.settings import get_current_settings
 
     if get_current_settings().api.url:
         _require_answer()
     else:
-        _use_own()
+        _use_server_of_checkout()
 
 
 def use_running() -> None:
-    """Do the same with a server that runs. Without one, nothing changes."""
+    """Connect to a running server of this checkout. Without one, nothing changes."""
     from prefect.settings import get_current_settings
 
     if not get_current_settings().api.url and running():
-        _use_own()
+        _use_server_of_checkout()
 
 
-def _use_own() -> None:
+def _use_server_of_checkout() -> None:
     from prefect.context import refresh_global_settings_context
 
     server, _ = join(lambda line: print(line, file=sys.stderr, flush=True))
@@ -69,9 +69,9 @@ def _use_own() -> None:
 
 
 def join(say: Callable[[str], None] = say) -> tuple[dict, int]:
-    """Become a user of the checkout's server, which is started if need be.
+    """Become a user of the checkout's server, and start it if necessary.
 
-    Returns the server's record and a file descriptor: while it is open, the server stays.
+    Returns the server's record and a file descriptor: while it is open, the server keeps running.
     """
     from prefect.settings import get_current_settings
 
@@ -81,9 +81,9 @@ def join(say: Callable[[str], None] = say) -> tuple[dict, int]:
         database.parent.mkdir(parents=True, exist_ok=True)
         user = os.open(_lock_file(database, "users"), os.O_RDWR | os.O_CREAT, 0o600)
     log = runs_folder() / SERVICES / "prefect.log"
-    is_new = "" if database.exists() else ", which makes its database first"
+    is_new = "" if database.exists() else ", which creates its database first"
     wait = Wait("Prefect server", limit, log, say)
-    while not try_lock(user, shared=True):  # a server that nobody uses is ending
+    while not try_lock(user, shared=True):  # a server without users is ending
         wait.pause()
     process = None
     while True:
@@ -110,9 +110,9 @@ def running() -> dict | None:
 
 
 def users(server: dict) -> list[int] | None:
-    """Processes that use the server, as far as the kernel names them; None without one."""
+    """Processes that use the server, as far as the kernel lists them; None without one."""
     try:
-        file = os.open(server.get("users", ""), os.O_RDWR)  # a server of an earlier version names none
+        file = os.open(server.get("users", ""), os.O_RDWR)  # the record of an earlier version has no such file
     except OSError:
         return None
     try:
@@ -146,7 +146,7 @@ def free_port(first: int) -> socket.socket:
 
 
 def _start(database: Path, log: Path) -> subprocess.Popen | None:
-    """Start the server, which gets the lock of the database. None if another process has the lock."""
+    """Start the server, which inherits the lock of the database. None if another process has the lock."""
     lock = os.open(_lock_file(database, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
         if not try_lock(lock):
@@ -156,8 +156,8 @@ def _start(database: Path, log: Path) -> subprocess.Popen | None:
         with free_port(PORT) as listening, log.open("a") as output:
             listening.listen(128)
             address, begin = f"http://{HOST}:{listening.getsockname()[1]}", output.tell()
-            given = [lock, listening.fileno()]
-            command = [sys.executable, "-m", "tasks.servers.prefect_process", *map(str, given)]
+            inherited = [lock, listening.fileno()]
+            command = [sys.executable, "-m", "tasks.servers.prefect_process", *map(str, inherited)]
             command += [str(_lock_file(database, "users")), str(log.parent / "processes.json")]
             process = subprocess.Popen(
                 command,
@@ -166,7 +166,7 @@ def _start(database: Path, log: Path) -> subprocess.Popen | None:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                pass_fds=given,
+                pass_fds=inherited,
                 start_new_session=True,
             )
         record = {"pid": process.pid, "started": started(process.pid), "address": address, "log": str(log)}
@@ -179,33 +179,31 @@ def _start(database: Path, log: Path) -> subprocess.Popen | None:
 
 
 def _environment(database: Path, address: str) -> dict[str, str]:
-    """The server's environment: settings of the caller's profile hold for it, and its page asks the server itself."""
+    """The server's environment: with the settings of the caller's profile, and the address of its pages' API."""
     from prefect.settings import get_current_settings
 
     settings = get_current_settings().to_environment_variables(exclude_unset=True)
-    own = {"PREFECT_HOME": str(database.parent), "PREFECT_UI_API_URL": f"{address}/api"}
-    if not _given_database():
-        own["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = f"sqlite+aiosqlite:///{database}"
-    return {
-        name: value for name, value in (SETTINGS | os.environ | settings | own).items() if name != "PREFECT_API_URL"
-    }
+    settings |= {"PREFECT_HOME": str(database.parent), "PREFECT_UI_API_URL": f"{address}/api"}
+    if not _connection_url():
+        settings["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = f"sqlite+aiosqlite:///{database}"
+    return {name: value for name, value in (SETTINGS | os.environ | settings).items() if name != "PREFECT_API_URL"}
 
 
 def _database() -> Path:
-    """The path of the database's file. A PostgreSQL server has none: its path only names the locks."""
+    """The path of the database's file. For PostgreSQL it is only the path of the locks."""
     home = Path(os.environ.get("PREFECT_HOME") or runs_folder() / "prefect").expanduser().absolute()
-    kind, _, path = _given_database().partition(":///")
+    kind, _, path = _connection_url().partition(":///")
     if kind.startswith("sqlite") and path and ":memory:" not in path:
         return Path(path.partition("?")[0]).absolute()
     return home / ("prefect.db" if not kind else "server")
 
 
-def _given_database() -> str:
-    """The connection URL that the user has set, for Prefect's server; empty without one."""
+def _connection_url() -> str:
+    """The user's connection URL for Prefect's server; empty without one."""
     from prefect.settings import get_current_settings
 
-    given = get_current_settings().server.database
-    url = given.connection_url if "connection_url" in given.model_fields_set else None
+    database = get_current_settings().server.database
+    url = database.connection_url if "connection_url" in database.model_fields_set else None
     return url.get_secret_value() if url else ""
 
 
@@ -214,13 +212,13 @@ def _lock_file(database: Path, what: str) -> Path:
 
 
 def _require_answer() -> None:
-    """Raise a Fault if the server that PREFECT_API_URL names does not answer, or has an unfit version."""
+    """Raise a Fault if the server of PREFECT_API_URL does not answer, or has an incompatible version."""
     import httpx
     from prefect.client.orchestration import get_client
 
     try:
         with get_client(sync_client=True) as client:
-            client.raise_for_api_version_mismatch_once()  # the flow asks the same, and does not ask again
+            client.raise_for_api_version_mismatch_once()  # the flow's check is then skipped
     except (RuntimeError, httpx.HTTPError) as error:
         line = (str(error).splitlines() or [""])[0].rstrip(".")
         raise Fault(f"PREFECT_API_URL: {line}; unset it for the server of this checkout") from None

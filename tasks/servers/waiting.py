@@ -1,4 +1,4 @@
-"""Limits of waits: for a server, which is reported every 10 s, and for the end of this process after a signal."""
+"""Limits of waits: for a server, with a report every 10 s, and for the end of this process after a signal."""
 
 import contextlib
 import os
@@ -16,27 +16,27 @@ PAUSE = 0.2
 
 
 def say(line: str) -> None:
-    """Print a line at once, also into a pipe."""
+    """Print a line and flush it."""
     print(line, flush=True)
 
 
 class Wait:
     def __init__(self, what: str, limit: float, log: Path | None = None, say: Callable[[str], None] = say):
         self.what, self.limit, self.log, self._say = what, limit, log, say
-        self._began = self._said = time.monotonic()
+        self._began = self._reported = time.monotonic()
 
     def pause(self) -> None:
-        """Let some time pass. A Fault at the limit."""
+        """Sleep for a moment. Raises a Fault after the limit."""
         now = time.monotonic()
         if now - self._began > self.limit:
             raise self.failed(f"not ready after {self.limit:.0f} s")
-        if now - self._said >= EVERY:
-            self._said = now
+        if now - self._reported >= EVERY:
+            self._reported = now
             self._say(f"{self.what}: {now - self._began:.0f} s (at most {self.limit:.0f})")
         time.sleep(PAUSE)
 
     def failed(self, reason: str) -> Fault:
-        """The end of a wait as a Fault that names the log and its last line."""
+        """A Fault that ends the wait, with the log and its last line."""
         lines = self.log.read_text(errors="replace").split("\n") if self.log and self.log.exists() else []
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         shown = f"; {last[:200]}" if last else ""
@@ -45,10 +45,10 @@ class Wait:
 
 @contextlib.contextmanager
 def limited_end(seconds: float, then: str) -> Iterator[None]:
-    """End this process at most that long after SIGTERM or Ctrl-C; `then` says how the rest is done later.
+    """End this process at most `seconds` after SIGTERM or Ctrl-C; the message contains `then`, the next action.
 
-    A server that is away holds up the end of a run otherwise: Prefect's client tries each request for a minute. For the
-    main thread of a command.
+    Otherwise an outage of a server delays the end of a run, as Prefect's client repeats each request for a minute. Call
+    it in the main thread of a command.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -64,7 +64,7 @@ def limited_end(seconds: float, then: str) -> Iterator[None]:
                 os._exit(128 + signal.SIGTERM)
         os.close(reading)
 
-    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # holds for any handler of the signal
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # independent of the signal's handlers
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield

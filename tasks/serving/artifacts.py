@@ -1,7 +1,7 @@
-"""Artifacts that a served model is made of, and how it was evaluated: all from the lineage of its export.
+"""Artifacts of a served model and its evaluation, found through the inputs of its export.
 
-A server is given the precision and the quantization of the evaluation, and code from a model's folder only where the
-download was allowed to have it. An export without a merged model is served as base and adapter.
+The server uses the evaluation's precision and quantization, and runs code of the model's folder only if the download
+was allowed to fetch it. An export without a merged model is served as base and adapter.
 """
 
 import json
@@ -25,7 +25,7 @@ ADAPTER = "adapter/adapter_config.json"
 
 @dataclass(frozen=True)
 class Sources:
-    """An export with what it was made from, and its evaluation."""
+    """An export with its inputs and its evaluation."""
 
     named: Named
     base: Artifact
@@ -38,19 +38,19 @@ class Sources:
         return "base and adapter" if self.unmerged else "merged"
 
     @property
-    def asked(self) -> dict[str, Any]:
-        """Settings of the evaluation; empty where there is none."""
+    def settings(self) -> dict[str, Any]:
+        """Settings of the evaluation; empty without one."""
         return self.evaluation.stage.config["evaluate"] if self.evaluation else {}
 
 
 def collect(named: Named, store: Store, adapter: bool, gpus: bool) -> Sources:
-    """Find the artifacts. `adapter` asks for the form of base and adapter; `gpus` says whether this host has any."""
+    """Find the artifacts. `adapter` requests the form of base and adapter; `gpus` is whether this host has GPUs."""
     export = named.export
     merged = MERGED in export.files
     if not merged and ADAPTER not in export.files:
-        raise Fault(f"{named.title}: {export.key} holds neither a merged model nor an adapter")
+        raise Fault(f"{named.title}: {export.key} contains neither a merged model nor an adapter")
     if adapter and ADAPTER not in export.files:
-        raise Fault(f"{named.title}: {export.key} holds no adapter (export.formats, or all weights were trained)")
+        raise Fault(f"{named.title}: {export.key} contains no adapter (export.formats, or all weights were trained)")
     base = _input(export, "model", "download", store)
     trained = _input(export, "trained", "train", store, whole=False)
     data = _input(trained, "data", "prepare", store)
@@ -62,7 +62,7 @@ def collect(named: Named, store: Store, adapter: bool, gpus: bool) -> Sources:
 
 
 def served_model(sources: Sources, store: Store, cache: Path, **where: Any) -> ServedModel:
-    """Bring all files to this host, and say what is to be served."""
+    """Fetch all files to this host, and return the description of the served model."""
     export = artifact.local(sources.named.export, store, cache)
     base = artifact.local(sources.base, store, cache) if sources.unmerged else export / "merged"
     return ServedModel(
@@ -71,7 +71,7 @@ def served_model(sources: Sources, store: Store, cache: Path, **where: Any) -> S
         data=str(artifact.local(sources.data, store, cache)),
         precision=sources.evaluation.stage.config["precision"] if sources.evaluation else _precision(base),
         adapter=str(export / "adapter") if sources.unmerged else None,
-        quantization=sources.asked.get("quantization"),
+        quantization=sources.settings.get("quantization"),
         trust_remote_code=bool(sources.base.stage.config.get("trust_remote_code", False)),
         **where,
     )
@@ -79,32 +79,31 @@ def served_model(sources: Sources, store: Store, cache: Path, **where: Any) -> S
 
 def _input(made: Artifact, name: str, stage: str, store: Store, whole: bool = True) -> Artifact:
     key = f"{stage}/{made.stage.inputs[name]}"
-    found = artifact.read(store, key)
-    if found and whole and isinstance(there := artifact.find(found.stage, store), Missing):
-        raise Fault(f"{made.key} was made from {key}, which is not whole in {store.uri}: {there.reason}")
-    if found is None:
-        raise Fault(f"{made.key} was made from {key}, which is not in {store.uri} any more")
-    return found
+    source = artifact.read(store, key)
+    if source is None:
+        raise Fault(f"{made.key} was made from {key}, which is no longer in {store.uri}")
+    if whole and isinstance(missing := artifact.find(source.stage, store), Missing):
+        raise Fault(f"{made.key} was made from {key}, which is incomplete in {store.uri}: {missing.reason}")
+    return source
 
 
 def _evaluation(named: Named, store: Store, unmerged: bool) -> Artifact | None:
-    """The latest evaluation of this export, in the form that is served if there is one of it."""
-    found = [
-        one for one in artifact.every(store, "evaluate") if one.stage.inputs["model"] == named.export.stage.fingerprint
-    ]
-    whole = [one for one in found if not isinstance(artifact.find(one.stage, store), Missing)]
+    """The latest evaluation of this export, preferably in the served form."""
+    model = named.export.stage.fingerprint
+    records = [record for record in artifact.every(store, "evaluate") if record.stage.inputs["model"] == model]
+    whole = [record for record in records if not isinstance(artifact.find(record.stage, store), Missing)]
 
-    def fitness(one: Artifact) -> tuple[bool, float]:
-        return (one.stage.config.get("adapter", "merged") != "merged") == unmerged, one.made["at"]
+    def fitness(record: Artifact) -> tuple[bool, float]:
+        return (record.stage.config.get("adapter", "merged") != "merged") == unmerged, record.made["at"]
 
     return max(whole, key=fitness, default=None)
 
 
 def _require_servable(sources: Sources, store: Store, gpus: bool) -> None:
-    """Refuse an adapter that vLLM would leave out in part without a word, or cannot add at all."""
+    """Refuse an adapter that vLLM cannot add, or would silently ignore in part."""
     key = sources.named.export.key
-    found = store.read(f"{key}/files/{ADAPTER}")
-    config = json_object.parse(found[0] if found else b"", f"{key}: {ADAPTER}")
+    entry = store.read(f"{key}/files/{ADAPTER}")
+    config = json_object.parse(entry[0] if entry else b"", f"{key}: {ADAPTER}")
     merged = "serve it merged" if MERGED in sources.named.export.files else "export it with export.formats=[merged]"
     targets = [*(config.get("target_modules") or ()), *(config.get("target_parameters") or ())]
     latent = any(serving.LATENT in target for target in targets)
@@ -114,6 +113,6 @@ def _require_servable(sources: Sources, store: Store, gpus: bool) -> None:
 
 
 def _precision(model: Path) -> str:
-    """The precision of a model that was not evaluated: that of its weights."""
+    """The precision of a model without an evaluation: that of its weights."""
     config = json.loads((model / "config.json").read_text())
     return "fp32" if (config.get("dtype") or config.get("torch_dtype")) == "float32" else "bf16"

@@ -1,9 +1,9 @@
-"""Questions of an evaluation, asked of a server, and the answers compared with those of the evaluation.
+"""Comparison of a server's answers with those of an evaluation, for the same questions.
 
-A question is asked as text in front of the answer (/v1/completions) and, if a row holds no tools, as a chat
-(/v1/chat/completions), which shows that the server's chat template writes the prompts of the training. A request has
+A question is sent as the text before the answer (/v1/completions) and, unless its row has tools, as a chat
+(/v1/chat/completions), which checks that the server's chat template writes the prompts of the training. A request has
 the settings of the printed command, and leaves temperature and penalties to the server, as a user does. Answers are
-greedy: in fp32 they have to be equal, in bf16 some differ by rounding, and NEARLY_ALL have to be equal.
+greedy: in fp32 all must be equal; in bf16 some differ by rounding, and NEARLY_ALL must be equal.
 """
 
 import itertools
@@ -28,13 +28,13 @@ class Question:
     """A row of the held-out test."""
 
     prompt: str
-    messages: list[dict] | None  # None where a chat does not say all of it
+    messages: list[dict] | None  # None if a chat cannot express the prompt
     answer: str
 
 
 @dataclass(frozen=True)
 class Difference:
-    """An answer that is not the evaluation's."""
+    """An answer that differs from the evaluation's."""
 
     way: str
     prompt: str
@@ -46,7 +46,7 @@ class Difference:
 class Compared:
     """The comparison of a server's answers with those of an evaluation."""
 
-    asked: dict[str, int]  # by way of asking
+    asked: dict[str, int]  # number of questions, by way of asking
     differ: list[Difference]
     required: float
 
@@ -55,19 +55,20 @@ class Compared:
         return all(self.equal(way) >= self.required * asked for way, asked in self.asked.items())
 
     def equal(self, way: str) -> int:
-        return self.asked[way] - sum(one.way == way for one in self.differ)
+        return self.asked[way] - sum(difference.way == way for difference in self.differ)
 
     def lines(self) -> list[str]:
         counted = ", ".join(f"{way} {self.equal(way)} of {asked} equal" for way, asked in self.asked.items())
-        bound = "all have to be" if self.required == 1 else f"{self.required:.0%} have to be"
-        found = [f"{counted}; {bound}"]
-        for one in self.differ[:SHOWN]:
-            found.append(f"  {one.way}: {one.prompt[-60:]!r}: {one.answer!r}, in the evaluation {one.evaluated!r}")
-        return found
+        bound = "all must be" if self.required == 1 else f"{self.required:.0%} must be"
+        examples = [
+            f"  {other.way}: {other.prompt[-60:]!r}: {other.answer!r}, in the evaluation {other.evaluated!r}"
+            for other in self.differ[:SHOWN]
+        ]
+        return [f"{counted}; {bound}", *examples]
 
 
 def of(evaluation: Path, data: Path) -> list[Question]:
-    """Questions from folders of an evaluation and of the prepared data, as far as their answers were kept."""
+    """Questions from the folders of an evaluation and its prepared data, as far as the evaluation kept the answers."""
     samples = json.loads((evaluation / "results.json").read_text())["samples"].get(TASK, [])
     rows = _rows(data / "test.jsonl", len(samples))
     return [
@@ -76,7 +77,7 @@ def of(evaluation: Path, data: Path) -> list[Question]:
 
 
 def example(data: Path) -> str:
-    """A question to show people how to ask; of the data that the model was tested or trained on."""
+    """A question for the example command, from the data that the model was tested or trained on."""
     for name in ("test", "validation", "training"):
         for row in _rows(data / f"{name}.jsonl", 1):
             if messages := _messages(row):
@@ -85,14 +86,14 @@ def example(data: Path) -> str:
 
 
 def stops(data: Path) -> list[str]:
-    """Texts that end an answer, besides the end of text."""
+    """Texts that end an answer, apart from the end of text."""
     record = json.loads((data / "template.json").read_text())
     stop, end = record["stop"], record["tokenizer"]["special_tokens"].get("eos_token")
     return [stop] if stop and stop != end else []
 
 
 def request(name: str, max_tokens: int | None, stop: list[str]) -> dict[str, Any]:
-    """Settings of a request that is answered as in the evaluation. All others are the server's."""
+    """Settings of a request with the same answer as in the evaluation. All others are the server's defaults."""
     settings: dict[str, Any] = {"model": name}
     settings |= {"max_tokens": max_tokens} if max_tokens else {}
     return settings | ({"stop": stop} if stop else {})
@@ -101,7 +102,7 @@ def request(name: str, max_tokens: int | None, stop: list[str]) -> dict[str, Any
 def ask(
     url: str, key: str, name: str, questions: list[Question], max_tokens: int, stop: list[str], required: float
 ) -> Compared:
-    """Ask a server that is there, and compare."""
+    """Send the questions to a running server, and compare."""
     settings = request(name, max_tokens, stop)
     asked = {"completions": 0, "chat": 0}
     differ = []
@@ -115,11 +116,11 @@ def ask(
 
 
 def _answers(client: httpx.Client, url: str, settings: dict, question: Question) -> Iterator[tuple[str, str]]:
-    asked = {"prompt": question.prompt, "add_special_tokens": False}
-    yield "completions", _post(client, f"{url}/completions", settings | asked)["text"]
+    prompt = {"prompt": question.prompt, "add_special_tokens": False}
+    yield "completions", _post(client, f"{url}/completions", settings | prompt)["text"]
     if question.messages:
-        found = _post(client, f"{url}/chat/completions", settings | {"messages": question.messages})
-        yield "chat", found["message"]["content"] or ""
+        choice = _post(client, f"{url}/chat/completions", settings | {"messages": question.messages})
+        yield "chat", choice["message"]["content"] or ""
 
 
 def _post(client: httpx.Client, url: str, content: dict) -> Any:
@@ -128,14 +129,14 @@ def _post(client: httpx.Client, url: str, content: dict) -> Any:
     except httpx.HTTPError as error:
         raise Fault(f"{url} does not answer ({type(error).__name__})") from None
     if answer.status_code == 401:
-        raise Fault(f"{url} wants a key: VLLM_API_KEY in the environment, as the server has it")
+        raise Fault(f"{url} requires a key: set VLLM_API_KEY in the environment, with the server's value")
     if answer.is_error:
         raise Fault(f"{url} answers {answer.status_code}: {' '.join(answer.text.split())[:300]}")
     return answer.json()["choices"][0]
 
 
 def _rows(path: Path, count: int) -> list[dict]:
-    """The first rows of a file of prepared data; none where there is no such file."""
+    """The first rows of a file of prepared data; none if the file does not exist."""
     if not path.is_file():
         return []
     with path.open(encoding="utf-8") as file:
@@ -143,7 +144,7 @@ def _rows(path: Path, count: int) -> list[dict]:
 
 
 def _messages(row: dict) -> list[dict] | None:
-    """The conversation in front of the last answer."""
+    """The conversation before the last answer."""
     if "input" in row:
         return [{"role": "user", "content": row["input"]}]
     return None if row.get("tools") or "messages" not in row else row["messages"][:-1] or None

@@ -1,10 +1,10 @@
-"""A server kept running: started under a guard, watched, and started again when it has crashed after it answered.
+"""A server that is kept running: started under a guard, watched, and restarted after crashes.
 
-what it does                               what follows
-does not come to answer                    Broken, with its last lines: the next start would end as this one
-a fault of the caller's (exit code 2)      Fault
-crashes, or falls silent                   it starts again after WAITS, each longer; after the last, Broken
-answers for STEADY seconds                 earlier crashes are forgotten
+event                                      action
+never answers                              Broken, with its last lines: the next start would fail too
+user error (exit code 2)                   Fault
+crashes, or stops answering                restart after WAITS, each longer; after the last one, Broken
+answers for STEADY seconds                 the count of crashes is reset
 """
 
 import socket
@@ -22,39 +22,39 @@ from tasks.run.launch import Broken, Turn
 
 WAITS = (1.0, 5.0, 25.0, 60.0, 120.0)  # seconds before each new start
 STEADY = 1800.0
-LOOKED = 30.0  # seconds between looks at a server that answers
+LOOKED = 30.0  # seconds between health checks of a server that answers
 ANSWERS_WITHIN = 10.0
-SILENT_AFTER = 3  # looks in a row without an answer
-LEAVES_WITHIN = 15  # seconds; answers under way have 10 of them (trainer/serving/api_server.py)
+SILENT_AFTER = 3  # health checks in a row without an answer
+LEAVES_WITHIN = 15  # seconds; unfinished answers have 10 of them (trainer/serving/api_server.py)
 COMMAND = "trainer.serve"
 FILE, LOG = "model.json", "server.log"
 
 
 def url(served: ServedModel) -> str:
-    """The address by which this host reaches the server."""
+    """The address at which this host reaches the server."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(served.host, served.host)
     return f"http://[{host}]:{served.port}" if ":" in host else f"http://{host}:{served.port}"
 
 
 def require_free(host: str, port: int) -> None:
-    """Refuse an address that cannot be had."""
+    """Refuse an address that is in use or invalid."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             tried.bind(address)
     except OSError as error:
-        raise Fault(f"{host} port {port}: {error.strerror}; --port takes another") from None
+        raise Fault(f"{host} port {port}: {error.strerror}; choose another with --port") from None
 
 
 @dataclass
 class Watch:
-    """The looks at one start of a server: twice a second until it answers, then each LOOKED."""
+    """Health checks of one start of a server: twice a second until it answers, then every LOOKED seconds."""
 
     url: str
-    answered: Callable[[float], None]  # is told once, with the seconds that it took
+    answered: Callable[[float], None]  # called at the first answer, with the seconds since the start
     began: float = field(default_factory=time.monotonic)
-    first: float | None = None  # when it answered first
+    first: float | None = None  # time of the first answer
     looked: float = 0.0
     missed: int = 0
 
@@ -90,7 +90,7 @@ def keep(
     answered: Callable[[float], None],
     turn: Turn | None = None,
 ) -> None:
-    """Serve until stop(). Its output is in the folder, and say() is told what it says of itself."""
+    """Serve until stop(). The output is in the folder; say() gets the server's own lines without vLLM's."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LOG).unlink(missing_ok=True)
     served.write(folder / FILE)
@@ -112,15 +112,15 @@ def keep(
 def _once(folder: Path, say: Callable[[str], None], stop: Callable[[], bool], watch: Watch, turn: Turn | None) -> str:
     """Run the server to its end, and return the reason why it ended."""
 
-    def told(line: str) -> None:
-        if line.startswith("serve: "):  # of its own; all else is vLLM's
+    def filtered(line: str) -> None:
+        if line.startswith("serve: "):  # all other lines are vLLM's
             say(line.removeprefix("serve: "))
 
     try:
         launch.process(
             [COMMAND, str(folder / FILE)],
             folder / LOG,
-            told,
+            filtered,
             lambda: stop() or watch.is_silent(),
             watch.look,
             keep=[KEY],
@@ -131,4 +131,4 @@ def _once(folder: Path, say: Callable[[str], None], stop: Callable[[], bool], wa
         return f"the server has not answered {SILENT_AFTER} times in a row"
     except Broken as broken:
         return str(broken)
-    return "the server has ended by itself"
+    return "the server has ended with code 0"

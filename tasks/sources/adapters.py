@@ -1,9 +1,9 @@
-"""Adapters that a training starts from (model.adapter): where one lies, and which content it has.
+"""Adapters that a training starts from (model.adapter): their location and the digests of their content.
 
-    identity(source)                what a training that starts from it depends on
-    as_found(run, found, folder)    the run that starts from it as it was when the run began, in this folder
+    identity(source)                   digests of its files
+    as_found(run, config, folder)      the run with its adapter fetched to this folder, at the state of the run's start
 
-models:/NAME/VERSION is a version in MLflow's registry, whose tag finetune.adapter says where its adapter lies.
+models:/NAME/VERSION is a version in MLflow's registry; its tag finetune.adapter has the location of its adapter.
 """
 
 import re
@@ -22,11 +22,11 @@ REGISTERED = re.compile(r"models:/(?P<name>[^/]+)/(?P<version>\d+)$")
 
 def identity(source: str, runs: Path) -> dict[str, str]:
     """Digests of the adapter's files."""
-    return _described(_resolved(source, runs))
+    return _resolved(source, runs).content
 
 
 def as_found(run: Run, config: dict[str, Any], folder: Path, runs: Path) -> Run:
-    """The run with its adapter in the folder, if it has one. `config` is the stage's, with what identity() found."""
+    """The run with its adapter in the folder, if it has one. `config` is the stage's, with the result of identity()."""
     source = run.model.adapter
     if source is None:
         return run
@@ -34,10 +34,10 @@ def as_found(run: Run, config: dict[str, Any], folder: Path, runs: Path) -> Run:
     return run.model_copy(update={"model": run.model.model_copy(update={"adapter": str(folder)})})
 
 
-def fetch(source: str, found: dict[str, str], folder: Path, runs: Path) -> None:
-    """Bring the files that identity() found into the folder."""
+def fetch(source: str, digests: dict[str, str], folder: Path, runs: Path) -> None:
+    """Fetch the files with the digests of identity() into the folder."""
     resolved = _resolved(source, runs)
-    if _described(resolved) != found:
+    if resolved.content != digests:
         raise Fault(f"model.adapter: {source}: its files have changed since the run began; start it again")
     hub.fetch_named(resolved, [*FILES], folder)
 
@@ -56,7 +56,7 @@ def _resolved(source: str, runs: Path) -> hub.Resolved:
 
 
 def _registered(source: str, runs: Path) -> str:
-    """Where the adapter of a registered version lies."""
+    """Location of the adapter of a registered version."""
     match = REGISTERED.match(source)
     if match is None:
         raise Fault(
@@ -71,7 +71,3 @@ def _registered(source: str, runs: Path) -> str:
     if "finetune.adapter" not in tags:
         raise Fault(f"model.adapter: {source}: has no tag finetune.adapter: it was not exported with its adapter")
     return tags["finetune.adapter"]
-
-
-def _described(resolved: hub.Resolved) -> dict[str, str]:
-    return {name: resolved.digests[name] for name in sorted(resolved.files)}

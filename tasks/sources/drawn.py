@@ -1,9 +1,9 @@
-"""Models whose weights are drawn: where their config.json and their tokenizer come from.
+"""Sources of the config.json and the tokenizer of a model whose weights are drawn at random.
 
-    config(source, revision)              its keys, wherever they lie
-    identity(model, seed)                 what the drawn model depends on: equal ones have equal bytes
-    tokenizer_of(model)                   where the tokenizer lies
-    fetch_tokenizer(model, found, folder) brings it, as it was when the run began
+    config(source, revision)                 the keys of its config.json
+    identity(model, seed)                    everything that the drawn model depends on: equal ones have equal bytes
+    tokenizer_of(model)                      location of the tokenizer
+    fetch_tokenizer(model, digests, folder)  fetches it, at the state of the run's start
 
 trainer/weights/drawn draws the weights.
 """
@@ -39,14 +39,14 @@ def tokenizer_of(model: Model) -> str:
     assert isinstance(model.source, Drawn)
     if model.tokenizer is not None:
         return model.tokenizer
-    assert isinstance(model.source.config, str), "conf/rules/pretraining.py asks for one"
+    assert isinstance(model.source.config, str), "conf/rules/pretraining.py requires one"
     return _above(model.source.config)
 
 
-def fetch_tokenizer(model: Model, found: Any, folder: Path) -> None:
-    """Bring the tokenizer's files, which are those that identity() found."""
+def fetch_tokenizer(model: Model, digests: Any, folder: Path) -> None:
+    """Fetch the tokenizer's files, with the digests of identity()."""
     resolved = _resolved(model)
-    if _described(resolved) != found:
+    if resolved.content != digests:
         raise Fault(
             f"model.tokenizer: {tokenizer_of(model)}: its files have changed since the run began; start it again"
         )
@@ -55,11 +55,11 @@ def fetch_tokenizer(model: Model, found: Any, folder: Path) -> None:
 
 def _tokenizer(model: Model) -> Any:
     source = tokenizer_of(model)
-    return {"source": source} if hub.kind(source) == "tiny" else _described(_resolved(model))
+    return {"source": source} if hub.kind(source) == "tiny" else _resolved(model).content
 
 
 def _resolved(model: Model) -> hub.Resolved:
-    """The source, with the tokenizer's files alone."""
+    """The source, reduced to the tokenizer's files."""
     source = tokenizer_of(model)
     revision = model.revision if model.tokenizer is None else "main"
     resolved = hub.resolve(source, revision, only=tokenizer_files.NAMES)
@@ -70,13 +70,9 @@ def _resolved(model: Model) -> hub.Resolved:
     return resolved
 
 
-def _described(resolved: hub.Resolved) -> dict[str, str]:
-    return {name: resolved.digests[name] for name in sorted(resolved.files)}
-
-
-def _above(named: str) -> str:
-    """The folder, repository or prefix that a config.json lies in, of which the file itself may be named."""
-    place = named.removesuffix(CONFIG)
-    if place != named and "://" not in named and not regular_files.is_there(Path(named).expanduser()):
-        raise Fault(f"model.source: {named}: no such file{regular_files.or_meant(Path(named))}")
-    return place.rstrip("/") or ("." if place != named else named)
+def _above(source: str) -> str:
+    """The folder, repository or prefix of a config.json; `source` may also name the file itself."""
+    place = source.removesuffix(CONFIG)
+    if place != source and "://" not in source and not regular_files.is_there(Path(source).expanduser()):
+        raise Fault(f"model.source: {source}: no such file{regular_files.or_meant(Path(source))}")
+    return place.rstrip("/") or ("." if place != source else source)

@@ -1,4 +1,4 @@
-"""The config.json of a run's release, for what a fingerprint has to know of it."""
+"""The config.json of a run's release, as far as a fingerprint depends on it."""
 
 from functools import lru_cache
 from typing import Any
@@ -11,7 +11,7 @@ from tasks.sources.hub import config_json
 
 
 def read(run: Run) -> dict[str, Any]:
-    """The file of the commit, or the folder, that the stage download is asked for, or that weights are drawn for."""
+    """The config.json of the commit or folder that the stage download fetches, or of the weights that are drawn."""
     source = run.model.source
     if isinstance(source, Drawn):
         return drawn.config(source, run.model.revision)

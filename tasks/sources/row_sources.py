@@ -1,10 +1,10 @@
-"""Sources of rows: the present content of each, and how the host that prepares them gets at it.
+"""Sources of rows: their current content, and access for the host that prepares them.
 
     identity(part, "data.source", memory)      files by their content, the Hub by its commit, S3 by sizes and ETags
-    local(part, identity, folder, progress)    the part as preparation reads it: S3 fetched, the Hub at the commit
+    local(part, identity, folder, progress)    the part for preparation: S3 fetched, the Hub at the commit
 
-A file that was moved or renamed is the same source. Its ending counts, as it says how the file is read.
-trainer/prepare.py reads the files; their rows are not looked at here.
+A moved or renamed file is the same source. Its ending counts, as it determines the format. trainer/prepare.py reads the
+files; this module reads no rows.
 """
 
 import glob
@@ -20,7 +20,7 @@ from tasks.sources import hub
 from tasks.sources.file_digests import digests
 from tasks.sources.hub import api, file_choice, s3_source
 
-MADE = {  # here, with the shape of their rows
+MADE = {  # sources that the project creates, with the shape of their rows
     "tiny://tickets": "pairs",
     "tiny://mistaken-tickets": "pairs",
     "tiny://ranked-tickets": "preference",
@@ -36,30 +36,27 @@ def kind(source: str, key: str) -> str:
             *others, last = MADE
             raise Fault(f"{key}: {source}: no such data; there is {', '.join(others)} and {last}")
         if scheme not in ("tiny", "s3"):
-            raise Fault(f"{key}: {source}: no source of data; it is a file, a folder, org/name on the Hub or s3://...")
+            raise Fault(f"{key}: {source}: not a source of data; use a file, a folder, org/name on the Hub or s3://...")
         return scheme
     path = Path(source).expanduser()
     if path.exists() or glob.has_magic(source) or _indexed(path, key):
         return "local"
     if path.is_symlink():
-        raise Fault(f"{key}: {source}: a link to {path.readlink()}, which is not there")
+        raise Fault(f"{key}: {source}: a link to {path.readlink()}, which does not exist")
     if source.startswith(("/", ".", "~")) or source.count("/") > 1 or row_files.format_of(source):
         raise Fault(f"{key}: {source}: no such file{regular_files.or_meant(path)}")
     return "hub"
 
 
 def shape(part: Part) -> str | None:
-    """Shape of a source's rows, as far as it is known without a look at them."""
+    """Shape of a source's rows, if it is known without reading them."""
     if part.shape != "auto":
         return part.shape
     return None if part.input or part.output or part.text else MADE.get(part.source or "")
 
 
 def identity(part: Part, key: str, memory: Path) -> dict[str, Any]:
-    """Identity of a source: equal for two sources with the same rows.
-
-    `memory` holds digests of files that were read before.
-    """
+    """Identity of a source: equal for two sources with the same rows. `memory` is the cache of file digests."""
     assert part.source
     match kind(part.source, key):
         case "tiny":
@@ -74,21 +71,18 @@ def identity(part: Part, key: str, memory: Path) -> dict[str, Any]:
 
 
 def local(
-    part: Part, found: dict[str, Any], key: str, folder: Path, progress: Callable[[int, int], None] | None = None
+    part: Part, content: dict[str, Any], key: str, folder: Path, progress: Callable[[int, int], None] | None = None
 ) -> Part:
-    """Fetch the content that identity() found, and return the part as it is read on this host.
-
-    Nothing is fetched twice.
-    """
+    """Fetch the content that identity() returned, unless it is present, and return the part as this host reads it."""
     assert part.source
     match kind(part.source, key):
         case "hub":
-            return part.model_copy(update={"revision": found["commit"]})
+            return part.model_copy(update={"revision": content["commit"]})
         case "local":
             return part.model_copy(update={"source": str(Path(part.source).expanduser().absolute())})
         case "s3":
             uri, objects = row_objects(part.source, key)
-            if [[name, size, tag] for name, (size, tag) in sorted(objects.items())] != found["objects"]:
+            if [[name, size, tag] for name, (size, tag) in sorted(objects.items())] != content["objects"]:
                 raise Fault(f"{key}: {part.source}: its objects have changed since the run began; start it again")
             hub.fetch_objects(uri, objects, folder, progress)
             return part.model_copy(update={"source": str(folder)})
@@ -108,12 +102,12 @@ def _indexed(path: Path, key: str) -> list[Path]:
 
 
 def _content(source: str, key: str, memory: Path) -> str:
-    read = files(source, key)
+    paths = files(source, key)
     try:
-        found = digests(read, memory)
+        contents = digests(paths, memory)
     except Fault as fault:
         raise Fault(f"{key}: {fault}") from None
-    lines = [f"{_ending(file.name)} {digest}\n" for file, digest in zip(read, found, strict=True)]
+    lines = [f"{_ending(path.name)} {digest}\n" for path, digest in zip(paths, contents, strict=True)]
     return checksums.of("".join(lines))
 
 
@@ -121,26 +115,26 @@ def files(source: str, key: str) -> list[Path]:
     """Files in the order in which preparation reads them."""
     path = Path(source).expanduser()
     if indexed_files.is_prefix(path):
-        found = _indexed(path, key)
+        paths = _indexed(path, key)
     elif path.is_dir():
         try:
-            found = row_files.inside(path)
+            paths = row_files.inside(path)
         except Fault as fault:
             raise Fault(f"{key}: {fault}") from None
-        found = (row_files.only_texts(found) and _indexed(path, key)) or found
+        paths = (row_files.only_texts(paths) and _indexed(path, key)) or paths
     elif path.exists():
         if not path.is_file():
             raise Fault(f"{key}: {source}: neither a file nor a folder")
-        found = [path] if row_files.format_of(path) else _indexed(path, key)
-    elif not (found := _indexed(path, key)):
+        paths = [path] if row_files.format_of(path) else _indexed(path, key)
+    elif not (paths := _indexed(path, key)):
         matches = [Path(name) for name in glob.glob(str(path), recursive=True)]
-        found = [match for match in matches if row_files.format_of(match) and match.is_file()]
-        found = found or indexed_files.both(matches)
-    if not found:
-        what = "no file of rows in this folder" if path.is_dir() else "no file of rows"
-        what = what if path.exists() else "no file of rows has such a name"
-        raise Fault(f"{key}: {source}: {what}; they end in {row_files.ENDINGS}")
-    return sorted(found)
+        paths = [match for match in matches if row_files.format_of(match) and match.is_file()]
+        paths = paths or indexed_files.both(matches)
+    if not paths:
+        what = "no file of rows in this folder" if path.is_dir() else "not a file of rows"
+        what = what if path.exists() else "no file of rows has this name"
+        raise Fault(f"{key}: {source}: {what}; their names end in {row_files.ENDINGS}")
+    return sorted(paths)
 
 
 def row_objects(source: str, key: str) -> tuple[str, dict[str, tuple[int, str]]]:
@@ -152,26 +146,26 @@ def row_objects(source: str, key: str) -> tuple[str, dict[str, tuple[int, str]]]
     except Fault as fault:
         raise Fault(f"{key}: {fault}") from None
     if not objects:
-        raise Fault(f"{key}: {source}: nothing lies there; check the bucket and the prefix, which is no pattern")
-    found = row_files.among(objects)
-    found = (row_files.only_texts(found) and _pairs(objects, key)) or found
-    if not found:
+        raise Fault(f"{key}: {source}: contains no objects; check the bucket and the prefix, which is not a pattern")
+    names = row_files.among(objects)
+    names = (row_files.only_texts(names) and _pairs(objects, key)) or names
+    if not names:
         raise Fault(
-            f"{key}: {source}: none of the {len(objects)} objects there is a file of rows, such as {min(objects)}; "
-            f"they end in {row_files.ENDINGS}"
+            f"{key}: {source}: none of its {len(objects)} objects, such as {min(objects)}, is a file of rows; "
+            f"their names end in {row_files.ENDINGS}"
         )
-    if bad := next((name for name in found if file_choice.unsafe_name(name)), None):
-        raise Fault(f"{key}: {source}: {bad!r} is no name of a file inside a folder; rename it")
-    return uri, {name: objects[name] for name in found}
+    if bad := next((name for name in names if file_choice.unsafe_name(name)), None):
+        raise Fault(f"{key}: {source}: {bad!r} is not a name of a file inside a folder; rename it")
+    return uri, {name: objects[name] for name in names}
 
 
 def _indexed_objects(source: str) -> tuple[str, dict[str, tuple[int, str]]] | None:
-    """Both objects of a .bin/.idx that is named by its prefix or by one of them, as row_objects() has them."""
-    prefix, found, above = source.removesuffix(indexed_files.BIN).removesuffix(indexed_files.IDX), {}, ""
+    """Both objects of a .bin/.idx, named by its prefix or by one of them, in the form of row_objects()."""
+    prefix, objects, above = source.removesuffix(indexed_files.BIN).removesuffix(indexed_files.IDX), {}, ""
     for ending in (indexed_files.BIN, indexed_files.IDX):
-        uri, one = s3_source.look(f"{prefix}{ending}")
-        above, found = (uri if one else above), found | one
-    return (above, found) if found else None
+        uri, part = s3_source.look(f"{prefix}{ending}")
+        above, objects = (uri if part else above), objects | part
+    return (above, objects) if objects else None
 
 
 def _pairs(objects: dict[str, tuple[int, str]], key: str) -> list[str]:
@@ -185,22 +179,22 @@ def _pairs(objects: dict[str, tuple[int, str]], key: str) -> list[str]:
 
 
 def _commit(source: str, revision: str, key: str) -> str:
-    """The commit that the data set's revision names on the Hub now."""
+    """The current commit of the data set's revision on the Hub."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         hub = HfApi(endpoint=api.endpoint())
-        found = api.patiently(lambda: hub.dataset_info(source, revision=revision, timeout=30)).sha
+        commit = api.patiently(lambda: hub.dataset_info(source, revision=revision, timeout=30)).sha
     except HFValidationError:
         raise Fault(f"{key}: {source}: no such file, and no data set's name on the Hub (org/name)") from None
     except HfHubHTTPError as error:
         status = error.response.status_code
         raise Fault(
-            f"{key}: {source}@{revision}: the Hub says {status}; check the name, the revision, and the token "
+            f"{key}: {source}@{revision}: the Hub answers {status}; check the name, the revision, and the token "
             "(hf auth login) of a private or gated data set"
         ) from None
     except Exception as error:
         raise api.fault(error, f"{key}: {source}", revision) from None
-    assert found
-    return found
+    assert commit
+    return commit

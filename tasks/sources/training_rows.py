@@ -1,12 +1,12 @@
-"""Estimate of a run's training sequences before its data are prepared: what a plan of epochs needs.
+"""Estimate of a run's training sequences before its data are prepared, for the plan of a run with epochs.
 
-    sequences(run, made) -> (count, what was assumed)      None where nothing is known: sources on the Hub or in S3
-    asked(run, made) -> count                              rows that the reference of a training is asked of
-    held_out(run, made) -> count                           rows of the test split
-    empty(data) -> why                                     the first source on this host without a row; "" for none
+    sequences(run, prepared) -> (count, origin)     None if it is unknown: sources on the Hub or in S3
+    asked(run, prepared) -> count                   rows that the reference model scores
+    held_out(run, prepared) -> count                rows of the test split
+    empty(data) -> reason                           the first source on this host without a row; "" for none
 
-Rows are counted in the first megabytes of each file and scaled to its size; no row is read. None is taken as too long,
-broken or a duplicate. Packed sequences and texts for pretraining are filled with a token for every four bytes.
+The estimate counts the lines in the first megabytes of each file and scales them to its size; it parses no row. It
+assumes that no row is too long, broken or a duplicate, and that four bytes of text are one token.
 """
 
 from math import ceil
@@ -24,19 +24,21 @@ from tasks.sources import row_sources
 SAMPLE = 4 << 20  # bytes of each file
 BYTES = 4  # of a token, in English text and in JSON alike
 HEADED = (".csv", ".tsv")  # the first line names columns
-LINES = (".jsonl", ".ndjson", *HEADED)  # a row a line, as far as cells hold no line ends
+LINES = (".jsonl", ".ndjson", *HEADED)  # one row per line, except for cells with line breaks
 TICKETS = 1600  # of tiny://tickets, 44 tokens each
 
 
-def sequences(run: Run, made: dict[str, Any] | None = None) -> tuple[int | None, str]:
-    """Number of training sequences, and in words where it comes from. `made` is the result of stage prepare."""
-    if made:
-        count = schedule.sequences(run, made["kind"], made["sequences"]["training"], made.get("tokens_training", 0))
+def sequences(run: Run, prepared: dict[str, Any] | None = None) -> tuple[int | None, str]:
+    """Number of training sequences, and a phrase on its origin. `prepared` is the result of stage prepare."""
+    if prepared:
+        count = schedule.sequences(
+            run, prepared["kind"], prepared["sequences"]["training"], prepared.get("tokens_training", 0)
+        )
         return count, f"{count:,} sequences, as prepared"
-    found = _counted(run)
-    if found is None:
+    counted = _counted(run)
+    if counted is None:
         return None, "that are counted once the data are prepared"
-    rows, size = found
+    rows, size = counted
     share = 1 - run.data.validation - run.data.test
     count, tokens = ceil(rows * share), size * share / BYTES
     words = f"about {_round(count):,} training rows, by the size of the files"
@@ -46,30 +48,30 @@ def sequences(run: Run, made: dict[str, Any] | None = None) -> tuple[int | None,
     return max(1, count), words
 
 
-def asked(run: Run, made: dict[str, Any] | None = None) -> int | None:
-    """Number of rows of training and validation together; None where nothing is known."""
-    if made:
-        return sum(made["rows"].get(split, 0) for split in ("training", "validation"))
-    found = _counted(run)
-    return None if found is None else ceil(found[0] * (1 - run.data.test))
+def asked(run: Run, prepared: dict[str, Any] | None = None) -> int | None:
+    """Number of rows of training and validation together; None if it is unknown."""
+    if prepared:
+        return sum(prepared["rows"].get(split, 0) for split in ("training", "validation"))
+    counted = _counted(run)
+    return None if counted is None else ceil(counted[0] * (1 - run.data.test))
 
 
-def held_out(run: Run, made: dict[str, Any] | None = None) -> int | None:
-    """Number of rows of the test split; None = unknown, or texts, which are cut into windows."""
-    if made:
-        return None if made["kind"] == "text" else made["rows"].get("test", 0)
-    found = None if any(part.shape == "text" for part in run.data.parts) else _counted(run)
-    return None if found is None else round(found[0] * run.data.test)
+def held_out(run: Run, prepared: dict[str, Any] | None = None) -> int | None:
+    """Number of rows of the test split; None if it is unknown, or for texts, which are cut into windows."""
+    if prepared:
+        return None if prepared["kind"] == "text" else prepared["rows"].get("test", 0)
+    counted = None if any(part.shape == "text" for part in run.data.parts) else _counted(run)
+    return None if counted is None else round(counted[0] * run.data.test)
 
 
 def empty(data: Data) -> str:
-    """The first source on this host without a row, as a reason; "" if each has one, or may have one."""
+    """Message on the first source on this host without a row; "" if each has or may have one."""
     for number, part in enumerate(data.parts):
         key = f"data.mixture[{number}].source" if data.mixture else "data.source"
         try:
             is_local = part.source and row_sources.kind(part.source, key) == "local"
             files = row_sources.files(part.source, key) if part.source and is_local else []
-        except Fault:  # the stage reports a source that is not there
+        except Fault:  # the stage reports a missing source
             continue
         if files and not any(map(_may_have_rows, files)):
             return f"{key}: {part.source}: no row in {files[0] if len(files) == 1 else f'its {len(files)} files'}"
@@ -83,19 +85,19 @@ def _may_have_rows(file: Path) -> bool:
 
 
 def _counted(run: Run) -> tuple[float, float] | None:
-    """Rows that a run takes, and their bytes; None where they cannot be counted from here."""
+    """Rows that a run uses, and their bytes; None if this host cannot count them."""
     try:
-        found = _rows(run)
+        counted = _rows(run)
     except (Fault, OSError):
-        found = None
-    if found is None or run.data.rows is None or not found[0]:
-        return found
-    rows, size = found
+        counted = None
+    if counted is None or run.data.rows is None or not counted[0]:
+        return counted
+    rows, size = counted
     return min(rows, run.data.rows), size * min(1, run.data.rows / rows)
 
 
 def _rows(run: Run) -> tuple[int, float] | None:
-    """Rows and bytes of all sources; None where one of them cannot be counted from here, or weights choose of them."""
+    """Rows and bytes of all sources; None if this host cannot count one of them, or the data are a mixture."""
     if len(run.data.parts) != 1 or not (source := run.data.parts[0].source):
         return None
     kind = row_sources.kind(source, "data.source")
@@ -105,8 +107,8 @@ def _rows(run: Run) -> tuple[int, float] | None:
     counted = [_of_file(file) for file in files]
     if not counted or None in counted:
         return None
-    found = [one for one in counted if one]
-    return sum(rows for rows, _ in found), sum(size for _, size in found)
+    known = [pair for pair in counted if pair]
+    return sum(rows for rows, _ in known), sum(size for _, size in known)
 
 
 def _of_file(file: Path) -> tuple[int, int] | None:
@@ -120,6 +122,6 @@ def _of_file(file: Path) -> tuple[int, int] | None:
 
 
 def _round(count: int) -> int:
-    """Two digits of a number, as an estimate has no more."""
+    """Round to two digits, as an estimate is not more precise."""
     step = 10 ** max(0, len(str(count)) - 2)
     return round(count / step) * step

@@ -1,13 +1,13 @@
-"""Object store that every stage's output goes to: s3://bucket/prefix, or a folder, by one interface.
+"""Object store for the output of every stage: s3://bucket/prefix or a folder, with one interface.
 
     open_store("s3://bucket/runs")     boto3 (tasks/store/s3.py); credentials and endpoint from its standard chain
     open_store("file:///mnt/runs")     a folder, also on NFS, also as a plain path (tasks/store/local.py)
 
-Keys and names are relative, with slashes; `prefix` means what lies below prefix + "/". All methods are safe to call
-from several threads, processes and hosts. What is wrong with the caller's store or folder is a contract.faults.Fault of
-one line, in which no credential ever stands.
+Keys and names are relative, with slashes; `prefix` means everything below prefix + "/". All methods are safe to call
+from several threads, processes and hosts. A problem with the caller's store or folder is a contract.faults.Fault of one
+line without credentials.
 
-Not covered: other stores than these, object versions, encryption keys of one's own (use the bucket's default).
+Not covered: other stores, object versions, custom encryption keys (use the bucket's default).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Store(Protocol):
         ...
 
     def create(self, key: str, data: bytes) -> str | None:
-        """Write only if absent, atomically. Returns the tag, or None if the object is already there."""
+        """Write only if absent, atomically. Returns the tag, or None if the object exists."""
         ...
 
     def replace(self, key: str, data: bytes, tag: str) -> str | None:
@@ -41,7 +41,7 @@ class Store(Protocol):
         ...
 
     def write(self, key: str, data: bytes) -> str:
-        """Write the object, whether or not there was one. The write is atomic and durable."""
+        """Write or overwrite the object. The write is atomic and durable."""
         ...
 
     def remove(self, key: str, tag: str | None = None) -> bool:
@@ -53,23 +53,22 @@ class Store(Protocol):
         ...
 
     def put(self, folder: Path, prefix: str, progress: Progress | None = None) -> dict[str, File]:
-        """Make the content below the prefix equal to the folder. A transfer begun again sends only what is missing."""
+        """Make the content below the prefix equal to the folder. A repeated transfer sends only missing content."""
         ...
 
     def get(self, prefix: str, files: dict[str, File], folder: Path, progress: Progress | None = None) -> None:
-        """Bring the files into the folder, each verified. A transfer begun again fetches only what is missing."""
+        """Fetch the files into the folder, each verified. A repeated transfer fetches only missing content."""
         ...
 
     def changed(self, prefix: str, files: dict[str, File], deep: bool = False) -> dict[str, str]:
-        """Problems of the files that are not as recorded: "missing", "size 3, not 4" or "content differs".
+        """Problems of files that differ from their records: "missing", "size 3, not 4" or "content differs".
 
-        A file whose tag is as recorded is taken to have the recorded content. With `deep`, it is read and hashed
-        instead.
+        A file with the recorded tag counts as unchanged. With `deep`, it is read and hashed instead.
         """
         ...
 
     def place(self, prefix: str) -> Path | None:
-        """The folder where the files can be read in place, or None. Callers must never write there."""
+        """The folder in which the files can be read directly, or None. Callers must never write there."""
         ...
 
     def link(self, prefix: str) -> str:
@@ -82,28 +81,28 @@ class Store(Protocol):
 
 
 def open_store(uri: str, hasty: bool = False) -> Store:
-    """The store at s3://bucket/prefix, file:///folder or a plain path. Nothing is contacted or made yet.
+    """The store at s3://bucket/prefix, file:///folder or a plain path. Nothing is contacted or created yet.
 
-    `hasty` gives up on an S3 that does not answer within seconds. It is for callers that ask again anyway.
+    With `hasty`, a request to S3 fails after seconds without an answer. It is for callers that repeat their requests.
     """
     scheme, colon, _ = uri.partition("://")
     if not colon:
         if not uri:
-            raise Fault("store: empty; it takes s3://bucket/prefix or a folder")
+            raise Fault("store: empty; it must be s3://bucket/prefix or a folder")
         from tasks.store.local import LocalStore
 
         try:
             return LocalStore(Path(uri).expanduser().absolute())
         except RuntimeError:
-            raise Fault(f"store: {uri}: there is no such home; write the path out") from None
+            raise Fault(f"store: {uri}: no such home folder; write the full path") from None
     try:
         parts = urlsplit(uri)
     except ValueError:
         raise Fault(f"store: not a URI of the form {scheme}://...") from None
-    if "@" in parts.netloc:  # and is not repeated, as it may be a key and its secret
+    if "@" in parts.netloc:  # the message leaves it out, as it may be a key and its secret
         raise Fault(f"store: {scheme}://...@...: a URI with credentials; leave them to the environment or ~/.aws")
     if parts.query or parts.fragment:
-        raise Fault(f"store: {scheme}://{parts.netloc}{parts.path}: takes no ? and no # behind it")
+        raise Fault(f"store: {scheme}://{parts.netloc}{parts.path}: must not contain ? or #")
     if scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
             raise Fault(f"store: {uri}: names a host, {parts.netloc!r}; file:///folder has three slashes")
@@ -112,8 +111,8 @@ def open_store(uri: str, hasty: bool = False) -> Store:
         return LocalStore(Path(unquote(parts.path)))
     if scheme == "s3":
         if not parts.netloc:
-            raise Fault(f"store: {uri}: names no bucket; s3://bucket/prefix does")
+            raise Fault(f"store: {uri}: has no bucket; write s3://bucket/prefix")
         from tasks.store.s3 import S3Store
 
         return S3Store(parts.netloc, parts.path.strip("/"), hasty)
-    raise Fault(f"store: {scheme}://: no such kind of store; there are s3://bucket/prefix and file:///folder")
+    raise Fault(f"store: {scheme}://: unknown kind of store; use s3://bucket/prefix or file:///folder")

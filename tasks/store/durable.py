@@ -1,4 +1,4 @@
-"""Files that survive a crash: written, synced, then renamed. A disk's refusal becomes one line."""
+"""Files that survive a crash: written, synced, then renamed. Errors of the disk become one line."""
 
 import contextlib
 import errno
@@ -15,16 +15,16 @@ from contract.faults import Fault
 from tasks.store.folder import BLOCK
 
 
-def tag_of(facts: os.stat_result) -> str:
-    return f"{facts.st_ino}-{facts.st_size}-{facts.st_mtime_ns}-{facts.st_ctime_ns}"
+def tag_of(status: os.stat_result) -> str:
+    return f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}-{status.st_ctime_ns}"
 
 
 def write_durably(path: Path, data: bytes) -> None:
     with path.open("wb") as f:
         f.write(data)
         f.flush()
-        # The kernel's own times move on only every 4 ms, and inodes are used again: without this, an object written
-        # three times in that span could have the first one's tag again.
+        # The kernel's times have a resolution of 4 ms, and inodes are reused. Without an exact time, the third object
+        # written within 4 ms could have the tag of the first.
         now = time.time_ns()
         os.utime(f.fileno(), ns=(now, now))
         os.fsync(f.fileno())
@@ -36,7 +36,7 @@ def into_place(partial: Path, target: Path) -> None:
         try:
             partial.replace(target)
             return
-        except FileNotFoundError:  # the folder was empty, and someone removed it at this moment
+        except FileNotFoundError:  # another process removed the empty folder at this moment
             if attempt == 19 or not partial.exists():
                 raise
 
@@ -56,7 +56,7 @@ def copy(source, target) -> str:
 
 @contextlib.contextmanager
 def plainly(where: Path) -> Iterator[None]:
-    """Turn the operating system's refusals into one line."""
+    """Turn errors of the operating system into Faults of one line."""
     try:
         yield
     except OSError as error:
@@ -65,5 +65,5 @@ def plainly(where: Path) -> Iterator[None]:
             free = ""
             with contextlib.suppress(OSError):
                 free = f" ({size(shutil.disk_usage(where).free)} free)"
-            raise Fault(f"{where}: the disk is full{free}; free some, or take another folder") from None
-        raise Fault(f"{path}: {error.strerror or error}; {where} must be a folder that can be written") from None
+            raise Fault(f"{where}: the disk is full{free}; free some space, or use another folder") from None
+        raise Fault(f"{path}: {error.strerror or error}; {where} must be a writable folder") from None

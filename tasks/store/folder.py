@@ -1,10 +1,11 @@
-"""Files of a folder as both stores see them: their names, their digests, and work spread over threads.
+"""Functions on folders that both stores share: names and digests of files, comparison, and work in threads.
 
-Symbolic links are followed, so that a folder whose files lie elsewhere (as in Hugging Face's cache) is handed over
-whole; empty folders are left out, as an object store has none.
+Symbolic links are followed: a folder of links to files elsewhere (as in Hugging Face's cache) is stored completely.
+Empty folders are ignored, as an object store has none.
 """
 
 import contextlib
+import functools
 import os
 import shutil
 import threading
@@ -17,9 +18,9 @@ from typing import IO
 from contract import checksums, ownership
 from contract.faults import Fault
 
-BLOCK = 1 << 20  # bytes read at a time: hashlib lets other threads run meanwhile, and 16 threads hold 16 MiB
-# Transfers at a time: a core hashes and sends some 400 MB/s, a connection carries about 80. With 10 on 2 cores, uploads
-# to a server on the same host took 1.5 times as long.
+BLOCK = 1 << 20  # bytes per read: hashlib releases the interpreter lock, and 16 threads hold 16 MiB
+# Concurrent transfers: a core hashes and sends about 400 MB/s, a connection carries about 80. With 10 on 2 cores,
+# uploads to a server on the same host took 1.5 times as long.
 THREADS = max(4, min(16, 2 * (os.cpu_count() or 1)))
 PARTIAL = ".partial"
 
@@ -28,7 +29,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class File:
-    """One file of an artifact, as recorded."""
+    """Record of one file of an artifact."""
 
     size: int
     sha256: str
@@ -38,13 +39,13 @@ class File:
 def walk(folder: Path) -> dict[str, Path]:
     """Every file below the folder by its relative name with slashes."""
     if not folder.is_dir():
-        raise Fault(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}; hand over a folder of files")
+        raise Fault(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}; name a folder of files")
     return dict(sorted(_walk(str(folder), "", frozenset())))
 
 
 def _walk(folder: str, prefix: str, above: frozenset) -> Iterator[tuple[str, Path]]:
-    facts = os.stat(folder)
-    here = (facts.st_dev, facts.st_ino)
+    status = os.stat(folder)
+    here = (status.st_dev, status.st_ino)
     if here in above:
         raise Fault(f"{folder}: a link to a folder above itself; remove it")
     with os.scandir(folder) as entries:
@@ -59,18 +60,18 @@ def _walk(folder: str, prefix: str, above: frozenset) -> Iterator[tuple[str, Pat
 
 
 def checked(name: str) -> str:
-    """The name, if it stays inside the folder that it is put in and every store can hold it."""
+    """The name, if it stays inside its folder and every store accepts it."""
     if not name or any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
-        raise Fault(f"{name!r}: not a name inside a folder; relative names without . and .. are")
+        raise Fault(f"{name!r}: not a name inside a folder; use a relative name without . and ..")
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise Fault(f"{name!r}: a file's name that is not UTF-8; rename it") from None
+        raise Fault(f"{name!r}: the name of this file is not UTF-8; rename it") from None
     return name
 
 
 def inside(folder: Path, names: Iterable[str]) -> dict[str, Path]:
-    """Path of each name below the folder. Makes the folders in between and refuses links that lead out."""
+    """Path of each name below the folder. Creates the folders between them and refuses links that lead out."""
     root = os.path.realpath(folder)
     places, seen = {}, set()
     for name in names:
@@ -98,10 +99,10 @@ def matches(path: Path, file: File) -> bool:
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[Path]:
-    """A folder for partial files, while no other process fetches into the same folder.
+def exclusive(folder: Path) -> Iterator[Path]:
+    """Lock a folder against other fetching processes, and yield its folder for partial files.
 
-    It is removed when all went well.
+    The folder for partial files is removed if no error occurs.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _lock(folder / PARTIAL):
@@ -118,37 +119,76 @@ def _lock(partials: Path) -> IO[bytes]:
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(partials / "lock").st_ino == os.fstat(f.fileno()).st_ino:
                     return f
-            f.close()  # the process before us was done, and removed it
+            f.close()  # the previous process has finished and removed the folder
 
 
 class Meter:
-    """Counter of bytes from many threads. It reports at most twice a second, and at the end."""
+    """Counter of bytes from many threads. It reports at most twice a second, and at the end.
+
+    No thread waits while another thread reports.
+    """
 
     def __init__(self, progress: Progress | None, total: int) -> None:
-        self.progress, self.total, self.done = progress, total, 0
-        self.lock, self.last = threading.Lock(), 0.0
+        self.progress, self.total, self.done, self.sent = progress, total, 0, 0
+        self._counting, self._reporting, self._reported = threading.Lock(), threading.Lock(), 0.0
 
-    def add(self, count: int) -> None:
-        with self.lock:
+    def add(self, count: int, sent: bool = False) -> None:
+        with self._counting:
             self.done += count
-            now = time.monotonic()
-            if not self.progress or now < self.last + 0.5:
-                return
-            self.last = now
-            self.progress(self.done, self.total)
+            self.sent += count if sent else 0
+        if time.monotonic() - self._reported >= 0.5 and self._reporting.acquire(blocking=False):
+            try:
+                self._report()
+            finally:
+                self._reporting.release()
 
     def end(self) -> None:
+        with self._reporting:
+            self._report()
+
+    def _report(self) -> None:
+        self._reported = time.monotonic()
         if self.progress:
             self.progress(self.done, self.total)
+
+
+def differing(
+    files: dict[str, File],
+    listed: dict[str, tuple[int, str]],
+    trusted: Callable[[str, File, str], bool],
+    problem: Callable[[str, File, str], str],
+) -> dict[str, str]:
+    """Problems of recorded files in a store, by name.
+
+    `listed` has the size and tag of each object. Files of the right size are read by problem(name, file, tag), in
+    threads, unless trusted(name, file, tag).
+    """
+    wrong: dict[str, str] = {}
+
+    def check(name: str, file: File, tag: str) -> None:
+        if text := problem(name, file, tag):
+            wrong[name] = text
+
+    work: list[Task] = []
+    for name, file in files.items():
+        size, tag = listed.get(name, (None, ""))
+        if size is None:
+            wrong[name] = "missing"
+        elif size != file.size:
+            wrong[name] = f"size {size}, not {file.size}"
+        elif not trusted(name, file, tag):
+            work.append(functools.partial(check, name, file, tag))
+    work_through(work)
+    return {name: wrong[name] for name in files if name in wrong}
 
 
 Task = Callable[[], "Iterable[Task] | None"]
 
 
 def work_through(tasks: Iterable[Task], threads: int = THREADS) -> None:
-    """Run tasks in threads, the last one first. A task returns tasks to be run next.
+    """Run tasks in threads, the last one first. A task may return follow-up tasks, which run next.
 
-    So tasks that have begun are ended before others begin. The first error stops the rest and is raised.
+    A file that has begun is therefore finished before another begins. The first error stops the rest and is raised.
     """
     stack, errors, busy = list(tasks), [], 0
     turn = threading.Condition()
@@ -166,7 +206,7 @@ def work_through(tasks: Iterable[Task], threads: int = THREADS) -> None:
             more: Iterable[Task] | None = None
             try:
                 more = task()
-            except BaseException as error:  # handed to the caller's thread
+            except BaseException as error:  # raised in the caller's thread
                 errors.append(error)
             with turn:
                 busy -= 1
@@ -179,7 +219,7 @@ def work_through(tasks: Iterable[Task], threads: int = THREADS) -> None:
     try:
         for thread in workers:
             thread.join()
-    except BaseException as error:  # Ctrl-C: what is under way ends, nothing new begins
+    except BaseException as error:  # Ctrl-C: running tasks end, no other task begins
         with turn:
             errors.append(error)
             turn.notify_all()

@@ -1,12 +1,11 @@
-"""Object store in a folder: hard links instead of copies where the disk allows, digests by several threads.
+"""Object store in a folder, with hard links instead of copies if the disk supports them, and digests in threads.
 
-An object is a file; its tag is made of inode, size and times. Beside the objects lies .store/: files not yet in place,
-the lock under which objects are compared and replaced, and the tags of files whose content was verified. The last is
-needed because a hard link's times change when the folder that it was made from is removed: such a file is hashed once
-more and then known again.
+An object is a file; its tag consists of inode, size and times. The folder .store/ contains unfinished files, the lock
+for comparing and replacing objects, and the tags of verified files. The tags are needed because removing the folder of
+a hard link's original changes the link's times: such a file is hashed once more and its new tag is remembered.
 
-A file handed over by hard link shares its bytes with the caller's folder: write new files there, never into old ones.
-`changed` notices who does. `get` always copies, for the same reason; `place` spares the copy to who only reads.
+A file that was stored as a hard link shares its bytes with the caller's folder: write new files there, never into old
+ones. `changed` detects such writes. `get` always copies, for the same reason; readers can avoid the copy with `place`.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from tasks.store.durable import copy, into_place, plainly, sync, tag_of, write_d
 from tasks.store.folder import File, Meter, Progress, checked, work_through
 
 OWN = ".store"
-FORGOTTEN = 24 * 3600  # seconds after which a temporary file belongs to no living process
+FORGOTTEN = 24 * 3600  # seconds after which no living process uses a temporary file any more
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class LocalStore:
                 with self._at(key).open("rb") as f:
                     return f.read(), tag_of(os.fstat(f.fileno()))
             except (FileNotFoundError, NotADirectoryError) as error:
-                self._unless_gone(error)
+                self._raise_unless_absent(error)
                 return None
 
     def create(self, key: str, data: bytes) -> str | None:
@@ -69,7 +68,7 @@ class LocalStore:
 
     def keys(self, prefix: str) -> dict[str, tuple[int, str]]:
         with plainly(self.root):
-            return {name: (facts.st_size, tag_of(facts)) for name, facts in self._files(prefix)}
+            return {name: (status.st_size, tag_of(status)) for name, status in self._files(prefix)}
 
     def put(self, folder: Path, prefix: str, progress: Progress | None = None) -> dict[str, File]:
         sources = folders.walk(folder)
@@ -79,15 +78,15 @@ class LocalStore:
             meter = Meter(progress, sum(path.stat().st_size for path in sources.values()))
             targets = {name: self._at(prefix, name) for name in sources}
 
-            def one(name: str) -> None:
+            def store(name: str) -> None:
                 done[name] = self._take_in(sources[name], targets[name])
                 meter.add(done[name].size)
 
-            for name in self.keys(prefix).keys() - sources.keys():  # first: an old file may stand where a folder goes
+            for name in self.keys(prefix).keys() - sources.keys():  # first, as a folder may replace an old file
                 with contextlib.suppress(FileNotFoundError):
                     self._at(prefix, name).unlink()
                     self._prune(self._at(prefix, name).parent)
-            work_through([lambda name=name: one(name) for name in sources])
+            work_through([lambda name=name: store(name) for name in sources])
             for parent in {target.parent for target in targets.values()}:
                 sync(parent)
             meter.end()
@@ -95,52 +94,44 @@ class LocalStore:
 
     def get(self, prefix: str, files: dict[str, File], folder: Path, progress: Progress | None = None) -> None:
         meter = Meter(progress, sum(file.size for file in files.values()))
-        with plainly(folder), folders.alone(folder) as partials:
+        with plainly(folder), folders.exclusive(folder) as partials:
             targets = folders.inside(folder, files)
 
-            def one(name: str) -> None:
+            def fetch(name: str) -> None:
                 file, target = files[name], targets[name]
                 if not folders.matches(target, file):
                     partial = partials / uuid.uuid4().hex
                     with self._open(prefix, name) as source, partial.open("wb") as f:
                         if copy(source, f) != file.sha256:
-                            raise Fault(f"{self.link(prefix)}/{name}: its content is not what was recorded")
+                            raise Fault(f"{self.link(prefix)}/{name}: its content differs from its record")
                     partial.replace(target)
                 meter.add(file.size)
 
-            work_through([lambda name=name: one(name) for name in files])
+            work_through([lambda name=name: fetch(name) for name in files])
         meter.end()
 
     def changed(self, prefix: str, files: dict[str, File], deep: bool = False) -> dict[str, str]:
-        there, wrong, verified = self.keys(prefix), {}, {}
-        known = self._verified(prefix)
+        known, verified = self._verified(prefix), {}
 
-        def one(name: str, file: File, tag: str) -> None:
+        def trusted(name: str, file: File, tag: str) -> bool:
+            return not deep and (tag == file.tag or known.get(name) == [tag, file.sha256])
+
+        def problem(name: str, file: File, tag: str) -> str:
             try:
                 same = folders.sha256(self._at(prefix, name)) == file.sha256
             except FileNotFoundError:
-                wrong[name] = "missing"
-                return
+                return "missing"
             if same:
                 verified[name] = [tag, file.sha256]
-            else:
-                wrong[name] = "content differs"
+            return "" if same else "content differs"
 
-        work = []
-        for name, file in files.items():
-            size, tag = there.get(name, (None, ""))
-            if size is None:
-                wrong[name] = "missing"
-            elif size != file.size:
-                wrong[name] = f"size {size}, not {file.size}"
-            elif deep or (tag != file.tag and known.get(name) != [tag, file.sha256]):
-                work.append(lambda name=name, file=file, tag=tag: one(name, file, tag))
+        listed = self.keys(prefix)
         with plainly(self.root):
-            work_through(work)
+            wrong = folders.differing(files, listed, trusted, problem)
             if verified:
-                with contextlib.suppress(OSError):  # a store that may only be read is hashed every time
+                with contextlib.suppress(OSError):  # files of a read-only store are hashed every time
                     self._put_in_place(json.dumps(known | verified).encode(), self._verified_at(prefix))
-        return {name: wrong[name] for name in files if name in wrong}
+        return wrong
 
     def place(self, prefix: str) -> Path | None:
         return self._below(prefix)
@@ -151,10 +142,10 @@ class LocalStore:
     def delete(self, prefix: str) -> int:
         freed = 0
         with plainly(self.root):
-            for name, facts in list(self._files(prefix)):
-                with contextlib.suppress(FileNotFoundError):  # somebody else deletes the same
+            for name, status in list(self._files(prefix)):
+                with contextlib.suppress(FileNotFoundError):  # another process deletes the same files
                     self._at(prefix, name).unlink()
-                    freed += facts.st_size
+                    freed += status.st_size
                     self._prune(self._at(prefix, name).parent)
             self._verified_at(prefix).unlink(missing_ok=True)
         return freed
@@ -162,7 +153,7 @@ class LocalStore:
     def _at(self, *names: str) -> Path:
         name = checked("/".join(part for part in names if part))
         if name.split("/")[0] == OWN:
-            raise Fault(f"{self.uri}: {name}: {OWN} is the store's own folder")
+            raise Fault(f"{self.uri}: {name}: {OWN} is reserved for the store")
         return self.root / name
 
     def _below(self, prefix: str) -> Path:
@@ -178,23 +169,23 @@ class LocalStore:
         try:
             return self._at(prefix, name).open("rb", buffering=0)
         except (FileNotFoundError, NotADirectoryError):
-            raise Fault(f"{self.link(prefix)}/{name}: missing from the store; make it again") from None
+            raise Fault(f"{self.link(prefix)}/{name}: missing from the store; create it again") from None
 
     def _files(self, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
-        """Plain files only: nobody can put a link into the store to make it hand out files that lie outside."""
+        """Names of plain files and their status. Links are ignored, as they could lead out of the store."""
         folder = self._below(prefix)
-        for here, subfolders, names in os.walk(folder, onerror=self._unless_gone):
+        for here, subfolders, names in os.walk(folder, onerror=self._raise_unless_absent):
             if here == str(self.root) and OWN in subfolders:
                 subfolders.remove(OWN)
             for name in names:
                 path = os.path.join(here, name)
                 with contextlib.suppress(FileNotFoundError):
-                    facts = os.lstat(path)
+                    status = os.lstat(path)
                     if os.path.isfile(path) and not os.path.islink(path):
-                        yield os.path.relpath(path, folder), facts
+                        yield os.path.relpath(path, folder), status
 
-    def _unless_gone(self, error: OSError) -> None:
-        """Let pass that something is not in the store; not that the store is no folder, or lies below a file."""
+    def _raise_unless_absent(self, error: OSError) -> None:
+        """Raise the error unless it means that the store does not contain the object."""
         if isinstance(error, NotADirectoryError) and not self.root.is_dir():
             raise NotADirectoryError(error.errno, error.strerror, str(self.root))
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
@@ -222,11 +213,11 @@ class LocalStore:
         into_place(partial, target)
 
     def _take_in(self, source: Path, target: Path) -> File:
-        """Link or copy one file into place, hash the file that is then there, and make it durable."""
+        """Link or copy one file into place, hash the stored file, and make it durable."""
         real = os.path.realpath(source)
         partial = self._partial()
         try:
-            if target.exists() and os.path.samefile(real, target):  # a new link would only change its tag
+            if target.exists() and os.path.samefile(real, target):  # another link would only change its tag
                 return File(target.stat().st_size, folders.sha256(target), tag_of(os.lstat(target)))
             try:
                 os.link(real, partial)
@@ -241,17 +232,17 @@ class LocalStore:
                     os.fsync(f.fileno())
                     after = os.fstat(f.fileno())
                 if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-                    raise Fault(f"{source}: was written to while it was handed over; hand it over when it is finished")
+                    raise Fault(f"{source}: was written to while it was stored; store it when it is finished")
             if partial.exists():
                 into_place(partial, target)
                 partial.unlink(missing_ok=True)  # renaming one hard link onto another leaves both
-            facts = os.lstat(target)
-            return File(facts.st_size, digest, tag_of(facts))
+            status = os.lstat(target)
+            return File(status.st_size, digest, tag_of(status))
         finally:
             partial.unlink(missing_ok=True)
 
     def _copy_in(self, source: Path, partial: Path, target: Path) -> str:
-        """Copy the file, unless an interrupted run has left the same content there already."""
+        """Copy the file, unless an interrupted run has already stored the same content."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if os.lstat(target).st_size == source.stat().st_size:
                 digest = folders.sha256(source)
@@ -269,10 +260,7 @@ class LocalStore:
         return folder / uuid.uuid4().hex
 
     def _sweep(self) -> None:
-        """Remove files that killed processes left.
-
-        The change time of a file's inode tells when it was made, also for a hard link.
-        """
+        """Remove unfinished files of killed processes. The change time of an inode shows the age of a hard link too."""
         for path in self._partial().parent.iterdir():
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_ctime < time.time() - FORGOTTEN:
@@ -280,10 +268,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock for one comparison and one rename.
-
-        A dead holder's lock is gone with its process, on NFS too.
-        """
+        """Hold the lock for one comparison and one rename. The lock of a dead process is released, on NFS too."""
         with ownership.locked(self._partial().parent.parent / "lock"):
             yield
 

@@ -1,12 +1,12 @@
-"""Object store in an S3 bucket, or below a prefix of it. Transfers of folders are in tasks/store/s3_upload.py.
+"""Object store in an S3 bucket, or below a prefix of it. Folders are transferred by s3_upload.py and s3_download.py.
 
-Credentials, region and endpoint are found by boto3's standard chain (AWS_PROFILE, AWS_ACCESS_KEY_ID, roles;
+Credentials, region and endpoint come from boto3's standard chain (AWS_PROFILE, AWS_ACCESS_KEY_ID, roles;
 AWS_ENDPOINT_URL for another S3 than Amazon's) and appear in no message. Requests are tried 8 times with growing pauses
-(AWS_MAX_ATTEMPTS and AWS_RETRY_MODE change that). An S3 that does not answer for 3 s is named in a line, and given up
+(AWS_MAX_ATTEMPTS and AWS_RETRY_MODE change that). An S3 without an answer is reported after 3 s; the request fails
 after 120 s, or after the attempts of 60 s that AWS_MAX_ATTEMPTS allows. Needed: list, get, put, delete and multipart on
-the bucket, and conditional writes (If-None-Match, If-Match), which are tried out before anything relies on them.
+the bucket, and conditional writes (If-None-Match, If-Match), which are tested before they are used.
 
-An object's tag is its ETag. Its SHA-256 is stored with it as metadata and is what resuming and verification go by.
+An object's tag is its ETag. Its SHA-256 is stored as metadata; resuming and verification use it.
 """
 
 import contextlib
@@ -60,8 +60,8 @@ class S3Store(S3Bucket):
         try:
             with plainly(self):
                 where = {"Bucket": self.bucket, "Key": self.at(key)}
-                there = tag_of(self.client.head_object(**where))  # for deleting nothing is a success
-                if tag not in (None, there):
+                stored = tag_of(self.client.head_object(**where))  # S3 reports success for a missing object
+                if tag not in (None, stored):
                     return False
                 self.client.delete_object(**where, **({"IfMatch": f'"{tag}"'} if tag else {}))
                 return True
@@ -84,17 +84,17 @@ class S3Store(S3Bucket):
         return f"{self.uri}/{prefix}".rstrip("/")
 
     def delete(self, prefix: str) -> int:
-        there = self.keys(prefix)
-        self.remove_all(prefix, there)
+        objects = self.keys(prefix)
+        self.remove_all(prefix, objects)
         with plainly(self):
             for key, ids in self.uploads(prefix).items():
                 for upload in ids:
                     self.abort(key, upload)
-        return sum(size for size, _ in there.values())
+        return sum(size for size, _ in objects.values())
 
     @functools.cached_property
     def conditional(self) -> bool:
-        """Try conditional writes out on an object of our own. A store that ignores them would break every lease."""
+        """Test conditional writes on a temporary object. A store that ignores them would break every lease."""
         key = f".probe-{secrets.token_hex(8)}"
         wrong = '"00000000000000000000000000000000"'
         where = {"Bucket": self.bucket, "Key": self.at(key)}
@@ -116,8 +116,8 @@ class S3Store(S3Bucket):
                 raise
         else:
             raise Fault(
-                f"{self.uri}: this S3 ignores {next(iter(condition))} on {call.__name__}, so two runs could not be "
-                "kept apart; use a store with conditional writes (Amazon's, MinIO, Ceph from 20 on) or a folder"
+                f"{self.uri}: this S3 ignores {next(iter(condition))} on {call.__name__}, so two runs could overwrite "
+                "each other; use a store with conditional writes (Amazon's, MinIO, Ceph from 20 on) or a folder"
             )
 
     def _write_if(self, key: str, data: bytes, **condition: str) -> str | None:
@@ -128,13 +128,13 @@ class S3Store(S3Bucket):
                 with plainly(self):
                     return tag_of(self.client.put_object(**where, Body=data, Metadata={"writer": mark}, **condition))
             except Refused as refused:
-                if refused.code in ("ConditionalRequestConflict", "409"):  # two at the same moment: neither is told
+                if refused.code in ("ConditionalRequestConflict", "409"):  # two writes at the same moment: both failed
                     pause(attempt)
                     continue
-                if refused.retried:  # our first try may have succeeded, and only its answer been lost
+                if refused.retried:  # the first try may have succeeded although its answer was lost
                     with plainly(self), contextlib.suppress(Refused):
-                        there = self.client.head_object(**where)
-                        if there.get("Metadata", {}).get("writer") == mark:
-                            return tag_of(there)
+                        stored = self.client.head_object(**where)
+                        if stored.get("Metadata", {}).get("writer") == mark:
+                            return tag_of(stored)
                 return None
         return None

@@ -15,7 +15,7 @@ from tasks.store.folder import THREADS, checked
 from tasks.store.s3_errors import ATTEMPTS, ATTEMPTS_SET, SILENT, address, code_of, plainly
 
 CONNECTS, ANSWERS = 10, 60  # seconds, between two bytes
-WHOLE = 130  # seconds of an attempt: to send 16 MiB, and to be answered
+WHOLE = 130  # seconds of an attempt: to send 16 MiB and receive the answer
 
 
 @dataclass(frozen=True)
@@ -34,27 +34,27 @@ class S3Bucket:
         below = self.below(prefix)
         with plainly(self):
             pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=below)
-            found = (entry for page in pages for entry in page.get("Contents", ()))
-            # "folders" that consoles make are empty objects whose names end in a slash
-            return {e["Key"][len(below) :]: (e["Size"], tag_of(e)) for e in found if not e["Key"].endswith("/")}
+            entries = (entry for page in pages for entry in page.get("Contents", ()))
+            # "folders" that consoles create are empty objects whose names end in a slash
+            return {e["Key"][len(below) :]: (e["Size"], tag_of(e)) for e in entries if not e["Key"].endswith("/")}
 
     def remove_all(self, prefix: str, names: Any) -> None:
         below, names = self.below(prefix), list(names)
         with plainly(self):
-            for start in range(0, len(names), 1000):  # as many as one request takes
+            for start in range(0, len(names), 1000):  # the limit of one request
                 batch = [{"Key": below + name} for name in names[start : start + 1000]]
-                gone = self.client.delete_objects(Bucket=self.bucket, Delete={"Objects": batch, "Quiet": True})
-                for error in gone.get("Errors", ()):
+                answer = self.client.delete_objects(Bucket=self.bucket, Delete={"Objects": batch, "Quiet": True})
+                for error in answer.get("Errors", ()):
                     raise Fault(f"s3://{self.bucket}/{error['Key']}: not deleted: {error.get('Code')}; see its policy")
 
     def uploads(self, prefix: str) -> dict[str, list[str]]:
-        """Multipart uploads under way below the prefix: their ids by key, the newest last."""
-        found: dict[str, list[tuple[str, str]]] = {}
+        """Unfinished multipart uploads below the prefix: their ids by key, the newest last."""
+        uploads: dict[str, list[tuple[str, str]]] = {}
         pages = self.client.get_paginator("list_multipart_uploads")
         for page in pages.paginate(Bucket=self.bucket, Prefix=self.below(prefix)):
             for upload in page.get("Uploads", ()):
-                found.setdefault(upload["Key"], []).append((str(upload["Initiated"]), upload["UploadId"]))
-        return {key: [upload for _, upload in sorted(ids)] for key, ids in found.items()}
+                uploads.setdefault(upload["Key"], []).append((str(upload["Initiated"]), upload["UploadId"]))
+        return {key: [upload for _, upload in sorted(ids)] for key, ids in uploads.items()}
 
     def abort(self, key: str, upload: str) -> None:
         try:
@@ -75,15 +75,15 @@ class S3Bucket:
         import boto3
         from botocore.config import Config
 
-        logger = logging.getLogger("botocore")  # at DEBUG it writes the headers that sign each request, tokens included
+        logger = logging.getLogger("botocore")  # at DEBUG it logs the headers that sign each request, including tokens
         if logger.getEffectiveLevel() < logging.INFO:
             logger.setLevel(logging.INFO)
         settings: dict[str, Any] = {}
-        own = not any(map(os.environ.get, ATTEMPTS_SET))
-        if own:
+        default_retries = not any(map(os.environ.get, ATTEMPTS_SET))
+        if default_retries:
             settings["retries"] = {"mode": "standard", "max_attempts": 2 if self.hasty else ATTEMPTS}
         if os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT_URL_S3"):
-            settings["s3"] = {"addressing_style": "path"}  # stores beside Amazon's rarely have a host name per bucket
+            settings["s3"] = {"addressing_style": "path"}  # other stores rarely have a host name per bucket
         with plainly(self, "no client"):
             client = boto3.session.Session().client(
                 "s3",
@@ -96,17 +96,17 @@ class S3Bucket:
                     **settings,
                 ),
             )
-        _limit(client, self.uri, 8 if self.hasty else WHOLE, own)
+        _limit(client, self.uri, 8 if self.hasty else WHOLE, default_retries)
         return client
 
 
-def _limit(client: Any, uri: str, seconds: float, own: bool) -> None:
-    """Limit each attempt of the client's, and, with the attempts that are our own, the time of a silent store."""
+def _limit(client: Any, uri: str, seconds: float, default_retries: bool) -> None:
+    """Limit the time of each attempt, and with the default retries the total time without an answer."""
     from botocore.exceptions import ReadTimeoutError
 
     session, who = client._endpoint.http_session, f"{uri} at {address(client)}"
     send, retries = session.send, " or ".join(ATTEMPTS_SET)
-    then = f"then the request is sent again, for {SILENT} s" if own else f"then as {retries} says"
+    then = f"then the request is repeated, for {SILENT} s" if default_retries else f"then {retries} decides"
 
     def send_within(request: Any) -> Any:
         try:
@@ -122,7 +122,7 @@ def _limit(client: Any, uri: str, seconds: float, own: bool) -> None:
             raise caught_exception
 
     session.send = send_within
-    if own:
+    if default_retries:
         client.meta.events.register("before-call.s3", begin)
         client.meta.events.register_first("needs-retry.s3", end)
 

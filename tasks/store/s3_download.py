@@ -1,10 +1,10 @@
 """Download of a folder from S3: ranges of large files by several threads, verified, then renamed into place.
 
-Until then they lie in .partial/ in the folder, each with a journal of the 8 MiB pieces that are written. A transfer
-begun again fetches the pieces that no journal lists; a file that is already in the folder with the right size and
-SHA-256 is kept. A second process that fetches into the same folder waits for the first, then finds its files.
+Unfinished files are in .partial/ in the folder, each with a journal of the finished pieces of 8 MiB. A repeated
+transfer fetches only the other pieces, and keeps files that already have the right size and SHA-256. A second process
+that fetches into the same folder waits for the first one and then uses its files.
 
-Not synced to disk: after a power failure the next transfer sees by the digest what was lost.
+Files are not synced to disk: after a power failure the next transfer detects lost content by its digest.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from tasks.store.folder import BLOCK, File, Meter, Progress, Task, work_through
 from tasks.store.s3_bucket import S3Bucket
 from tasks.store.s3_errors import ABSENT, ATTEMPTS, SLOW, broken, code_of, lost, pause, plainly, read
 
-PIECE = 8 << 20  # what an interruption costs at most, per thread
-RANGE = 8  # pieces per request: of 64 MiB, the 30 ms that a request costs are a few percent
+PIECE = 8 << 20  # bytes that an interruption loses at most, per thread
+RANGE = 8  # pieces per request: with 64 MiB, the 30 ms of a request are a few percent
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Download:
     target: Path
     partial: Path
     resumed: bool = False
-    left: int = 0  # ranges still to come
+    left: int = 0  # number of unfinished ranges
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -52,8 +52,8 @@ def get(store: S3Bucket, prefix: str, files: dict[str, File], folder: Path, prog
     with disk_plainly(folder), plainly(store):
         targets = folders.inside(folder, files)
         folder.mkdir(parents=True, exist_ok=True)
-        store.client  # noqa: B018  made once, before the threads
-        with folders.alone(folder) as partials:
+        store.client  # noqa: B018  created once, before the threads
+        with folders.exclusive(folder) as partials:
             _check_space(folder, partials, files, targets)
             downloads = [
                 Download(store.at(prefix, name), file, targets[name], partials / _partial_name(name, file))
@@ -64,30 +64,18 @@ def get(store: S3Bucket, prefix: str, files: dict[str, File], folder: Path, prog
 
 
 def changed(store: S3Bucket, prefix: str, files: dict[str, File], deep: bool) -> dict[str, str]:
-    there, wrong = store.keys(prefix), {}
-
-    def one(name: str, file: File) -> None:
+    def problem(name: str, file: File, tag: str) -> str:
         digest = hashlib.sha256()
         try:
             for block in stream(store, store.at(prefix, name), 0, file.size, file.size):
                 digest.update(block)
-            if digest.hexdigest() != file.sha256:
-                wrong[name] = "content differs"
         except Gone as gone:
-            wrong[name] = gone.what
+            return gone.what
+        return "" if digest.hexdigest() == file.sha256 else "content differs"
 
-    work = []
-    for name, file in files.items():
-        size, tag = there.get(name, (None, ""))
-        if size is None:
-            wrong[name] = "missing"
-        elif size != file.size:
-            wrong[name] = f"size {size}, not {file.size}"
-        elif deep or tag != file.tag:
-            work.append(functools.partial(one, name, file))
     with plainly(store):
-        work_through(work)
-    return {name: wrong[name] for name in files if name in wrong}
+        listed = store.keys(prefix)
+        return folders.differing(files, listed, lambda name, file, tag: not deep and tag == file.tag, problem)
 
 
 def _begin(store: S3Bucket, d: Download, meter: Meter) -> Iterable[Task] | None:
@@ -135,7 +123,7 @@ def _fetch(store: S3Bucket, d: Download, first: int, last: int, meter: Meter) ->
             while view:
                 written = os.pwrite(f.fileno(), view, at)
                 at, view = at + written, view[written:]
-                # blocks never straddle pieces: both begin at multiples of BLOCK, also after a broken connection
+                # a block is always within one piece: both begin at multiples of BLOCK, also after a broken connection
                 if at % PIECE == 0 or at == d.file.size:
                     piece = (at - 1) // PIECE
                     journal.write(b"%d\n" % piece)
@@ -151,7 +139,7 @@ def _verify(store: S3Bucket, d: Download, meter: Meter) -> Iterable[Task] | None
         d.journal.unlink()
         if not d.resumed:
             raise _not_as_recorded(store, d)
-        meter.add(-d.file.size)  # a power failure between the journal's write and the data's: all of it again
+        meter.add(-d.file.size)  # a power failure may lose data that the journal lists: fetch the whole file again
         return _ranges(store, d, meter)
     d.partial.replace(d.target)
     d.journal.unlink()
@@ -159,13 +147,13 @@ def _verify(store: S3Bucket, d: Download, meter: Meter) -> Iterable[Task] | None
 
 
 class Gone(Fault):
-    """The object is not there, or has another size than was recorded."""
+    """The object is missing, or has another size than its record."""
 
     what = ""
 
 
 def stream(store: S3Bucket, key: str, start: int, stop: int, size: int) -> Iterator[bytes]:
-    """Bytes from start to stop of an object of this size. A broken connection is continued."""
+    """Bytes from start to stop of an object of this size. After a broken connection the rest is requested again."""
     at, broke = start, 0
     while at < stop:
         ranged = {} if (at, stop) == (0, size) else {"Range": f"bytes={at}-{stop - 1}"}
@@ -177,7 +165,7 @@ def stream(store: S3Bucket, key: str, start: int, stop: int, size: int) -> Itera
             raise
         with contextlib.closing(answer["Body"]) as body:
             if answer["ContentLength"] != stop - at:
-                raise _gone(store, key, f"size differs: {answer['ContentLength']} bytes came, not {stop - at}")
+                raise _gone(store, key, f"size differs: {answer['ContentLength']} bytes, not {stop - at}")
             try:
                 while at < stop and (block := read(store, body, min(BLOCK - at % BLOCK, stop - at))):
                     at += len(block)
@@ -193,13 +181,13 @@ def stream(store: S3Bucket, key: str, start: int, stop: int, size: int) -> Itera
 
 
 def _gone(store: S3Bucket, key: str, what: str) -> Gone:
-    gone = Gone(f"s3://{store.bucket}/{key}: {what}; make it again")
+    gone = Gone(f"s3://{store.bucket}/{key}: {what}; create it again")
     gone.what = what
     return gone
 
 
 def _not_as_recorded(store: S3Bucket, d: Download) -> Fault:
-    return Fault(f"s3://{store.bucket}/{d.key}: its content is not what was recorded; make it again")
+    return Fault(f"s3://{store.bucket}/{d.key}: its content differs from its record; create it again")
 
 
 def _read_journal(d: Download) -> set[int]:
@@ -213,16 +201,16 @@ def _read_journal(d: Download) -> set[int]:
 
 
 def _partial_name(name: str, file: File) -> str:
-    """Name of a partial file, made from the content wanted, so that a part of another version is not continued."""
+    """Name of a partial file. It depends on the expected content: a part of another version is not continued."""
     return checksums.of(f"{file.sha256} {name}")[:32] + ".part"
 
 
 def _check_space(folder: Path, partials: Path, files: dict[str, File], targets: dict[str, Path]) -> None:
-    """Check the space before the first byte rather than after hours. A file of the right size counts as right."""
-    there = {name for name, target in targets.items() if target.is_file() and target.stat().st_size == files[name].size}
-    need = sum(file.size for name, file in files.items() if name not in there)
+    """Check the free space before the transfer, not after hours. A file of the right size counts as complete."""
+    whole = {name for name, target in targets.items() if target.is_file() and target.stat().st_size == files[name].size}
+    need = sum(file.size for name, file in files.items() if name not in whole)
     need -= sum(path.stat().st_blocks * 512 for path in partials.iterdir())
     free = shutil.disk_usage(folder).free
     if need > free:
-        coming, left = unlike(need, free)
-        raise Fault(f"{folder}: {coming} are to come and {left} are free; make room")
+        needed, available = unlike(need, free)
+        raise Fault(f"{folder}: {needed} are needed and {available} are free; free some space")

@@ -1,12 +1,12 @@
 """Upload of a folder to S3: files up to 16 MiB in one request, larger ones in parts, by several threads.
 
-Each file is read twice: once for its SHA-256 (kept with the object as metadata, so it must be known first) and the
-CRC32 of every part, then for sending. The store compares what it receives with those CRCs, and the file's time is
-looked at before its upload is completed: one that changes in between is not stored under a wrong digest.
+Each file is read twice: first for its SHA-256 (stored as metadata of the object, so it must be known first) and the
+CRC32 of every part, then for sending. The store compares the received parts with the CRCs. The file's time is checked
+before its upload is completed: a file that has changed is not stored under a wrong digest.
 
-An interrupted transfer goes on where it was: objects with the right size and SHA-256 are left alone, multipart uploads
-whose parts match the file are continued, those of a file that has changed are aborted. Memory: one part per thread, 256
-MiB at most; a file above 160 GB has larger parts, as S3 takes at most 10,000.
+An interrupted transfer resumes: objects with the right size and SHA-256 are kept, multipart uploads whose parts match
+the file are continued, and uploads of a changed file are aborted. Memory: one part per thread, 256 MiB at most; a file
+above 160 GB has larger parts, as S3 allows 10,000 at most.
 """
 
 import base64
@@ -28,8 +28,8 @@ from tasks.store.folder import BLOCK, File, Meter, Progress, Task, work_through
 from tasks.store.s3_bucket import S3Bucket, tag_of
 from tasks.store.s3_errors import Refused, code_of, plainly
 
-PART = 16 << 20  # S3 wants at least 5 MiB; per request some 30 ms go by without data
-RESTARTS = 3  # of a multipart upload that somebody else aborted
+PART = 16 << 20  # S3 requires at least 5 MiB; each request has about 30 ms without data
+RESTARTS = 3  # of a multipart upload that another process aborted
 
 
 buffers = threading.local()
@@ -59,31 +59,28 @@ class Upload:
 
 def put(store: S3Bucket, folder: Path, prefix: str, progress: Progress | None) -> dict[str, File]:
     sources = folders.walk(folder)
-    there = store.keys(prefix)
+    stored = store.keys(prefix)
     moments = {name: moment(path) for name, path in sources.items()}
     sizes = {name: size for name, (size, _) in moments.items()}
     meter = Meter(progress, sum(sizes.values()))
     done: dict[str, File] = {}
     with plainly(store), disk_plainly(folder):
-        under_way = store.uploads(prefix)
-        job = Job(store, prefix, there, under_way, meter, done)
+        unfinished = store.uploads(prefix)
+        job = Job(store, prefix, stored, unfinished, meter, done)
         begin = [functools.partial(job.begin, Upload(n, sources[n], store.at(prefix, n), moments[n])) for n in sources]
         work_through(interleaved(begin, [sizes[name] for name in sources]))
     with plainly(store):
-        wanted = {store.at(prefix, name) for name in sources}
-        for key in under_way.keys() - wanted:
-            for upload in under_way[key]:
+        kept = {store.at(prefix, name) for name in sources}
+        for key in unfinished.keys() - kept:
+            for upload in unfinished[key]:
                 store.abort(key, upload)
-    store.remove_all(prefix, there.keys() - sources.keys())
+    store.remove_all(prefix, stored.keys() - sources.keys())
     meter.end()
     return {name: done[name] for name in sources}
 
 
 def interleaved(tasks: list[Task], sizes: list[int]) -> list[Task]:
-    """Alternate large and small files, the largest first.
-
-    Hashing a large file needs no network, sending small ones does.
-    """
+    """Alternate large and small files, the largest first: large files are hashed while small ones are sent."""
     order = sorted(range(len(tasks)), key=lambda i: sizes[i])  # the last is taken first
     half = len(order) // 2
     turns = [i for pair in zip(order[:half], order[half : 2 * half], strict=True) for i in pair] + order[2 * half :]
@@ -94,8 +91,8 @@ def interleaved(tasks: list[Task], sizes: list[int]) -> list[Task]:
 class Job:
     store: S3Bucket
     prefix: str
-    there: dict[str, tuple[int, str]]
-    under_way: dict[str, list[str]]
+    stored: dict[str, tuple[int, str]]
+    unfinished: dict[str, list[str]]
     meter: Meter
     done: dict[str, File]
 
@@ -104,13 +101,13 @@ class Job:
             data = file.path.read_bytes()
             self._unchanged(file)
             file.sha256 = hashlib.sha256(data).hexdigest()
-            if not self._is_there(file):
+            if not self._is_stored(file):
                 self._send_whole(file, data)
             return None
         file.part = max(PART, -(-file.size // 10_000 // BLOCK + 1) * BLOCK if file.size > PART * 10_000 else PART)
         file.sha256, file.crcs = digests(file.path, file.part)
         self._unchanged(file)
-        if self._is_there(file):
+        if self._is_stored(file):
             return None
         self._resume(file)
         return self._parts(file)
@@ -123,8 +120,8 @@ class Job:
             return [lambda: self._finish(file)]
         return [functools.partial(self._send_part, file, number) for number in reversed(left)]
 
-    def _is_there(self, file: Upload) -> bool:
-        size, tag = self.there.get(file.name, (None, ""))
+    def _is_stored(self, file: Upload) -> bool:
+        size, tag = self.stored.get(file.name, (None, ""))
         if size != file.size:
             return False
         head = self._head(file)
@@ -139,7 +136,7 @@ class Job:
 
     def _finished(self, file: Upload, tag: str, counted: int) -> None:
         self.done[file.name] = File(file.size, file.sha256, tag)
-        for upload in self.under_way.get(file.key, ()):
+        for upload in self.unfinished.get(file.key, ()):
             if upload != file.id:
                 self.store.abort(file.key, upload)
         self.meter.add(counted)
@@ -159,11 +156,11 @@ class Job:
 
     def _resume(self, file: Upload) -> None:
         """Continue the newest upload of this key whose parts all agree with the file."""
-        for upload in reversed(self.under_way.get(file.key, ())):
+        for upload in reversed(self.unfinished.get(file.key, ())):
             try:
                 pages = self.store.client.get_paginator("list_parts")
-                found = pages.paginate(Bucket=self.store.bucket, Key=file.key, UploadId=upload)
-                parts = [part for page in found for part in page.get("Parts", ())]
+                listing = pages.paginate(Bucket=self.store.bucket, Key=file.key, UploadId=upload)
+                parts = [part for page in listing for part in page.get("Parts", ())]
             except Exception as error:
                 if code_of(error) == "NoSuchUpload":
                     continue
@@ -215,12 +212,12 @@ class Job:
         except Exception as error:
             if code_of(error) != "NoSuchUpload":
                 raise
-            head = self._head(file)  # ended already: by our own first try whose answer was lost, or by another process
+            head = self._head(file)  # completed by an earlier try whose answer was lost, or by another process
             if head and head["ContentLength"] == file.size and head["Metadata"].get("sha256") == file.sha256:
                 self._finished(file, tag_of(head), 0)
                 return None
             return self._restart(file, file.id)
-        if file.resumed:  # it was begun with the digest that the file had then; only the parts not sent had changed
+        if file.resumed:  # its digest is from its start, and the file may have changed in unsent parts since then
             head = self._head(file)
             if head is None or head.get("Metadata", {}).get("sha256") != file.sha256:
                 return self._restart(file, file.id)
@@ -229,12 +226,12 @@ class Job:
 
     def _restart(self, file: Upload, upload: str) -> Iterable[Task] | None:
         with file.lock:
-            if file.id != upload:  # another part's thread was here before
+            if file.id != upload:  # the thread of another part has restarted it
                 return None
             if file.restarts == RESTARTS:
                 raise Fault(
-                    f"s3://{self.store.bucket}/{file.key}: its upload was aborted {RESTARTS} times; see that no other "
-                    "process writes there and no lifecycle rule aborts uploads within hours"
+                    f"s3://{self.store.bucket}/{file.key}: its upload was aborted {RESTARTS} times; make sure that no "
+                    "other process writes there and no lifecycle rule aborts uploads within hours"
                 )
             file.restarts += 1
             self.meter.add(-sum(part_size(file, number) for number in file.sent))
@@ -249,7 +246,7 @@ class Job:
 def digests(path: Path, part: int) -> tuple[str, list[int]]:
     """The SHA-256 of the file and the CRC32 of each part, in one reading."""
     whole, crcs, block = hashlib.sha256(), [], memoryview(bytearray(BLOCK))
-    with path.open("rb") as f:  # buffered, so that no block is cut short and crosses into the next part
+    with path.open("rb") as f:  # buffered: no read returns less than a block, so no block crosses a part's end
         for at in itertools.count(0, BLOCK):
             if not (length := f.readinto(block)):
                 break
@@ -265,10 +262,7 @@ def part_size(file: Upload, number: int) -> int:
 
 
 def read_part(file: Upload, number: int) -> bytearray:
-    """Read a part into a buffer that the thread keeps.
-
-    Fresh memory for every part would cost as much time as its CRC.
-    """
+    """Read a part into the thread's buffer, as allocating memory for every part takes as long as its CRC."""
     size = part_size(file, number)
     data = getattr(buffers, "part", None)
     if data is None or len(data) != size:
@@ -283,12 +277,12 @@ def read_part(file: Upload, number: int) -> bytearray:
 
 
 def moment(path: Path) -> tuple[int, int]:
-    facts = path.stat()
-    return facts.st_size, facts.st_mtime_ns
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def written_meanwhile(path: Path) -> Fault:
-    return Fault(f"{path}: was written to while it was handed over; hand it over when it is finished")
+    return Fault(f"{path}: was written to while it was stored; store it when it is finished")
 
 
 def crc_text(crc: int) -> str:
@@ -296,8 +290,8 @@ def crc_text(crc: int) -> str:
 
 
 def checksums(store: S3Bucket) -> bool:
-    """Whether parts are sent with checksums.
+    """Whether parts are sent with checksums. AWS_REQUEST_CHECKSUM_CALCULATION=when_required turns them off.
 
-    AWS_REQUEST_CHECKSUM_CALCULATION=when_required turns them off, for stores that do not know these headers.
+    That is for stores that do not support these headers.
     """
     return store.client.meta.config.request_checksum_calculation == "when_supported"

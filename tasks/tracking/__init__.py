@@ -2,7 +2,7 @@
 
     t = tracking.start(runs, uri, "glm47", flow_run_id, "brisk-otter", tags={...}, params={...})
     t.ship()                                        # from now on, in threads
-    train = t.stage("train", id=f"train-{fingerprint[:12]}", params={...})      # a run of its own
+    train = t.stage("train", id=f"train-{fingerprint[:12]}", params={...})      # a separate run
     train.follow(folder / "metrics.jsonl")
     t.part("evaluate-base").metrics({"seconds": 7})  # in the flow's run, as stages/evaluate-base/seconds
     ...                                             # minutes or weeks
@@ -10,14 +10,14 @@
     t.end("FINISHED")
     if line := t.close(timeout=20): print(line)
 
-    python -m tasks.tracking RUNS                   ship what killed flows left behind in RUNS; exit 1 if it has to wait
+    python -m tasks.tracking RUNS                   ship the events of killed flows in RUNS; exit code 1 if some remain
 
-Each call writes to a journal on the disk (journal.py) and returns; threads carry it to MLflow (shipping.py,
-mlflow_sink.py) and, where a project is set, the followed metrics to Weights & Biases. A stage with an id of its own,
-such as one made of its fingerprint, is one MLflow run across flow runs until it has finished: a flow that starts again
-after a crash continues it, and each step's metrics stand there once. Without one it belongs to this flow run. The runs
-stand side by side, as MLflow draws no curve of a run that is nested in another. A flow that found everything made tells
-nothing. Not covered: large files. What a stage makes is named by its URI; files given here are copied.
+Each call writes to a journal on the disk (journal.py) and returns; threads send it to MLflow (shipping.py,
+mlflow_sink.py). If track.wandb is set, followed metrics are also sent to Weights & Biases. A stage with an id, such as
+its fingerprint, is one MLflow run across flow runs until it has finished: a flow that starts again after a crash
+continues it, and the metrics of each step are logged once. A stage without an id belongs to this flow run. Runs are not
+nested, as MLflow draws no curves of nested runs. A flow whose stages are all cached logs nothing. Not covered: large
+files. Artifacts of stages are logged by URI; files passed to this module are copied.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -41,7 +41,7 @@ from tasks.tracking.shipping import Shipper, same_service
 from tasks.tracking.tail import Tail, metrics
 
 POLL = 1.0  # seconds between looks at a followed file
-HANDED_OVER = 60.0  # seconds that a process of its own tries to ship a short flow's events; the next flow tries again
+HANDED_OVER = 60.0  # seconds that a background process tries to ship a short flow's events; the next flow tries again
 SAMPLE = 10.0  # seconds between samples of the host; six times that after the first hour
 log = logging.getLogger("finetune.tracking")
 STATUSES = ("FINISHED", "FAILED", "KILLED")
@@ -50,8 +50,8 @@ STATUSES = ("FINISHED", "FAILED", "KILLED")
 class Stage:
     """One MLflow run. Every method returns at once."""
 
-    def __init__(self, own: Journal, run: str, stages: list["Stage"], shared: bool = False):
-        self._journal, self.run, self._stages = own, run, stages
+    def __init__(self, events: Journal, run: str, stages: list["Stage"], shared: bool = False):
+        self._journal, self.run, self._stages = events, run, stages
         self._names = {"run": run, "shared": True} if shared else {"run": run}
         self._tail: Tail | None = None
         self._tables: list[str] = []
@@ -62,23 +62,20 @@ class Stage:
     def params(self, values: dict) -> None:
         params = {_key(key): _text(value, 6000) for key, value in values.items()}
         for some in _hundreds(params):
-            self._tell(do="log", params=some)
+            self._append(do="log", params=some)
 
     def tags(self, values: dict) -> None:
         for some in _hundreds(_tags(values)):
-            self._tell(do="log", tags=some)
+            self._append(do="log", tags=some)
 
     def metrics(self, values: dict, step: int | None = None) -> None:
-        """Log metrics. With a step, the first value of the step stays; without one, the last value counts."""
+        """Log metrics. With a step, the first value of each step is kept; without one, the last value."""
         at = _now()
         rows = [[_key(key), float(value), at, step or 0] for key, value in values.items() if value is not None]
-        self._tell(do="log", metrics=rows, **({} if step is None else {"axis": "step"}))
+        self._append(do="log", metrics=rows, **({} if step is None else {"axis": "step"}))
 
     def follow(self, path: Path) -> None:
-        """Ship the metrics of a file that a training appends to, until unfollow() or the end.
-
-        The file may come later.
-        """
+        """Ship the metrics of a file that a training appends to, until unfollow() or end(). It may appear later."""
         self._tail = Tail(path)
         self._stages.append(self)
 
@@ -90,38 +87,35 @@ class Stage:
 
     def file(self, content: bytes | Path, name: str) -> None:
         if copy := self._copy(content, name):
-            self._tell(do="file", name=name, file=copy)
+            self._append(do="file", name=name, file=copy)
 
     def drawn(self, content: bytes | Path, name: str, of: str) -> None:
-        """Keep a JSON file and its figures: of data, the report.json of prepared data; of a plan, its plan.json."""
+        """Log a JSON file and its figures. `of` is "data" for a report.json, "plan" for a plan.json."""
         if copy := self._copy(content, name):
-            self._tell(do="file", name=name, file=copy)
-            self._tell(do="plots", file=copy, of=of)
+            self._append(do="file", name=name, file=copy)
+            self._append(do="plots", file=copy, of=of)
 
     def table(self, rows: list[dict], name: str) -> None:
-        """Log a table in the format of mlflow.log_table, and replace an earlier one.
-
-        MLflow's page of evaluations shows and compares such tables.
-        """
+        """Log or replace a table in the format of mlflow.log_table, which MLflow's page of evaluations shows."""
         columns = list(dict.fromkeys(key for row in rows for key in row))
         table = {"columns": columns, "data": [[_plain(row.get(column)) for column in columns] for row in rows]}
         self.file(json.dumps(table, ensure_ascii=False, default=str).encode(), name)
         self._tables = [*dict.fromkeys([*self._tables, name])]
         tag = json.dumps([{"path": path, "type": "table"} for path in self._tables])
-        self._tell(do="log", tags={"mlflow.loggedArtifacts": tag})
+        self._append(do="log", tags={"mlflow.loggedArtifacts": tag})
 
     def dataset(self, name: str, digest: str, source: str, context: str, rows: int | None = None) -> None:
         """Log an input. `context` is training, validation or evaluation. MLflow keeps 36 characters of a digest."""
         source = public(source)
         kind = {"s3": "s3", "hf": "hf", "http": "http", "https": "http"}.get(source.partition("://")[0], "local")
-        self._tell(
+        self._append(
             do="dataset", name=name, digest=digest[:36], source=source, source_type=kind, context=context, rows=rows
         )
 
     def model(self, name: str, uri: str, output: bool = False, tags: dict | None = None) -> None:
-        """Log a model that the stage starts from, or makes. Its bytes stay where they are."""
-        name = re.sub(r"[/:.%\"']", "-", name)  # which MLflow refuses in a name
-        self._tell(do="model", name=name, uri=public(uri).replace("'", ""), output=output, tags=_tags(tags or {}))
+        """Log a model that the stage starts from or creates, by its URI only."""
+        name = re.sub(r"[/:.%\"']", "-", name)  # MLflow refuses these characters in a name
+        self._append(do="model", name=name, uri=public(uri).replace("'", ""), output=output, tags=_tags(tags or {}))
 
     def end(self, status: str = "FINISHED", reason: str = "") -> None:
         assert status in STATUSES, status
@@ -131,10 +125,10 @@ class Stage:
             self._ended = True
         self.unfollow()
         tags = {"finetune.reason": _text(reason, 5000)} if reason else {}
-        self._tell(do="end", status=status, time=_now(), tags=tags)
+        self._append(do="end", status=status, time=_now(), tags=tags)
 
     def unfollow(self) -> None:
-        """Ship the rest of the followed file, and keep a copy and its figures. The file itself may go then."""
+        """Ship the rest of the followed file, a copy of it and its figures. Then the file itself may be removed."""
         with self._mutex:
             if self._tail:
                 self._catch_up()
@@ -157,31 +151,31 @@ class Stage:
 
     def _keep_the_file(self, path: Path) -> None:
         if path.exists() and (copy := self._copy(path, path.name)):
-            self._tell(do="file", name=path.name, file=copy)
-            self._tell(do="plots", file=copy)
+            self._append(do="file", name=path.name, file=copy)
+            self._append(do="plots", file=copy)
 
     def _copy(self, content: bytes | Path, name: str) -> str | None:
         try:
             return str(self._journal.folder / self._journal.keep(content, name))
         except OSError as error:
-            log.warning("tracking: %s is left out: %s", name, error.strerror)
+            log.warning("tracking: %s is not logged: %s", name, error.strerror)
             return None
 
     def sample(self, values: dict[str, float]) -> None:
-        """Log the host's load, unless it would stand above the first figures of the training."""
+        """Log the host's load after the first metrics of the training, as MLflow keeps the order of arrival."""
         if not self._has_curves:
             return
-        self._tell(do="log", axis="time", metrics=[[key, value, _now(), 0] for key, value in values.items()])
+        self._append(do="log", axis="time", metrics=[[key, value, _now(), 0] for key, value in values.items()])
 
-    def _tell(self, **event) -> None:
+    def _append(self, **event) -> None:
         self._journal.append({**self._names, **event})
 
 
 class Part(Stage):
-    """A stage's part of the flow's own run: its name stands before the names of what it logs."""
+    """A stage's part of the flow's run: the stage's name is the prefix of everything that it logs."""
 
-    def __init__(self, whole: "Tracking", own: Journal, name: str):
-        super().__init__(own, whole.run, whole._stages)
+    def __init__(self, whole: "Tracking", events: Journal, name: str):
+        super().__init__(events, whole.run, whole._stages)
         self._whole, self.name = whole, name
 
     def metrics(self, values: dict, step: int | None = None) -> None:
@@ -201,7 +195,7 @@ class Part(Stage):
         self._whole.table(rows, f"{self.name}/{name}")
 
     def end(self, status: str = "FINISHED", reason: str = "") -> None:
-        """Note how the stage ended. The flow's run goes on."""
+        """Tag the status of the stage. The flow's run continues."""
         assert status in STATUSES, status
         if not self._ended:
             self._ended = True
@@ -209,17 +203,16 @@ class Part(Stage):
 
 
 class Tracking(Stage):
-    """The flow's own run, and the threads that carry all events."""
+    """The flow's run, and the threads that send all events."""
 
-    def __init__(self, own: Journal, address: str, flow: str, root: Path):
-        super().__init__(own, "flow", [])
+    def __init__(self, events: Journal, address: str, flow: str, root: Path):
+        super().__init__(events, "flow", [])
         self._flow, self._address, self._runs, self.shipping = flow, address, root.parent, False
-        left_behind = same_service(root, public(address))
-        self._shippers = [Shipper(own, "mlflow", address, left_behind)]
-        self._shippers += [Shipper(own, service, address) for service in own.meta["sinks"][1:]]
+        self._shippers = [Shipper(events, "mlflow", address, same_service(root, public(address)))]
+        self._shippers += [Shipper(events, service, address) for service in events.meta["sinks"][1:]]
         self._at_end: dict[str, float] = {}
         self._closing = threading.Event()
-        self._watch = threading.Thread(target=self._look, name=f"watch {own.folder.name}", daemon=True)
+        self._watch = threading.Thread(target=self._look, name=f"watch {events.folder.name}", daemon=True)
 
     def stage(self, name: str, id: str | None = None, tags: dict | None = None, params: dict | None = None) -> Stage:
         shared, id = id is not None, _id(id or f"{self._flow}.{re.sub('[^\\w.-]', '-', name)}")
@@ -230,7 +223,7 @@ class Tracking(Stage):
         return stage
 
     def metrics_at_end(self, values: dict) -> None:
-        """Log metrics below all that the run has logged by its end: MLflow lists them in the order of their arrival."""
+        """Log metrics after all others of the run, as MLflow lists them in the order of their arrival."""
         self._at_end |= values
 
     def end(self, status: str = "FINISHED", reason: str = "") -> None:
@@ -239,27 +232,26 @@ class Tracking(Stage):
         super().end(status, reason)
 
     def part(self, name: str) -> Part:
-        """The part of a stage that has no run of its own."""
+        """The part of a stage without a separate run."""
         return Part(self, self._journal, name)
 
     def run_id(self, id: str = "flow") -> str | None:
-        """MLflow's id of a run, by the id or the name of its stage; None as long as MLflow has not been told."""
+        """MLflow's id of a run, by the id or the name of its stage; None until MLflow has created it."""
         runs = self._shippers[0].runs
         return runs.get(id) or runs.get(f"{self._flow}.{id}")
 
     def ship(self) -> None:
-        """Begin to ship while the flow runs, as it has something to report that somebody may watch."""
+        """Begin to ship while the flow runs."""
         if not self.shipping:
             self.shipping = True
             for thread in (*self._shippers, self._watch):
                 thread.start()
 
     def close(self, timeout: float = 10.0, hand_over: bool = False) -> str | None:
-        """Wait at most that long for the rest to be shipped. Returns one line if some of it has to wait on the disk.
+        """Wait for the rest to be shipped, at most `timeout` seconds. Returns a line if events remain on the disk.
 
-        A flow that has not begun to ship is over in less time than MLflow's import takes. A process of its own ships
-        then, which nobody waits for. `hand_over` starts such a process too, for a flow that is killed and has no time
-        left.
+        A flow that has not begun to ship lets a background process do it, as MLflow's import takes longer than such a
+        flow. `hand_over` starts that process also for a flow that is killed and has no time left.
         """
         if not self.shipping:
             self._journal.release()
@@ -278,36 +270,28 @@ class Tracking(Stage):
         line = f"tracking: {waiting} events for {where} wait in {self._journal.folder} ({reason}); "
         if hand_over:
             self._hand_over("--after", str(self._journal.folder))
-            line += f"a process ships them if it can within {HANDED_OVER:.0f} s, else "
+            line += f"a background process tries to ship them for {HANDED_OVER:.0f} s, otherwise "
         return line + f"the next flow ships them, or python -m tasks.tracking {self._runs}"
 
     def drop(self) -> None:
-        """Tell nothing of a flow that found everything made. What killed flows left behind is shipped all the same."""
+        """Drop the events of a flow whose stages are all cached. Events of killed flows are shipped nevertheless."""
         self._journal.release(drop=True)
         if journal.others(self._journal.folder.parent):
             self._hand_over()
 
     def _hand_over(self, *options: str) -> None:
         command = [sys.executable, "-m", "tasks.tracking", str(self._runs), "--timeout", str(HANDED_OVER), *options]
-        nothing = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
+        to_null = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-        os.posix_spawn(sys.executable, command, environment, file_actions=nothing, setsid=True)
+        os.posix_spawn(sys.executable, command, environment, file_actions=to_null, setsid=True)
 
     def _begin(self, run: str, name: str, parent: str | None, tags: dict, id: str, shared: bool = False) -> None:
-        event = {
-            "do": "begin",
-            "run": run,
-            "id": id,
-            "flow": self._flow,
-            "parent": parent,
-            "name": name,
-            "shared": shared,
-        }
+        event = {"do": "begin", "run": run, "id": id, "flow": self._flow, "parent": parent, "name": name}
         tags = {"mlflow.user": _user(), **_tags(tags)}
-        self._journal.append({**event, "time": _now(), "tags": tags})
+        self._journal.append({**event, "shared": shared, "time": _now(), "tags": tags})
 
     def _look(self) -> None:
-        """Read the followed files once a second and the host's load at times, for the stages that are open."""
+        """Read the followed files once a second, and the host's load every SAMPLE seconds, for the open stages."""
         started = sampled = time.monotonic()
         while not self._closing.wait(POLL):
             try:
@@ -319,7 +303,7 @@ class Tracking(Stage):
                     values = machine.sample()
                     for stage in [*self._stages]:
                         stage.sample(values)
-            except Exception as error:  # a file system or a driver that fails now and then
+            except Exception as error:  # occasional errors of a file system or a driver
                 log.warning("tracking: %s: %s", type(error).__name__, clean(str(error)))
                 self._closing.wait(10 * POLL)
 
@@ -338,8 +322,7 @@ def start(
     root = runs.absolute() / "tracking"
     sinks = ["mlflow", "wandb"] if wandb else ["mlflow"]
     meta = {"uri": public(address), "experiment": experiment, "wandb": wandb, "sinks": sinks}
-    own = journal.create(root, _id(id), meta)
-    tracking = Tracking(own, address, _id(id), root)
+    tracking = Tracking(journal.create(root, _id(id), meta), address, _id(id), root)
     tracking._begin("flow", name, None, tags or {}, _id(id))
     if params:
         tracking.params(params)
@@ -348,7 +331,7 @@ def start(
 
 def _id(text: str) -> str:
     if not re.fullmatch(r"[\w.-]{1,200}", text):
-        raise Fault(f"{text!r} names no run: letters, digits, '_', '-' and '.' are right")
+        raise Fault(f"{text!r} is not the name of a run: use letters, digits, '_', '-' and '.'")
     return text
 
 
@@ -382,5 +365,5 @@ def _now() -> int:
 
 
 def _plain(value):
-    """A value that a browser's JSON can read: it knows no NaN."""
+    """A value that a browser's JSON parser accepts: it has no NaN."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

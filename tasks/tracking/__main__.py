@@ -1,6 +1,6 @@
-"""Ship the events that killed flows left behind: python -m tasks.tracking RUNS.
+"""Ship the remaining events of killed flows: python -m tasks.tracking RUNS.
 
-Exit code 1 if some have to wait, 2 where RUNS is no folder.
+Exit code 1 if some events remain, 2 if RUNS is not a folder.
 """
 
 import argparse
@@ -16,12 +16,13 @@ LEAVES_WITHIN = 60.0  # seconds; a worker kills a cancelled flow after that
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tasks.tracking", description="Ship what killed flows left behind.")
+    description = "Ship the remaining events of killed flows."
+    parser = argparse.ArgumentParser(prog="python -m tasks.tracking", description=description)
     parser.add_argument("runs", metavar="RUNS", type=Path, help="the local folder of runs")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a service (600)")
-    parser.add_argument("--after", type=Path, metavar="JOURNAL", help="begin once nobody holds it, or in a minute")
+    parser.add_argument("--after", type=Path, metavar="JOURNAL", help="begin when its owner has ended, or in a minute")
     args = parser.parse_args()
-    if not args.runs.is_dir():  # else nothing would seem to wait
+    if not args.runs.is_dir():  # otherwise the output would be: nothing waits
         print(f"error: {args.runs}: no such folder; FINETUNE_RUNS names it, or it is runs/", file=sys.stderr)
         return 2
     until = time.monotonic() + LEAVES_WITHIN

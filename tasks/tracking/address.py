@@ -1,4 +1,4 @@
-"""Address of MLflow: which one a flow uses, and how it is shown, which is without the password in it."""
+"""Address of MLflow: the one that a flow uses, and its public form without the password."""
 
 import os
 import re
@@ -15,12 +15,12 @@ SCHEMES = {"http", "https", "sqlite", "postgresql", "mysql", "mssql", "databrick
 
 
 def resolve(uri: str | None, runs: Path) -> str:
-    """The address as given, else from the environment, else a database in the folder of runs."""
+    """The address `uri`, else that of the environment, else a database in the folder of runs."""
     uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{runs.absolute() / 'mlflow.db'}"
     if urlsplit(uri).scheme.partition("+")[0] not in SCHEMES:
         raise Fault(
             f"tracking address {public(uri)}: not one of http, https, sqlite or another database; "
-            "http://HOST:5000 and sqlite:////folder/mlflow.db are right"
+            "examples: http://HOST:5000, sqlite:////folder/mlflow.db"
         )
     return uri.rstrip("/")
 
@@ -28,13 +28,13 @@ def resolve(uri: str | None, runs: Path) -> str:
 def registry(uri: str) -> Any:
     """MLflow's client. Its methods raise a Fault if a server does not answer in time."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of libraries that MLflow imports
+        warnings.simplefilter("ignore")  # warnings of libraries that MLflow imports
         from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
     if not uri.startswith("http"):
         return client
-    return limited(client, ANSWERS_WITHIN, f"MLflow at {public(uri)}", "then this command gives up")
+    return limited(client, ANSWERS_WITHIN, f"MLflow at {public(uri)}", "then this command fails")
 
 
 def public(uri: str) -> str:
@@ -45,13 +45,13 @@ def public(uri: str) -> str:
 
 
 def with_password(uri: str) -> str:
-    """The address as the environment has it, if it is this one."""
+    """The address with the environment's password, if the environment has the same address."""
     known = os.environ.get("MLFLOW_TRACKING_URI", "").rstrip("/")
     return known if public(known) == uri else uri
 
 
 def clean(text: str) -> str:
-    """A text without the passwords of addresses and of MLflow's own variables."""
+    """A text without the passwords in addresses and in MLflow's environment variables."""
     text = re.sub(r"://[^/\s]*@", "://", text)
     for name in ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"):
         secret = os.environ.get(name, "")

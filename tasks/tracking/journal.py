@@ -1,14 +1,14 @@
-"""Journal of events for the tracking services, on disk until they have taken them: one folder per flow process.
+"""Journal of events on the disk, until the tracking services have accepted them: one folder per flow process.
 
     <runs>/tracking/<flow id>-<6 hex>/
-        meta.json           which services, which experiment; no credentials
-        events.jsonl        one event a line, flushed to the disk before append() returns
-        files/              copies of the files that events name
-        cursor-<sink>.json  how far a service has got, and its names for our runs
-        lock                held (flock) as long as the process lives: whoever can take it found a dead journal
+        meta.json           services and experiment; no credentials
+        events.jsonl        one event per line, flushed to the disk before append() returns
+        files/              copies of the files in events
+        cursor-<sink>.json  position of a service in events.jsonl, and its ids of our runs
+        lock                held (flock) while the process lives: a journal whose lock is free is dead
 
-The folder disappears once every service has taken every event. Not covered: two hosts whose shared file system does not
-pass flock on between them.
+The folder is removed when every service has accepted every event. Not covered: two hosts whose shared file system does
+not propagate flock.
 """
 
 import json
@@ -37,11 +37,11 @@ class Journal:
         self._mutex = threading.Lock()
         self._closed = self._torn = False
         self._readers = len(self.meta["sinks"])
-        self.listeners: list[threading.Event] = []  # one per reader; set when there is more to read
+        self.listeners: list[threading.Event] = []  # one per reader; set after each append
         self._end_half_a_line()
 
     def append(self, *events: dict) -> None:
-        """Append events. A full disk loses them, with one line to say so, and stops nobody's training."""
+        """Append events. On a full disk they are lost with a warning, and the training continues."""
         data = "".join(json.dumps(event) + "\n" for event in events).encode()
         with self._mutex:
             if self._closed:
@@ -55,11 +55,11 @@ class Journal:
             except OSError as error:
                 self._torn = True
                 log.warning("tracking: %s: %s; %d events are lost", self.folder, error.strerror, len(events))
-        for news in self.listeners:
-            news.set()
+        for listener in self.listeners:
+            listener.set()
 
     def keep(self, content: bytes | Path, name: str) -> str:
-        """Copy a file into the journal, under the name it is to have. Returns the path inside the folder."""
+        """Copy a file into the journal, under its final name. Returns the path inside the folder."""
         place = Path("files", secrets.token_hex(4), Path(name).name)
         path = self.folder / place
         path.parent.mkdir(parents=True)
@@ -72,8 +72,8 @@ class Journal:
         return str(place)
 
     def read(self, offset: int) -> list[tuple[dict, int]]:
-        """Events from this offset on, each with the offset after it. Lines that cannot be read are passed over."""
-        found = []
+        """Events from this offset on, each with the offset after it. An unreadable line is an empty event."""
+        events = []
         data = os.pread(self._events, READ, offset)
         if len(data) == READ and b"\n" not in data:
             data = os.pread(self._events, self.size - offset, offset)
@@ -82,10 +82,10 @@ class Journal:
                 break
             offset += len(line)
             try:
-                found.append((json.loads(line), offset))
+                events.append((json.loads(line), offset))
             except ValueError:
-                found.append(({}, offset))
-        return found
+                events.append(({}, offset))
+        return events
 
     @property
     def size(self) -> int:
@@ -94,7 +94,7 @@ class Journal:
     def cursor(self, sink: str) -> dict:
         try:
             return json.loads((self.folder / f"cursor-{sink}.json").read_text())
-        except (OSError, ValueError):  # every event may be told again: from the start
+        except (OSError, ValueError):  # start again, as every event may be sent twice
             return {"offset": 0, "runs": {}}
 
     def advance(self, sink: str, cursor: dict) -> None:
@@ -107,7 +107,7 @@ class Journal:
         return count
 
     def leave(self) -> None:
-        """Note that one service has everything. The last one to leave releases the journal."""
+        """Record that one service has accepted everything. The last service releases the journal."""
         with self._mutex:
             self._readers -= 1
             last = self._readers == 0
@@ -115,7 +115,7 @@ class Journal:
             self.release()
 
     def release(self, drop: bool = False) -> None:
-        """Close the journal, and remove it if nothing waits in it, or if what waits is not worth telling: `drop`."""
+        """Close the journal, and remove it if every service has everything, or with `drop`."""
         with self._mutex:
             self._closed = True
             if drop or all(self.cursor(sink)["offset"] >= self.size for sink in self.meta["sinks"]):
@@ -131,7 +131,7 @@ class Journal:
 def create(root: Path, id: str, meta: dict) -> Journal:
     root.mkdir(parents=True, exist_ok=True)
     name = f"{id}-{secrets.token_hex(3)}"
-    folder = root / f".{name}"  # nobody looks at it before it is locked
+    folder = root / f".{name}"  # hidden from other processes until it is locked
     folder.mkdir()
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try_lock(lock)
@@ -140,27 +140,27 @@ def create(root: Path, id: str, meta: dict) -> Journal:
 
 
 def others(root: Path) -> bool:
-    """Whether any journals are left, of processes that live or are dead."""
+    """Whether journals of living or dead processes exist."""
     return any(root.glob("[!.]*/"))
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process has the journal. One that ends has it until its last thread is gone."""
+    """Whether a process holds the journal. A process holds it until its last thread has ended."""
     try:
         os.close(_locked(folder))
     except BlockingIOError:
         return True
-    except OSError:  # it is gone: everything was shipped
+    except OSError:  # it was removed after shipping
         pass
     return False
 
 
 def dead(root: Path) -> Iterator[Journal]:
-    """Journals whose processes are gone, the oldest first. The caller has each until it releases it."""
+    """Journals of dead processes, the oldest first. The caller holds each until it releases it."""
     for folder in sorted(root.glob("[!.]*/"), key=_created):
         try:
             lock = _locked(folder)
-        except OSError:  # its process lives, or somebody shipped and removed it just now
+        except OSError:  # its process lives, or another process has just shipped and removed it
             continue
         try:
             journal = Journal(folder, lock)
@@ -171,7 +171,7 @@ def dead(root: Path) -> Iterator[Journal]:
 
 
 def _locked(folder: Path) -> int:
-    """Take the lock of a journal. Raises BlockingIOError where a process has it."""
+    """Take the lock of a journal. Raises BlockingIOError if another process holds it."""
     lock = os.open(folder / "lock", os.O_RDWR)
     if not try_lock(lock):
         os.close(lock)

@@ -1,7 +1,6 @@
-"""One sample of this host's load, under the names of MLflow's system metrics in a section that comes last.
+"""One sample of this host's load, under the names of MLflow's system metrics with the prefix utilization/.
 
-MLflow lists metrics with the prefix `system/` above all others, whatever a run is about.
-Not covered: the other hosts of a gang; each would sample itself.
+MLflow would list the prefix `system/` above all other metrics. Not covered: the other hosts of a gang.
 """
 
 from functools import cache
@@ -9,7 +8,7 @@ from typing import Any
 
 
 def sample() -> dict[str, float]:
-    """Load since the sample before. The first sample of a process has no CPU load."""
+    """Load since the previous sample. The first sample of a process has no CPU load."""
     import psutil
 
     memory, disk, net = psutil.virtual_memory(), psutil.disk_usage("/"), psutil.net_io_counters()
@@ -50,7 +49,7 @@ def _gpus() -> dict[str, float]:
 
 @cache
 def _nvml() -> Any:
-    """The NVML library of NVIDIA, if this host has GPUs."""
+    """NVIDIA's NVML library, if this host has GPUs."""
     try:
         import pynvml
 

@@ -1,11 +1,11 @@
 """Sink that sends the events of a journal to MLflow. Repeating an event has the same effect as sending it once.
 
-A run is looked up by its tag finetune.id before it is made. A run that has the id and did not finish is continued: it
-runs again, as one of its new flow's (finetune.parent), and its old flow's is marked KILLED if it still claims to run.
-Metrics of a followed file have one value per step: steps of a key up to the highest that MLflow has are not sent again.
-The other metrics keep the time of the event, which makes a repetition the same row.
+Before a run is created, it is searched by its tag finetune.id. An unfinished run with this id is continued: its status
+becomes RUNNING, its parent becomes the new flow's run (finetune.parent), and the old flow's run is marked KILLED if its
+status is still RUNNING. Metrics of a followed file have one value per step: steps of a key up to the highest in MLflow
+are not sent again. The other metrics keep the time of the event, so a repetition is the same row.
 
-Only the shipping thread imports this module: mlflow takes 1.3 s to import, and a new sqlite database seconds of
+Only the shipping thread imports this module: mlflow takes 1.3 s to import, and a new sqlite database needs seconds for
 migrations.
 """
 
@@ -22,10 +22,12 @@ from pathlib import Path
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the shipper tries again, and can be hurried
+os.environ.setdefault(
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1"
+)  # the shipper repeats requests itself, and can stop earlier
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
 logging.getLogger("alembic").setLevel(logging.WARNING)
-# An error of the database has two tracebacks there, each time that it is tried; shipping says it in a line.
+# This logger writes two tracebacks for each error of the database; shipping.py reports it in one line.
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 from mlflow import MlflowClient  # noqa: E402
@@ -44,7 +46,7 @@ from mlflow.exceptions import MlflowException, RestException  # noqa: E402
 from contract import ownership  # noqa: E402
 from tasks.tracking.outages import Away, Refused, line_of  # noqa: E402
 
-MOST = 1000  # entities of one log_batch; MLflow takes no more
+MOST = 1000  # entities of one log_batch, MLflow's limit
 REFUSALS = {
     "INVALID_PARAMETER_VALUE",
     "RESOURCE_DOES_NOT_EXIST",
@@ -58,7 +60,7 @@ log = logging.getLogger("finetune.tracking")
 
 @dataclass
 class Known:
-    """State of a run in MLflow, as far as it is known here."""
+    """Known state of a run in MLflow."""
 
     start: int
     steps: dict[str, int] = field(default_factory=dict)  # the highest, by metric
@@ -70,7 +72,7 @@ class MlflowSink:
         self.client = _client(address)
         self.experiment = _guard(lambda: _experiment(self.client, address, experiment))
         self.known: dict[str, Known] = {}
-        self.flows: dict[str, dict] = {}  # runs of a flow that were there before, by their ids
+        self.flows: dict[str, dict] = {}  # by flow: its existing runs by their ids
         self.begun: set[str] = set()
 
     def take(self, events: list[dict], runs: dict, attempt: str) -> int:
@@ -85,7 +87,7 @@ class MlflowSink:
         try:
             _guard(lambda: do(event, runs, attempt))
         except Away:
-            self.flows.clear()  # the call may have come through
+            self.flows.clear()  # the call may have succeeded
             raise
         return 1
 
@@ -94,12 +96,12 @@ class MlflowSink:
         tags["finetune.flow"] = event["flow"]
         if event["parent"]:
             tags["finetune.parent"] = runs[event["parent"]]
-        found = self._find(event, attempt)
-        if found is None:
+        run = self._find(event, attempt)
+        if run is None:
             run = self.client.create_run(self.experiment, event["time"], tags, event["name"])
             self.known[run.info.run_id] = Known(event["time"])
         else:
-            run, old = found, found.data.tags.get("finetune.parent")
+            old = run.data.tags.get("finetune.parent")
             if old and old != tags.get("finetune.parent"):
                 tags["finetune.resumed_from"] = old
                 self._kill(old, event["time"])
@@ -111,16 +113,16 @@ class MlflowSink:
         self.begun.add(event["id"])
 
     def _find(self, event: dict, attempt: str):
-        """The run that has this id, if this attempt made it or it did not finish."""
+        """The run with this id, if this attempt created it or it has not finished."""
         flow, all_of_flow = event["flow"], not event.get("shared") and event["id"] not in self.begun
-        if all_of_flow and flow in self.flows:  # one search is enough for a flow's own stages
+        if all_of_flow and flow in self.flows:  # one search is enough for all stages of a flow
             return self.flows[flow].get(event["id"])
         key, value = ("finetune.flow", flow) if all_of_flow else ("finetune.id", event["id"])
-        found = self.client.search_runs(
+        runs = self.client.search_runs(
             [self.experiment], f"tags.`{key}` = '{value}'", order_by=["attributes.start_time DESC"], max_results=200
         )
         usable = {}
-        for run in found:
+        for run in runs:
             if run.data.tags.get("finetune.attempt") == attempt or run.info.status != "FINISHED":
                 usable.setdefault(run.data.tags.get("finetune.id"), run)
         if all_of_flow:
@@ -136,7 +138,7 @@ class MlflowSink:
                 raise
 
     def _log(self, events: list[dict], runs: dict, attempt: str) -> int:
-        """Log all that the first events have for one run, as far as one call carries it."""
+        """Log the content of the first events of one run, as far as one call can carry it."""
         run, metrics, params, tags, taken = events[0]["run"], [], {}, {}, 0
         for event in events:
             rows = event.get("metrics", ())
@@ -148,7 +150,7 @@ class MlflowSink:
             tags |= event.get("tags", {})
         run_id = runs[run]
         if events[0].get("shared") and not self._is_ours(run_id, attempt):
-            return taken  # whoever took the run over tells all of it
+            return taken  # another flow has taken over the run and logs everything
         known = self._of(run_id)
         new, high = [], dict(known.steps)
         for key, value, at, step, axis in metrics:
@@ -159,8 +161,8 @@ class MlflowSink:
             else:
                 high[key] = max(step, high.get(key, -1))
             new.append(Metric(key, value, at, step))
-        told = [Param(key, value) for key, value in params.items() if known.params.get(key) != value]
-        self._batch(run_id, [*told, *[RunTag(key, value) for key, value in tags.items()], *new])
+        new_params = [Param(key, value) for key, value in params.items() if known.params.get(key) != value]
+        self._batch(run_id, [*new_params, *[RunTag(key, value) for key, value in tags.items()], *new])
         known.steps, known.params = high, known.params | params
         return taken
 
@@ -169,7 +171,7 @@ class MlflowSink:
             self._some(run_id, entities[first : first + MOST])
 
     def _some(self, run_id: str, entities: list) -> None:
-        """Send entities in one call; in halves, if MLflow refuses one of them, until that one stands alone."""
+        """Send entities in one call. If MLflow refuses, send both halves, down to the single refused entity."""
         kinds = [[e for e in entities if isinstance(e, kind)] for kind in (Metric, Param, RunTag)]
         if not entities:
             return
@@ -181,7 +183,7 @@ class MlflowSink:
             if error.error_code not in REFUSALS:
                 raise
             if len(entities) == 1:
-                log.warning("tracking: MLflow does not take %s: %s", entities[0].key, line_of(error))
+                log.warning("tracking: MLflow refuses %s: %s", entities[0].key, line_of(error))
                 return
         middle = len(entities) // 2
         self._some(run_id, entities[:middle])
@@ -213,16 +215,13 @@ class MlflowSink:
                 self._upload(runs[event["run"]], path, f"figures/{path.name}")
 
     def _upload(self, run_id: str, path: Path, name: str) -> None:
-        """Upload a file.
-
-        The artifact store may be another service than the tracking server, and must not hold that up.
-        """
+        """Upload a file. An outage of the artifact store must not block the tracking server's events."""
         folder = str(Path(name).parent)
         for pause in (1, 3, None):
             try:
                 return self.client.log_artifact(run_id, str(path), None if folder == "." else folder)
             except Exception as error:
-                self.client.get_run(run_id)  # raises if the server itself is away
+                self.client.get_run(run_id)  # raises if the tracking server itself does not answer
                 if pause is None:
                     raise Refused(f"{name}: {line_of(error)}") from None
                 time.sleep(pause)
@@ -235,11 +234,11 @@ class MlflowSink:
         self.client.log_inputs(runs[event["run"]], [DatasetInput(dataset, tags)])
 
     def _model(self, event: dict, runs: dict, attempt: str) -> None:
-        """Make one LoggedModel per address in an experiment; MLflow has no bytes of it."""
+        """Create one LoggedModel per address in an experiment; MLflow does not get its bytes."""
         run_id, key = runs[event["run"]], f"tags.`finetune.uri` = '{event['uri']}'"
-        found = self.client.search_logged_models([self.experiment], key, max_results=1)
-        if found:
-            model = found[0]
+        models = self.client.search_logged_models([self.experiment], key, max_results=1)
+        if models:
+            model = models[0]
         else:
             source = run_id if event["output"] else None
             tags = {"finetune.uri": event["uri"], **event["tags"]}
@@ -252,7 +251,7 @@ class MlflowSink:
             self.client.log_inputs(run_id, models=[LoggedModelInput(model.model_id)])
 
     def _is_ours(self, run_id: str, attempt: str) -> bool:
-        """Whether no other flow has taken the run over. MLflow's state of the run is read again on the way."""
+        """Whether no other flow has taken over the run. This also reads the run's state again."""
         run = self.client.get_run(run_id)
         self._note(run)
         return run.data.tags.get("finetune.attempt") == attempt
@@ -263,7 +262,7 @@ class MlflowSink:
         return self.known[run_id]
 
     def _note(self, run) -> None:
-        steps = {metric.key: metric.step for metric in run.data._metric_objs}  # public properties leave out the step
+        steps = {metric.key: metric.step for metric in run.data._metric_objs}  # public properties lack the step
         self.known[run.info.run_id] = Known(run.info.start_time, steps, dict(run.data.params))
 
 
@@ -286,7 +285,9 @@ def _client(address: str) -> MlflowClient:
         return MlflowClient(address, address)
     path = Path(address.removeprefix("sqlite:///"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with ownership.locked(path.with_name(path.name + ".lock")):  # two that make the tables at once break them
+    with ownership.locked(
+        path.with_name(path.name + ".lock")
+    ):  # two processes that create the tables at once break them
         if not path.exists():
             _make_database(path)
         client = MlflowClient(address, address)
@@ -295,15 +296,15 @@ def _client(address: str) -> MlflowClient:
 
 
 def _make_database(path: Path) -> None:
-    """Make all tables beside the place, and put them there whole. MLflow never completes a database that has a part."""
+    """Create all tables in another file, then rename it, as MLflow never completes a partial database."""
     begun = path.with_name(path.name + ".begun")
-    begun.unlink(missing_ok=True)  # of a disk that was full, or a process that was killed
+    begun.unlink(missing_ok=True)  # after a full disk or a killed process
     address = f"sqlite:///{begun}"
     _guard(lambda: MlflowClient(address, address).search_experiments(max_results=1))
     begun.rename(path)
 
 
-# MLflow's pages of an experiment are of one kind or another. By themselves they would be those of applications.
+# Kind of the pages that MLflow shows of an experiment; by default those of applications.
 KIND = ("mlflow.experimentKind", "custom_model_development")
 
 
@@ -313,15 +314,15 @@ def _experiment(client: MlflowClient, address: str, name: str) -> str:
         folder = Path(address.removeprefix("sqlite:///")).absolute().parent
         place = (folder / "mlflow-artifacts" / name).as_uri()
     for _ in range(2):
-        if found := client.get_experiment_by_name(name):
-            if found.lifecycle_stage == "deleted":
-                client.restore_experiment(found.experiment_id)
-            if KIND[0] not in found.tags:
-                client.set_experiment_tag(found.experiment_id, *KIND)
-            return found.experiment_id
+        if experiment := client.get_experiment_by_name(name):
+            if experiment.lifecycle_stage == "deleted":
+                client.restore_experiment(experiment.experiment_id)
+            if KIND[0] not in experiment.tags:
+                client.set_experiment_tag(experiment.experiment_id, *KIND)
+            return experiment.experiment_id
         try:
             return client.create_experiment(name, place, dict([KIND]))
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-    raise Away(f"experiment {name} comes and goes")
+    raise Away(f"experiment {name}: another client creates and deletes it")

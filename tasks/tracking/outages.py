@@ -1,17 +1,17 @@
-"""Refusals of a tracking service: for now, or for good."""
+"""Errors of a tracking service: temporary and permanent."""
 
 from tasks.tracking.address import clean
 
 
 class Away(Exception):
-    """The service does not answer, or answers that it cannot now."""
+    """The service does not answer, or is unavailable for now."""
 
 
 class Refused(Exception):
-    """The service will never take this event."""
+    """The service will never accept this event."""
 
 
 def line_of(error: Exception) -> str:
-    """The error as one line of bounded length without passwords. A database's error holds a whole statement."""
+    """The error as one short line without passwords. A database's error contains a complete statement."""
     text = clean(" ".join(str(error).split()))
     return text if len(text) < 300 else text[:300] + "..."

@@ -1,4 +1,4 @@
-"""Figure of a plan, from its plan.json, as PNG: the memory of every pipeline stage, and which GPU holds what."""
+"""Figure of a plan, from its plan.json, as PNG: the memory of every pipeline stage, and the content of each GPU."""
 
 # pyright: reportAttributeAccessIssue=false
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tasks.tracking.plots import png
+from tasks.tracking.plots import blank, png
 
 GB = 1e9
 PARTS = ("weights", "gradients", "optimizer", "adapters", "activations")
@@ -19,17 +19,13 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def figures(plan: dict[str, Any]) -> dict[str, bytes]:
-    """Draw the figures of a plan; none of an illegal layout, which has no stages."""
+    """Draw the figures of a plan; none for an illegal layout, which has no stages."""
     if not plan["stages"]:
         return {}
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     stages, hosts = _shown(plan), plan["picture"]["hosts"][:HOSTS]
-    tall = (1.5 + 0.3 * len(stages), 1.0 + 0.6 * len(hosts))
-    drawing = Figure(figsize=(11, sum(tall)), dpi=110, layout="constrained")
-    FigureCanvasAgg(drawing)
-    above, below = drawing.subplots(2, 1, height_ratios=tall)
+    heights = (1.5 + 0.3 * len(stages), 1.0 + 0.6 * len(hosts))
+    drawing = blank(11, sum(heights))
+    above, below = drawing.subplots(2, 1, height_ratios=heights)
     _memory(above, plan, stages)
     _holders(below, plan, hosts)
     return {"plan": png(drawing)}
@@ -46,8 +42,8 @@ def _shown(plan: dict[str, Any]) -> list[dict[str, Any]]:
 def _memory(axes: Any, plan: dict[str, Any], stages: list[dict[str, Any]]) -> None:
     names = [f"stage {stage['rank']}{'  fullest' if stage['rank'] == plan['fullest'] else ''}" for stage in stages]
     left = [0.0] * len(stages)
-    besides = [key for key in stages[0] if key not in (*PARTS, "rank", "total", "over")]
-    for label, keys in (*((part, [part]) for part in PARTS), ("besides", besides)):
+    others = [key for key in stages[0] if key not in (*PARTS, "rank", "total", "over")]
+    for label, keys in (*((part, [part]) for part in PARTS), ("other", others)):
         widths = [sum(stage[key] for key in keys) / GB for stage in stages]
         axes.barh(names, widths, left=left, label=label)
         left = [start + width for start, width in zip(left, widths, strict=True)]
@@ -59,7 +55,7 @@ def _memory(axes: Any, plan: dict[str, Any], stages: list[dict[str, Any]]) -> No
 
 
 def _holders(axes: Any, plan: dict[str, Any], hosts: list[dict[str, Any]]) -> None:
-    """Draw a row for each kind of host and a cell for each GPU, with a colour for each stage of the host's."""
+    """Draw a row for each kind of host and a cell for each GPU, with a colour for each pipeline stage."""
     from matplotlib import colormaps
 
     of, colours = plan["picture"]["of"], colormaps["Pastel1"].colors

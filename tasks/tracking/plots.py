@@ -1,6 +1,6 @@
 """Figures of a training from its metrics.jsonl, as PNG: loss, rate, gradient norm, throughput, memory, experts, reward.
 
-Uses matplotlib's objects without pyplot, so that any thread may draw; matplotlib is imported at the first figure.
+It uses matplotlib without pyplot, as any thread may draw. matplotlib is imported at the first figure.
 """
 
 import json
@@ -9,7 +9,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-# Title, unit, and what is drawn: (kind of line, key, label). A figure without any values is left out.
+# Title, unit and series (kind of line, key, label) of each figure. A figure without any values is not drawn.
 FIGURES = {
     "loss": (
         "Loss",
@@ -45,7 +45,11 @@ FIGURES = {
         "",
         [("reinforce", "reward", "mean of the answers"), ("reinforce", "reward_best", "best of each group")],
     ),
-    "mismatch": ("vLLM and trainer apart", "nats per token", [("reinforce", "mismatch", "mean of a step's tokens")]),
+    "mismatch": (
+        "Difference of vLLM and trainer",
+        "nats per token",
+        [("reinforce", "mismatch", "mean of a step's tokens")],
+    ),
     "length": (
         "Length of answers",
         "tokens",
@@ -57,7 +61,7 @@ OF_REINFORCEMENT = ("reward", "mismatch", "length")
 
 
 def read(path: Path) -> list[dict]:
-    """The whole lines of a metrics file."""
+    """The complete lines of a metrics file."""
     lines = []
     for text in path.read_text("utf-8", "replace").splitlines():
         try:
@@ -83,14 +87,10 @@ def figure(name: str, lines: list[dict]) -> bytes | None:
 
 
 def together(lines: list[dict], names: tuple[str, ...]) -> bytes | None:
-    """Figures in one picture, over the same steps; the first is the largest. None where all would be empty."""
+    """Figures in one picture, over the same steps; the first is the largest. None if all would be empty."""
     if not any(_curves(lines, FIGURES[name][2]) for name in names):
         return None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    drawing = Figure(figsize=(9, 7), dpi=110, layout="constrained")
-    FigureCanvasAgg(drawing)
+    drawing = blank(9, 7)
     panels = drawing.subplots(len(names), 1, sharex=True, height_ratios=(2.2, *(1 for _ in names[1:])))
     for axes, name in zip(panels, names, strict=True):
         title, unit, series = FIGURES[name]
@@ -103,15 +103,21 @@ def together(lines: list[dict], names: tuple[str, ...]) -> bytes | None:
 
 def canvas(title: str, x: str, y: str) -> tuple[Any, Any]:
     """A figure and its axes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    drawing = Figure(figsize=(7, 4), dpi=110, layout="constrained")
-    FigureCanvasAgg(drawing)
+    drawing = blank(7, 4)
     axes = drawing.add_subplot()
     axes.set(title=title, xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
     return drawing, axes
+
+
+def blank(width: float, height: float) -> Any:
+    """An empty figure; sizes are in inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(width, height), dpi=110, layout="constrained")
+    FigureCanvasAgg(drawing)
+    return drawing
 
 
 Series = list[tuple[str, str, str]]  # kind of line, key, label
@@ -140,5 +146,5 @@ def png(drawing: Any) -> bytes:
 
 
 def _points(lines: list[dict], kind: str, key: str) -> list[tuple[int, float]]:
-    found = [(line["step"], line[key]) for line in lines if line["kind"] == kind and key in line]
-    return [(step, value) for step, value in found if isinstance(value, int | float) and math.isfinite(value)]
+    points = [(line["step"], line[key]) for line in lines if line["kind"] == kind and key in line]
+    return [(step, value) for step, value in points if isinstance(value, int | float) and math.isfinite(value)]

@@ -1,13 +1,11 @@
-"""Threads that carry a journal's events to a service, in their order, for as long as it takes. Nobody waits for them.
+"""Threads that send a journal's events to a service, in order, in the background.
 
-When a service is away for minutes or days, the same event is tried again, at most 10 s apart. An event that the service
-refuses for good (a parameter whose value changes, a run that somebody deleted) is dropped with one line, and the rest
-goes on.
+During an outage of any length the same event is repeated, at least every 10 s. An event that the service refuses
+permanently (a parameter whose value changes, a deleted run) is dropped with a warning, and the rest is sent.
 
-A sink has take(events, runs, attempt). It carries out one or more of the first events, returns how many, and notes its
-own names of runs in the dict `runs`. It raises Away if the service is away, and Refused if the service refuses the
-first event. Every event may come twice: a process that dies between the service's answer and the cursor's move sends it
-again.
+A sink has take(events, runs, attempt). It sends one or more of the first events, returns their number, and stores its
+ids of runs in the dict `runs`. It raises Away during an outage, and Refused if the service refuses the first event.
+Every event may be sent twice, because a process may die after the service's answer and before the cursor moves.
 """
 
 import logging
@@ -24,7 +22,7 @@ from tasks.tracking.outages import Away, Refused, line_of
 
 log = logging.getLogger("finetune.tracking")
 
-PAUSE = 0.3  # seconds between rounds while all is well, so that one call carries several events
+PAUSE = 0.3  # seconds between rounds, in which events accumulate for one call
 PATIENCE = 10.0  # seconds between tries at most
 
 
@@ -33,16 +31,16 @@ class Sink(Protocol):
 
 
 class Shipper(threading.Thread):
-    """Thread that carries a journal to one service; before that, what was left behind for the same service."""
+    """Thread that sends the dead journals in `before`, then this process's journal, to one service."""
 
-    def __init__(self, own: Journal, service: str, address: str, before: Iterable[Journal] = ()):
-        super().__init__(name=f"ship {own.folder.name} to {service}", daemon=True)
-        self.own, self.service, self.address, self.before = own, service, address, before
+    def __init__(self, journal: Journal, service: str, address: str, before: Iterable[Journal] = ()):
+        super().__init__(name=f"ship {journal.folder.name} to {service}", daemon=True)
+        self.journal, self.service, self.address, self.before = journal, service, address, before
         self.runs: dict[str, str] = {}
         self.trouble = ""
         self.closing, self.hurry, self.shipped = threading.Event(), threading.Event(), threading.Event()
         self.news = threading.Event()
-        own.listeners.append(self.news)
+        journal.listeners.append(self.news)
         self.sink: Sink | None = None
 
     def run(self) -> None:
@@ -52,17 +50,17 @@ class Shipper(threading.Thread):
                 Shipper(dead, service, self.address).finish()
             self._ship(dead, {}, last=True)
             dead.leave()
-        self._ship(self.own, self.runs, last=False)
-        self.own.leave()
+        self._ship(self.journal, self.runs, last=False)
+        self.journal.leave()
         self.shipped.set()
 
     def finish(self) -> None:
-        """Ship the events that are there, and no more."""
+        """Ship the existing events, and then end."""
         self.closing.set()
         self.start()
 
     def close(self, timeout: float) -> bool:
-        """Whether all events got there in time."""
+        """Whether all events were sent in time."""
         self.closing.set()
         self.hurry.set()
         self.news.set()
@@ -73,7 +71,7 @@ class Shipper(threading.Thread):
         runs |= cursor["runs"]
         while True:
             self.news.clear()
-            closing = last or self.closing.is_set()  # asked before the last look
+            closing = last or self.closing.is_set()  # read before the last read of events
             events = source.read(cursor["offset"])
             while events:
                 done = self._try(lambda: self._take(events, runs, source.meta["attempt"]))  # noqa: B023
@@ -88,7 +86,7 @@ class Shipper(threading.Thread):
     def _opened(self) -> Sink:
         if self.sink is None:
             try:
-                self.sink = _open(self.service, self.address, self.own)
+                self.sink = _open(self.service, self.address, self.journal)
             except Away:
                 raise
             except Exception as error:
@@ -100,7 +98,7 @@ class Shipper(threading.Thread):
             return self._opened().take([event for event, _ in events], runs, attempt)
         except Refused as refusal:
             event = events[0][0]
-            log.warning("tracking: %s of %s is left out: %s", event.get("do"), event.get("run"), refusal)
+            log.warning("tracking: %s of %s is dropped: %s", event.get("do"), event.get("run"), refusal)
             return 1
 
     def _try[T](self, call: Callable[[], T]) -> T:
@@ -109,7 +107,7 @@ class Shipper(threading.Thread):
             try:
                 result = call()
             except (Away, OSError) as reason:
-                if self.trouble and pause == 2 * PAUSE:  # once is often a connection that the server closed
+                if self.trouble and pause == 2 * PAUSE:  # a single failure is often a connection that the server closed
                     log.warning("tracking: events wait on the disk: %s", reason)
                 self.trouble = str(reason)
                 self.hurry.wait(pause)
@@ -121,18 +119,18 @@ class Shipper(threading.Thread):
             return result
 
 
-def _open(service: str, address: str, own: Journal) -> Sink:
+def _open(service: str, address: str, events: Journal) -> Sink:
     if service == "mlflow":
         from tasks.tracking.mlflow_sink import MlflowSink
 
-        return MlflowSink(address, own.meta["experiment"])
+        return MlflowSink(address, events.meta["experiment"])
     from tasks.tracking.wandb_sink import WandbSink
 
-    return WandbSink(own.meta["wandb"], own.folder.parent)
+    return WandbSink(events.meta["wandb"], events.folder.parent)
 
 
 def drain(root: Path, timeout: float) -> list[str]:
-    """Ship the journals that killed processes left behind. Returns a line for each of them."""
+    """Ship the journals of killed processes. Returns a line for each of them."""
     lines, until = [], time.monotonic() + timeout
     for dead in journal.dead(root):
         end_the_dead(dead)
@@ -141,13 +139,13 @@ def drain(root: Path, timeout: float) -> list[str]:
         for shipper in shippers:
             shipper.finish()
         late = [s for s in shippers if not s.close(max(0.0, until - time.monotonic()))]
-        told = f"{count['mlflow']} events" if not late else f"they wait: {late[0].trouble or 'it is slow'}"
-        lines.append(f"{dead.folder.name} to {dead.meta['uri']}: {told}")
+        result = f"they wait: {late[0].trouble or 'it is slow'}" if late else f"{count['mlflow']} events"
+        lines.append(f"{dead.folder.name} to {dead.meta['uri']}: {result}")
     return lines
 
 
 def end_the_dead(dead: Journal) -> None:
-    """End the runs of a killed process, which could not do so; those that another flow has taken over go on."""
+    """End the runs of a killed process, except those that another flow has taken over."""
     open_runs, at, offset = {}, 0, 0
     while events := dead.read(offset):
         offset = events[-1][1]
@@ -162,7 +160,7 @@ def end_the_dead(dead: Journal) -> None:
 
 
 def same_service(root: Path, uri: str) -> Iterable[Journal]:
-    """Dead journals for this service. The others are let go at once."""
+    """Dead journals for this service. The others are released at once."""
     for dead in journal.dead(root):
         if dead.meta["uri"] == uri:
             yield dead

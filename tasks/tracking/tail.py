@@ -1,7 +1,7 @@
 """Reader of a JSONL file that another process appends to, and may replace: metrics.jsonl of a training.
 
-A training that resumes renames a shorter file over the old one and does some steps again. Those were read before, so
-each step of each kind comes out once. Half a line waits until its end is written.
+A training that resumes replaces the file with a shorter one and repeats some steps. Each step of each kind is returned
+once. An incomplete line is returned when its end has been written.
 """
 
 # pyright: reportArgumentType=false
@@ -12,7 +12,7 @@ from pathlib import Path
 
 CHUNK = 8 << 20
 NOT_METRICS = {"kind", "step", "time"}
-# MLflow and Weights & Biases draw a section for what stands before the slash, in alphabetical order: the loss is first.
+# MLflow and Weights & Biases draw a section per prefix before the slash, in alphabetical order: the loss is first.
 SECTIONS = {
     "optimizer": ("lr", "grad_norm", "loss_scale", "skipped_steps", "nan_steps"),
     "routing": ("aux_loss", "router_z_loss", "expert_load_max", "expert_load_mean"),
@@ -30,7 +30,7 @@ SECTIONS = {
     ),
 }
 NAMES = {key: f"{section}/{key}" for section, keys in SECTIONS.items() for key in keys}
-OF_PREFERENCE = ("rewards/chosen", "rewards/rejected", "rewards/accuracy", "rewards/margin")  # sections of their own
+OF_PREFERENCE = ("rewards/chosen", "rewards/rejected", "rewards/accuracy", "rewards/margin")  # separate sections
 NAMES |= {key: key for key in OF_PREFERENCE} | {"kl": "distillation/kl"}
 NAMES |= {"lm_loss": "loss/training", "mtp_loss": "loss/training_mtp"}
 VALIDATION = {"lm_loss": "loss/validation", "perplexity": "loss/validation_perplexity"}
@@ -41,12 +41,12 @@ VALIDATION |= {key: key.replace("/", "/validation_") for key in OF_PREFERENCE}
 class Tail:
     def __init__(self, path: Path):
         self.path = path
-        self._file: int | None = None  # kept open: an inode in use is not given to the file that replaces it
+        self._file: int | None = None  # open, as the file that replaces it then gets another inode
         self._offset = 0
         self._last: dict[str, int] = {}
 
     def lines(self) -> list[dict]:
-        """New lines, as far as they were read in one go; empty when there are none."""
+        """New lines of the next CHUNK bytes; empty if there are none."""
         if self._moved():
             self.close()
             try:
@@ -67,10 +67,10 @@ class Tail:
         if self._file is None:
             return True
         try:
-            there, here = os.stat(self.path), os.fstat(self._file)
+            path, file = os.stat(self.path), os.fstat(self._file)
         except OSError:
-            return False  # gone; perhaps another takes its place
-        return (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino) or here.st_size < self._offset
+            return False  # removed; another may replace it
+        return (path.st_dev, path.st_ino) != (file.st_dev, file.st_ino) or file.st_size < self._offset
 
     def _is_new(self, line: dict) -> bool:
         if line["step"] <= self._last.get(line["kind"], -1):

@@ -1,8 +1,8 @@
 """Sink that mirrors the followed metrics of a journal to Weights & Biases: a run per followed stage, metrics by step.
 
-wandb reads from its environment where runs go, and whether they go anywhere (WANDB_MODE=offline). A run is continued by
-its id; steps that wandb has are not sent again. Offline it cannot be asked. Steps that a killed process sent without
-noting it are then sent twice, with the same values, and the service keeps one of them when they are synchronized.
+wandb reads the destination of runs from its environment (WANDB_MODE=offline for none). A run is continued by its id;
+steps that wandb already has are not sent again. In offline mode they are unknown: after a crash some steps are sent
+twice, with the same values, and the service keeps one of them when it synchronizes.
 """
 
 import re

@@ -102,11 +102,11 @@ def test_files_in_conf(name):
         (
             "name:",
             "adapter: {targets: linear_qkv}\nname:",
-            'adapter.targets: "linear_qkv": neither all-linear nor a list',
+            'adapter.targets: "linear_qkv": must be all-linear or a list',
         ),
         ("name:", "adapter: {targets: [linear_qvk]}\nname:", 'adapter.targets: "linear_qvk" is not one of '),
         ("name:", "adapter: {targets: []}\nname:", "adapter.targets: empty, but adapter.kind is lora"),
-        ("10", "10, stop_after: 11", "train.stop_after: 11 lies behind the last step, 10"),
+        ("10", "10, stop_after: 11", "train.stop_after: 11 is after the last step, 10"),
         ("1e-4", "1e-4, warmup_steps: 10", "optimizer.warmup_steps: 10 leaves none of the 10 steps"),
         ("1e-4", "1e-4, min_lr: 1e-3", "optimizer.min_lr: 0.001 is above optimizer.lr 0.0001"),
         ("10", "10, recompute: selective", "train.recompute_modules: empty, but train.recompute is selective"),
@@ -114,22 +114,22 @@ def test_files_in_conf(name):
         (
             "10",
             "10, recompute: full, cuda_graphs: true",
-            "train.cuda_graphs: true, and train.recompute is full, which computes a layer from outside; selective",
+            "train.cuda_graphs: true, but train.recompute full repeats a layer outside of its graph; selective",
         ),
         (
             "10",
             "10, overlap_tp: true",
-            "train.overlap_tp: true, and adapter.kind is lora, whose layers are asked for what is not gathered: none",
+            "train.overlap_tp: true, but adapter.kind lora needs activations that are not gathered: none",
         ),
         (
             "10",
             "10, overlap_tp: true",
-            "train.overlap_tp: true, and layout.tp is 1, layout.sp false: above 1, and true",
+            "train.overlap_tp: true, but layout.tp is 1 and layout.sp false: tp must be above 1, and sp true",
         ),
         (
             "batch: 2}",
             "batch: 2, overlap_tp: true}\nlayout: {nodes: 2, gpus_per_node: 2, tp: 4, sp: true}",
-            "train.overlap_tp: true, and layout.tp 4 is more than the 2 GPUs of a host",
+            "train.overlap_tp: true, but layout.tp 4 is more than the 2 GPUs of a host",
         ),
         ("10", "10, recompute_layers: 2", "train.recompute_layers: has no effect with train.recompute none"),
         ("name:", "layout: {gpus_per_node: 8, tp: 3}\nname:", "layout.tp: 3 does not divide the 8 processes"),
@@ -222,8 +222,8 @@ def test_overrides(conf):
             "optimizer.without_decay: takes one value, or a list; quote a text that begins with *",
         ),
         ("data.template={input} {output}", "data.template: takes one value, or a list; quote a text"),
-        ("layout.sp=true", "layout.sp: true cuts over tp, which is 1; nearest legal: false"),
-        ("train.stop_after=99", "train.stop_after: 99 lies behind the last step, 10"),
+        ("layout.sp=true", "layout.sp: true, but it needs tp above 1, and tp is 1; nearest legal: false"),
+        ("train.stop_after=99", "train.stop_after: 99 is after the last step, 10"),
     ],
 )
 def test_wrong_override(conf, override, line):
@@ -423,15 +423,15 @@ BOMB = "a: &a !!int 7\n" + "\n".join(
         # what a socket takes: it is told of as the configuration is read, and not when engines meet
         ("gang.silent_after=1e30", "gang.silent_after: 1e\\+30 is too large: it must be at most 1000000"),
         ("checkpoint.keep=1e26", "checkpoint.keep: 1e\\+26 is not an integer"),
-        ("adapter.targets=[linear_qkv, linear_qkv]", "adapter.targets: linear_qkv stands in it twice"),
-        ("evaluate.tasks=[held_out, held_out]", "evaluate.tasks: held_out stands in it twice"),
-        ("export.formats=[merged, merged]", "export.formats: merged stands in it twice"),
+        ("adapter.targets=[linear_qkv, linear_qkv]", "adapter.targets: linear_qkv occurs twice"),
+        ("evaluate.tasks=[held_out, held_out]", "evaluate.tasks: held_out occurs twice"),
+        ("export.formats=[merged, merged]", "export.formats: merged occurs twice"),
         (f"name={'x' * 101}", 'name: "x{101}" is too long: it must have at most 100 characters'),
         (f"paths.model=a/{'x' * 256}/b", "paths.model: .*: a name in it is longer than 255 bytes, or all of it than"),
         (f"paths.base={'x/' * 2050}", "paths.base: .*: a name in it is longer than 255 bytes, or all of it than 4095"),
         (f"model.source=a/{'x' * 256}", "model.source: .*: a name in it is longer than 255 bytes, or all of it than"),
-        ("data.source=~nobody/rows.jsonl", "data.source: .*: of other users' folders no short form is taken"),
-        ('paths.data="a\\0b"', 'paths.data: "a\\\\u0000b": holds a NUL, which no name and no line of text has'),
+        ("data.source=~nobody/rows.jsonl", "data.source: .*: ~USER is not supported"),
+        ('paths.data="a\\0b"', 'paths.data: "a\\\\u0000b": contains a NUL character'),
     ],
 )
 def test_counts_lists_and_paths_have_limits(text, says):

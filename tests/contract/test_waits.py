@@ -67,7 +67,7 @@ def test_a_silent_store_is_named_and_given_up(silent, monkeypatch, capfd, attemp
     assert time.monotonic() - began < 15
     line = capfd.readouterr().err
     assert line.startswith(f"waiting for s3://b at http://127.0.0.1:{silent}, without an answer since ")
-    assert ("AWS_MAX_ATTEMPTS" if attempts else "then the request is sent again, for 1.0 s") in line
+    assert ("AWS_MAX_ATTEMPTS" if attempts else "then the request is repeated, for 1.0 s") in line
     assert "marker" not in line
 
 
@@ -77,7 +77,9 @@ def test_a_silent_hub_is_named_and_given_up(silent, monkeypatch, capfd):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(api, "ANSWERS_WITHIN", 0.5)
     monkeypatch.setattr(api, "WAITS", (0.1, 0.1))
-    with pytest.raises(Fault, match=r"^org/name: http://127\.0\.0\.1:\d+ broke off again and again \(ReadTimeout\)"):
+    with pytest.raises(
+        Fault, match=r"^org/name: the connection to http://127\.0\.0\.1:\d+ broke repeatedly \(ReadTimeout\)"
+    ):
         api.describe("org/name", "main")
     assert f"waiting for the Hub at http://127.0.0.1:{silent}, without an answer since " in capfd.readouterr().err
 

@@ -80,9 +80,7 @@ def test_a_store_that_never_answers_is_reported_while_the_command_waits(tmp_path
 def test_a_store_that_is_no_folder_is_one_line(world, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("FINETUNE_STORE", f"{tmp_path}/file/store")
-    said = (
-        f"error: {tmp_path}/file/store: Not a directory; {tmp_path}/file/store must be a folder that can be written\n"
-    )
+    said = f"error: {tmp_path}/file/store: Not a directory; {tmp_path}/file/store must be a writable folder\n"
     for arguments in (["list"], ["list", "train"], ["show", "train/6a8e"], ["verify"], ["gc"]):
         assert world.run(*arguments) == (2, "", said)
 

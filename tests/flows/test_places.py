@@ -25,7 +25,7 @@ def test_a_file_in_the_place_of_a_folder_ends_the_flow_in_a_line(monkeypatch, tm
     monkeypatch.setenv(variable, f"{tmp_path}/file{below}")
     state = run_flow.run_flow("tiny", [], None, None)
     assert state.is_failed() and state.message is not None
-    assert state.message.endswith(f"{tmp_path}/file{below} must be a folder that can be written")
+    assert state.message.endswith(f"{tmp_path}/file{below} must be a writable folder")
     assert "Not a directory" in state.message or "File exists" in state.message
     trace = (FailedRun, FailedRun(state.message), None)
     logged = logging.LogRecord("prefect.flow_runs", logging.ERROR, __file__, 1, "unexpected exception", (), trace)

@@ -69,7 +69,7 @@ def test_a_plain_run(run):
         (["tiny", "evaluate.tasks=[nowhere.yaml]", "--dry-run"], "evaluate.tasks: nowhere.yaml: no such file"),
         (
             ["tiny", "promote.model=a/b", "--dry-run"],
-            "override promote.model=a/b: promote.model: a/b: MLflow's registry takes no name with a slash",
+            "override promote.model=a/b: promote.model: a/b: MLflow's registry does not allow slashes",
         ),
     ],
 )
@@ -129,7 +129,7 @@ def test_a_dry_run_names_every_stage_and_starts_none(run, tmp_path):
         if name not in ("prepare-prompts", "download-teacher", "convert-teacher", "reference", "reinforce")
     ]
     assert [line.split()[0] for line in lines] == asked
-    assert all(" miss " in line and "was made yet" in line for line in lines)
+    assert all(" miss " in line and "exists yet" in line for line in lines)
     assert cost.startswith("known cost: 0:00") and planned.startswith("plan  legal and fits: stage 0, ")
     assert run("tiny", "--dry-run", "--until", "convert")[2].count("\n") == 12
     assert run("tiny", "--dry-run")[2] == output  # the same run from another file

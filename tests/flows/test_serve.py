@@ -91,8 +91,8 @@ def test_the_form_with_an_adapter_is_said(made, answers, capsys):
     "arguments, said",
     [
         (["nothing"], "error: nothing: neither a model in the registry at sqlite:///"),
-        (["export/ffff"], "error: export/ffff: names 0 exports"),
-        (["tickets@"], "error: tickets@: behind the @ stands a version or an alias"),
+        (["export/ffff"], "error: export/ffff: matches 0 exports"),
+        (["tickets@"], "error: tickets@: a version or an alias must follow the @"),
         (["nothing", "--port", "0"], "error: --port: 0 is no port, from 1 to 65535"),
         (["nothing", "--port", "99999"], "error: --port: 99999 is no port, from 1 to 65535"),
         (
@@ -138,7 +138,7 @@ def test_a_check_says_what_it_compared(made, answers, capsys, monkeypatch, diffe
     assert serve.main([made.key, "--check", "--port", "1"]) == code
     *_, what, found = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("  ")]
     assert what == f"check of {made.key} (merged, fp32): 2 questions of {evaluation.key}, greedy, 8 tokens at most"
-    assert found == f"chat {2 - differing} of 2 equal; all have to be"
+    assert found == f"chat {2 - differing} of 2 equal; all must be"
 
 
 class Served:
@@ -203,7 +203,7 @@ def test_the_champion_answers_curl_and_openais_client_as_in_its_evaluation(place
     assert client.stdout.rstrip("\n") == answer and answer, client.stderr
     check = server.run(sys.executable, "-m", "flows.serve", "quick", "--check", "--port", str(server.port))
     assert check.returncode == 0, check.stdout + check.stderr
-    assert "completions 20 of 20 equal, chat 20 of 20 equal; all have to be" in check.stdout
+    assert "completions 20 of 20 equal, chat 20 of 20 equal; all must be" in check.stdout
     address = f"http://127.0.0.1:{server.port}"
     assert httpx.get(f"{address}/v1/models").status_code == 401
     assert [httpx.post(f"{address}/{path}", json={}).status_code for path in ("invocations", "tokenize")] == [404, 404]
@@ -223,6 +223,6 @@ def test_an_adapter_beside_its_base_answers_as_the_merged_model(dense, start):
     assert "serving dense version 1 (base and adapter, fp32)" in server.said()
     check = server.run(sys.executable, "-m", "flows.serve", "dense", "--adapter", "--check", "--port", str(server.port))
     assert check.returncode == 0, check.stdout + check.stderr
-    assert "completions 20 of 20 equal, chat 20 of 20 equal; all have to be" in check.stdout
+    assert "completions 20 of 20 equal, chat 20 of 20 equal; all must be" in check.stdout
     merged = server.run(sys.executable, "-m", "flows.serve", "dense", "--check", "--port", str(server.port))
     assert merged.returncode == 2 and "--port names another" in merged.stderr

@@ -229,4 +229,4 @@ def test_a_file_in_the_place_of_the_folder_is_a_line(tmp_path, monkeypatch, caps
     monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path / "runs"))
     monkeypatch.setattr(sys, "argv", ["services", "status"])
     assert flows.services.main() == 2
-    assert capsys.readouterr().err.endswith(f"; {tmp_path}/runs must be a folder that can be written\n")
+    assert capsys.readouterr().err.endswith(f"; {tmp_path}/runs must be a writable folder\n")

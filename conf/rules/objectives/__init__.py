@@ -1,7 +1,7 @@
-"""Objectives of training (train.objective): which values go with each, and what a run of it needs.
+"""Objectives of training (train.objective): valid combinations of keys, and the data and models that a run needs.
 
     of(run)                      the Objective: a file of this folder, or an entry point `finetune.objectives`
-    sequences(train) -> int      sequences of a row: dpo has both answers in a forward pass
+    sequences(train) -> int      sequences per row: dpo has both answers in a forward pass
 
 docs/extending/objective.md shows how to add one.
 """
@@ -17,7 +17,7 @@ from conf.schema.run import Run
 from conf.schema.sections import Adapter
 from conf.schema.training import Train
 
-AT_ONCE = 16  # micro batches that each rank, and each stage of a pipeline, asks a reference of in one go
+AT_ONCE = 16  # micro batches that each rank, and each stage of a pipeline, sends through the reference at once
 
 
 def named(name: str) -> Objective:
@@ -32,7 +32,7 @@ def of(run: Run) -> Objective:
 
 
 def has_reference(run: Run) -> bool:
-    """Whether what another model says of the rows is needed before training."""
+    """Whether training needs another model's outputs for the rows."""
     return bool(of(run).reference)
 
 
@@ -47,33 +47,33 @@ def of_teacher(run: Run) -> Run:
 
 
 def at_teacher(run: Run) -> Run:
-    """The run whose model and base on this host are the teacher's."""
+    """The run with the teacher's model and base on this host."""
     places = {"model": run.paths.teacher, "base": run.paths.teacher_base}
     return run.model_copy(update={"paths": run.paths.model_copy(update=places)})
 
 
 def has_starting_adapter(run: Run) -> bool:
-    """Whether what a training is compared with is the base with the adapter that it starts from."""
+    """Whether the reference is the base with the adapter that the training starts from."""
     return of(run).reference == "start" and run.model.adapter is not None
 
 
 def as_asked(run: Run) -> Run:
-    """The run of the model that is asked of the rows, at the layout of training, with nothing trained of it."""
+    """The run of the reference model, at the layout of training, with all weights frozen."""
     if has_starting_adapter(run):
         return run
     run = at_teacher(of_teacher(run)) if has_teacher(run) else run
-    adapter = Adapter(kind="lora", targets=("linear_proj",), rank=run.layout.tp)  # is off, and has all else frozen
+    adapter = Adapter(kind="lora", targets=("linear_proj",), rank=run.layout.tp)  # disabled; freezes the rest
     return run.model_copy(update={"adapter": adapter})
 
 
 def unlike(run: Run, facts: ModelFacts, teacher: ModelFacts, named: str) -> str:
-    """The reason why a teacher of this name cannot teach a model, by their sizes; empty where it can."""
+    """The reason why this teacher's vocabulary does not fit the model; empty if it fits."""
     if teacher.vocab != facts.vocab:
-        return f"train.teacher: {named}: a vocabulary of {teacher.vocab} tokens; the model has {facts.vocab}"
+        return f"train.teacher: {named}: a vocabulary of {teacher.vocab} tokens, but the model has {facts.vocab}"
     if teacher.vocab_pad or facts.vocab_pad:
-        return f"train.teacher: {named}: GPT-2's vocabulary is padded with tokens that are none; another model"
+        return f"train.teacher: {named}: GPT-2's vocabulary is padded with unused tokens; use another model"
     if run.train.teacher_top_k > teacher.vocab:
-        return f"train.teacher_top_k: {run.train.teacher_top_k}, and {named} has {teacher.vocab} tokens at all"
+        return f"train.teacher_top_k: {run.train.teacher_top_k}, but {named} has only {teacher.vocab} tokens"
     return ""
 
 
@@ -82,7 +82,7 @@ def sequences(train: Train) -> int:
 
 
 def as_sft(run: Run) -> Run:
-    """The run with sequences of one answer each, as many: of made-up rows, which have no other and no teacher."""
+    """The run with objective sft and the same number of sequences, for artificial rows of one answer."""
     train, more = run.train, sequences(run.train)
     keys = {key: Train.model_fields[key].default for name in OBJECTIVES for key in named(name).keys}
     keys |= {"objective": "sft", "global_batch": more * train.global_batch, "micro_batch": more * train.micro_batch}
@@ -95,24 +95,22 @@ def kind_of(shape: str) -> str:
 
 
 def unfit(run: Run, place: str, kind: str) -> str:
-    """The reason why prepared data of this kind are not what the objective learns from; empty where they are."""
-    wanted = run.train.objective
-    reads = of(run).reads
-    if kind in of(run).kinds:
+    """The reason why the objective cannot use prepared data of this kind; empty if it can."""
+    name, objective = run.train.objective, of(run)
+    if kind in objective.kinds:
         return ""
-    found = next((name for name in OBJECTIVES if kind in named(name).kinds), None)
-    if found is None:
-        return f"train.objective: {wanted} reads {reads}, but {place} holds data of the kind {kind}"
-    other = "another data.source"
-    if found != "sft":
-        other = f"train.objective={found}"
-    elif "preference" in of(run).kinds:
-        other = f"data.shape=preference, if there are columns chosen and rejected, or {other}"
-    return f"train.objective: {wanted} reads {reads}, but {place} holds {named(found).reads}; {other} would do"
+    fitting = next((other for other in OBJECTIVES if kind in named(other).kinds), None)
+    if fitting is None:
+        return f"train.objective: {name} reads {objective.reads}, but {place} contains data of the kind {kind}"
+    remedy = f"train.objective={fitting}"
+    if fitting == "sft":
+        shape = "data.shape=preference, if there are columns chosen and rejected, or another data.source"
+        remedy = shape if "preference" in objective.kinds else "another data.source"
+    return f"train.objective: {name} reads {objective.reads}, but {place} contains {named(fitting).reads}; use {remedy}"
 
 
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield (key, problem) for values that are right alone and wrong together."""
+    """Yield (key, problem) for values that are valid alone and invalid together."""
     train = run.train
     for objective in OBJECTIVES:
         for key in named(objective).keys:
@@ -121,17 +119,17 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     if train.objective == "sft":
         return
     if train.z_loss:
-        yield "train.z_loss", f"{train.z_loss:g}, and train.objective {train.objective} has none: 0"
+        yield "train.z_loss", f"{train.z_loss:g}, but train.objective {train.objective} has no z loss: 0"
     if train.batch_ramp:
-        yield "train.ramp_from", f"{train.ramp_from} is for texts, and {train.objective} reads rows; null"
+        yield "train.ramp_from", f"{train.ramp_from} is for texts, but {train.objective} reads rows; null"
     yield from of(run).problems(run)
 
 
 def of_pairs(data: Data) -> Iterator[tuple[str, str]]:
-    """Yield (key, problem) for settings of data that do not go with two answers to one prompt."""
+    """Yield (key, problem) for settings of data that exclude rows with two answers to one prompt."""
     if data.packed:
         yield "data.packed", "true, but the two answers of a row are padded, not packed; false"
     if data.loss_on == "all":
-        yield "data.loss_on", "all, but of two answers to one prompt the answers alone count; assistant"
+        yield "data.loss_on", "all, but with two answers to one prompt only the answers count; assistant"
     if data.too_long == "truncate":
         yield "data.too_long", "truncate would cut the two answers' prompts differently; drop"

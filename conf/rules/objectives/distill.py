@@ -15,7 +15,7 @@ def _problems(run: Run) -> Problems:
             key = f"data.mixture[{number}].shape" if data.mixture else "data.shape"
             yield key, f"{part.shape}, but distill reads rows with one answer; pairs or messages"
     if run.model.base != "bf16" and run.convert.to == "packed":
-        yield "convert.to", "packed, but train.objective distill reads its teacher's base as it is; none"
+        yield "convert.to", "packed, but train.objective distill reads its teacher's base unpacked; none"
 
 
 OBJECTIVE = Objective(

@@ -19,16 +19,13 @@ def _problems(run: Run) -> Problems:
     if run.data.shape not in ("auto", "preference"):
         yield "data.shape", f"{run.data.shape}, but {ANSWERS}"
     if run.reinforce.steps:
-        yield (
-            "reinforce.steps",
-            f"{run.reinforce.steps}, but nothing says yet how it follows dpo; 0, or objective sft",
-        )
+        yield "reinforce.steps", f"{run.reinforce.steps}, but it is not supported after dpo; 0, or objective sft"
     if run.model.dropout:
         yield "model.dropout", f"{run.model.dropout:g} would make each answer differ from its reference; 0 with dpo"
     if layout.pp > 1 and run.moe.dispatcher == "allgather":
         yield "moe.dispatcher", "allgather, but stages of a pipeline exchange the sizes of dpo's batches; alltoall"
     if run.model.base != "bf16":
-        yield "model.base", f"{run.model.base}, but train.objective dpo compares with the base as it is; bf16"
+        yield "model.base", f"{run.model.base}, but train.objective dpo compares with the unpacked base; bf16"
 
 
 OBJECTIVE = Objective(

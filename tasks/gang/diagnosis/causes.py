@@ -1,17 +1,17 @@
-"""Table of the texts that a failed process leaves behind and their meanings, the surest first.
+"""Table of error texts of failed processes and their meanings, the most reliable first.
 
-    read(lines) -> Cause | None        the surest of what any of these lines says
+    read(lines) -> Cause | None        the most reliable cause in these lines
 
-Most lines of a dead gang are echoes: of N ranks one has a cause, the others say that they lost it. The strength of a
-cause tells these apart, so that the order in which ranks died matters only between equals:
+Most lines of a failed gang are echoes: one of N ranks has a cause, and the others report that they lost it. The
+strength of a cause distinguishes these. The order in which ranks died matters only between causes of equal strength:
 
-    OWN      something that happened to this process or its host by itself
-    LINK     a connection that failed; it may be somebody's death as seen from afar
-    ECHO     certainly somebody else's failure: a peer closed, a watchdog ran out, torchrun stops what is left
+    OWN      a failure of this process or its host
+    LINK     a failed connection; perhaps the consequence of another process's death
+    ECHO     certainly the consequence of another failure: a peer closed, a watchdog ran out, torchrun stops the rest
 
-Kinds: user, memory, data, host, network, storage, preempted, hang, unknown; tasks/gang/diagnosis/classify.py says what
-follows from each. Texts are those of torch 2.11, NCCL 2.28, CUDA 13, Linux 6, Slurm 24 and Kubernetes 1.33 (tests have
-real ones). Not covered: texts in other languages than English, errors of AMD's libraries.
+Kinds: user, memory, data, host, network, storage, preempted, hang, unknown; tasks/gang/diagnosis/classify.py has the
+consequence of each. Texts are those of torch 2.11, NCCL 2.28, CUDA 13, Linux 6, Slurm 24 and Kubernetes 1.33 (tests
+have real ones). Not covered: texts in other languages than English, errors of AMD's libraries.
 """
 
 import re
@@ -26,12 +26,12 @@ OWN, LINK, ECHO = 2, 1, 0
 @dataclass(frozen=True)
 class Cause:
     kind: Kind
-    says: str  # the line as it stands in the log
-    means: str  # in our words; "" where the line says it itself
+    says: str  # the line of the log
+    means: str  # its meaning; "" if the line itself is clear
     strength: int = OWN
     retry: bool = True
-    blames: bool = False  # its host is to be left out from now on
-    peer: str = ""  # address of the other end, where the line names one
+    blames: bool = False  # later attempts exclude its host
+    peer: str = ""  # address of the other end, if the line names one
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ def _rule(pattern: str, kind: Kind, means: str = "", **rest) -> Rule:
     return Rule(re.compile(pattern), kind, means, **rest)
 
 
-# NVIDIA's Xid catalogue (docs.nvidia.com/deploy/xid-errors): what its column "immediate action" asks for.
-# Leave the host out where a GPU wants a reset, a reboot or a technician; the others want the program started again.
+# NVIDIA's Xid catalogue (docs.nvidia.com/deploy/xid-errors), by its column "immediate action". True excludes the host,
+# because the GPU needs a reset, a reboot or a technician; for the others it is enough to start the program again.
 XIDS = {
-    13: ("a kernel did what it must not", False),
-    31: ("a kernel touched memory that is not its own", False),
+    13: ("a kernel made an illegal operation", False),
+    31: ("a kernel accessed memory of another program", False),
     43: ("the GPU stopped this program", False),
     48: ("two bits of GPU memory flipped", True),
     63: ("a bad row of GPU memory is being replaced, which needs a reset", True),
@@ -70,12 +70,12 @@ XIDS = {
     154: ("the GPU asks to be reset or replaced", True),
 }
 XID = re.compile(r"NVRM: Xid \([^)]*\): (\d+)")
-# Xid 45 is what the driver writes for each program that it ends because of another Xid.
+# The driver writes Xid 45 for each program that it ends because of another Xid.
 CONSEQUENCE = 45
 PEER = re.compile(r"(?:peer|from|remote peer|with)? ?\[?((?:\d{1,3}\.){3}\d{1,3}|[0-9a-f:]*:[0-9a-f:]+)[\]<]")
 
 RULES = (
-    # The host, as its kernel or its scheduler tells it
+    # The host, as reported by its kernel or its scheduler
     _rule(r"uncorrectable ECC error", "host", "GPU memory is broken", blames=True),
     _rule(r"GPU has fallen off the bus|fallen off the bus and is not responding", "host", XIDS[79][0], blames=True),
     _rule(r"uncorrectable NVLink error", "host", XIDS[74][0], blames=True),
@@ -119,7 +119,7 @@ RULES = (
           r"since it was prepared|trainer\.prepare writes it (anew|again)|not what trainer\.prepare writes", "data",
           "", retry=False),
     _rule(r"\.jsonl:\d+: ", "data", "", retry=False),
-    # The user: what would fail again
+    # The user: errors that would occur again
     _rule(r"nothing is learned after", "user", "", retry=False),
     _rule(r"ModuleNotFoundError|ImportError: cannot import|undefined symbol", "user",
           "the environment of this host lacks something", retry=False),
@@ -130,13 +130,13 @@ RULES = (
     _rule(r"ncclInvalidUsage|Duplicate GPU detected", "user", "two ranks use one GPU", retry=False),
     _rule(r"error: (?:conf|layout|data|model|train|paths|adapter|moe|optimizer|checkpoint)[\w./-]*: ", "user", "",
           retry=False),
-    # Numbers: a broken GPU and a learning rate that is too high look alike the first time
+    # Numbers: the first time, a broken GPU and a too high learning rate look alike
     _rule(r"found NaN in local (?:grad|forward)|Unexpected result (?:nan|inf)|loss is (?:nan|inf)", "unknown",
-          "the loss or a gradient is no number"),
+          "the loss or a gradient is not a number"),
     _rule(r"device-side assert triggered", "data", "an index on the GPU was out of bounds", retry=False),
     _rule(r"CUDA error: an illegal memory access|CUDA error: misaligned address|unspecified launch failure", "unknown",
           "a kernel failed"),
-    # Connections that fail by themselves
+    # Failed connections
     _rule(r"NET/IB ?:.* Got (?:completion|async event).*(?:status=|error|event)|NET/IB.*(?:port error|link down)",
           "network", "RDMA failed", strength=LINK),
     _rule(r"NET/OFI.*(?:Request completed with error|Unreachable remote|RC: -)", "network", "EFA failed",
@@ -163,10 +163,7 @@ RULES = (
 
 
 def read(lines: Iterable[str]) -> Cause | None:
-    """The surest cause of any line.
-
-    Of equals the first counts: what follows a failure in a log is mostly its consequence.
-    """
+    """The most reliable cause in the lines, and the first of equal ones, as later lines are mostly its consequences."""
     best: Cause | None = None
     for line in lines:
         cause = _of(line.strip())

@@ -1,4 +1,4 @@
-"""Evidence of the end of an attempt, from its members' messages, for a verdict (tasks/gang/diagnosis/classify.py)."""
+"""Evidence on the end of an attempt, from its members' messages, for tasks/gang/diagnosis/classify.py."""
 
 from dataclasses import replace
 
@@ -16,23 +16,23 @@ def of_attempt(
     gone: set[int],
     engine: tuple[str, ...] = (),
 ) -> Failure:
-    said = read(engine)
-    known = said is not None and said.strength == OWN  # who told a host to end knows why it did
+    cause = read(engine)
+    known = cause is not None and cause.strength == OWN  # the engine reports why it ended a host
     if not known and any(was_told(node) for node in nodes.values()):
         return preempted(nodes)
     for k, node in nodes.items():
         if known:
             break
-        if node.state in ("stopping", "stopped"):  # nobody told it to: it lost what started it, or the gang
+        if node.state in ("stopping", "stopped"):  # not by a signal: it lost its starter, the store or the controller
             step = max((sign.step for sign in node.ranks), default=0)
             return Failure("host", f"host: {hosts[k]}: {node.reason}", True, hosts[k], step=step)
     ranks = []
     for place, k in enumerate(hosts):
         order = lookout.order_of_failure(k)
-        for told in nodes[k].failed or nodes[k].ranks:
-            code, lines = (told.code, told.lines) if isinstance(told, End) else (None, ())
-            rank = Rank(told.rank, hosts[k], code, told.step, lines)
-            rank = replace(rank, order=order + place / 1e6, silent=told.silent, state=told.state)
+        for trace in nodes[k].failed or nodes[k].ranks:
+            code, lines = (trace.code, trace.lines) if isinstance(trace, End) else (None, ())
+            rank = Rank(trace.rank, hosts[k], code, trace.step, lines)
+            rank = replace(rank, order=order + place / 1e6, silent=trace.silent, state=trace.state)
             ranks.append(rank)
     stalled = any(end.stalled for node in nodes.values() for end in node.failed)
     free = {hosts[k]: node.free for k, node in nodes.items() if node.free is not None}
@@ -43,18 +43,18 @@ def of_attempt(
 
 
 def was_told(node: Member) -> bool:
-    """Whether the member was told to end by the process that started it. The whole gang may then save a checkpoint."""
+    """Whether a signal of its starter ended the member. The whole gang may then save a checkpoint."""
     return node.state == "preempted" or node.told
 
 
 def preempted(nodes: dict[int, Member]) -> Failure:
     host = next((node.host for node in nodes.values() if was_told(node)), "")
     step = max((sign.step for node in nodes.values() for sign in node.ranks), default=0)
-    return Failure("preempted", f"preempted: {host or 'a host'} was told to end", True, host, step=step)
+    return Failure("preempted", f"preempted: {host or 'a host'} was ended by a signal", True, host, step=step)
 
 
 def host_names(lookout: Lookout) -> dict[int, str]:
-    """Name of each member's host, with the address where a name is not enough."""
+    """Name of each member's host; its address or its member number if the name is not unique."""
     nodes = dict(sorted(lookout.nodes.items()))
     names = [node.host for node in nodes.values()]
     shown = {k: node.host if names.count(node.host) == 1 else node.address for k, node in nodes.items()}

@@ -1,11 +1,11 @@
 """Evidence from a host's kernel and driver that ranks do not have: GPUs, killed processes, broken hardware.
 
-    host = Host()               when a member begins; it counts from here on
+    host = Host()               when a member begins; later evidence covers the time from here on
     host.evidence()             {"oom_kills": 1, "kernel": ("NVRM: Xid (PCI:0000:02:00): 79, ...",)}, of a Member
 
-The kernel's log tells of the whole machine, a cgroup of this container alone: so killed processes are counted by the
-cgroup, and of the log only what concerns GPUs, disks and machine checks is taken. Where either cannot be read (a
-container without CAP_SYSLOG) it says nothing.
+The kernel's log covers the whole machine, a cgroup only this container. Killed processes are therefore counted with the
+cgroup, and only lines on GPUs, disks and machine checks are taken from the log. If one of them cannot be read (a
+container without CAP_SYSLOG), its part of the evidence is empty.
 """
 
 import contextlib
@@ -33,11 +33,11 @@ class Host:
         return {"oom_kills": max(0, oom_kills(self.root) - self.kills), "kernel": tuple(self._kernel())}
 
     def _kernel(self) -> list[str]:
-        found: list[str] = []
+        lines: list[str] = []
         while self.log is not None:
             try:
                 record = os.read(self.log, RECORD)
-            except BrokenPipeError:  # older records were overwritten meanwhile
+            except BrokenPipeError:  # the kernel has overwritten older records
                 continue
             except OSError:  # no more
                 break
@@ -45,13 +45,13 @@ class Host:
                 break
             line = record.decode(errors="replace").partition(";")[2].partition("\n")[0]
             if CONCERNS.search(line):
-                found.append(line)
-        return found[-MOST:]
+                lines.append(line)
+        return lines[-MOST:]
 
 
 def oom_kills(root: Path = Path("/")) -> int:
     """Number of processes of this cgroup that the kernel has killed for lack of memory."""
-    found = 0
+    kills = 0
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -61,9 +61,9 @@ def oom_kills(root: Path = Path("/")) -> int:
                 files = ("sys/fs/cgroup{}/memory.events", "sys/fs/cgroup/memory.events")
             else:
                 continue
-            for file in files:  # inside a container its cgroup is the top one, whatever it is called outside
+            for file in files:  # inside a container its cgroup is the top one, whatever its name outside
                 with contextlib.suppress(OSError):
                     counted = re.search(r"^oom_kill (\d+)$", (root / file.format(path)).read_text(), re.MULTILINE)
-                    found = max(found, int(counted[1]) if counted else 0)
+                    kills = max(kills, int(counted[1]) if counted else 0)
                     break
-    return found
+    return kills

@@ -1,17 +1,18 @@
-"""Engines that start a process group on each of N hosts: local, prefect, slurm or kubernetes, behind one interface.
+"""Engines that start a process group on each of N hosts: local, prefect, slurm or kubernetes, with one interface.
 
-An engine is a module with four functions; each starts `python -m tasks.run.guard --grace=S python -m tasks.gang.member
---store URI --gang ID --attempt N --node K` per host, and none of them schedules by itself.
+An engine is a module with four functions. On each host it starts `python -m tasks.run.guard --grace=S python -m
+tasks.gang.member --store URI --gang ID --attempt N --node K`.
 
-    turn(demand) -> str | None      name of what gangs compete for, where starting is not all or nothing by itself
-    capacity(demand, without) -> str | None     None = enough hosts are free, else what it waits for; Fault where they
-                                    never will be
-    available(demand, without) -> int | None    hosts that there are but for these, free or not; None = it does not know
-    start(demand, board, n, without) -> Handle      N members, 0 to n - 1, of board's attempt; on the hosts to be left
-                                    out never, or where it has no others. Fault where it will never do so; any other
+    turn(demand) -> str | None      name of the lock that gangs take turns with; None if the scheduler starts all hosts
+                                    of a gang at once or none
+    capacity(demand, without) -> str | None     None = enough hosts are free, else the reason for waiting; Fault if it
+                                    can never have enough
+    available(demand, without) -> int | None    number of hosts except these, free or not; None = unknown
+    start(demand, board, n, without) -> Handle      members 0 to n - 1 of the board's attempt; on hosts in `without`
+                                    only if there are too few others. Fault if it can never start them; any other
                                     error counts as a failed attempt
 
-`without` begins with the host that failed last: where there are too few others, it is the last to take part again.
+`without` has the hosts to exclude. It begins with the host that failed last, which is the last to be used again.
 """
 
 import importlib
@@ -27,12 +28,12 @@ from conf.schema.sections import Gang
 from tasks.gang.board import Board
 from tasks.run import guard
 
-LAST_WORDS = 9  # seconds that a member needs behind its grace, to say what became of it
+LAST_WORDS = 9  # seconds that a member needs after its grace, to report how it ended
 
 
 @dataclass(frozen=True)
 class Demand:
-    """The hosts that a gang asks an engine for, and the settings that each engine has for them."""
+    """The hosts that a gang requests from an engine, and each engine's settings for them."""
 
     name: str  # of the run
     nodes: int
@@ -50,22 +51,19 @@ class Demand:
 
 class Handle(Protocol):
     def alive(self) -> dict[int, bool | None]:
-        """State of each member: True = runs or waits to run, False = is over, None = unknown. The call never waits."""
+        """State of each member: True = runs or waits to run, False = has ended, None = unknown. It never waits."""
         ...
 
     def waits(self) -> str | None:
-        """The reason for waiting, while a queue of the engine's own has given the gang no host yet.
-
-        Time in that queue does not count.
-        """
+        """The reason for waiting while the gang is in the engine's queue. Time in that queue does not count."""
         ...
 
     def words(self) -> tuple[str, ...]:
-        """Lines of the engine itself on how members ended."""
+        """The engine's messages on how members ended."""
         ...
 
     def cancel(self) -> None:
-        """End the members that still run or wait, and forget what the engine thinks is running."""
+        """End the members that still run or wait, and remove them from the engine's queue."""
         ...
 
 
@@ -85,12 +83,12 @@ def engine_of(run: Run) -> Engine:
 
 
 def grace(gang: Gang) -> int:
-    """Seconds that each member has to leave, in which it may save a checkpoint and report it."""
+    """Seconds that each member has to end, in which it may save a checkpoint and report it."""
     return gang.grace + LAST_WORDS
 
 
 def spared(without: tuple[str, ...], enough: Callable[[tuple[str, ...]], bool]) -> tuple[str, ...]:
-    """The hosts to be left out that can be left out, as there are enough others."""
+    """The hosts to exclude, shortened from its end until there are enough others."""
     while without and not enough(without):
         without = without[:-1]
     return without
@@ -103,6 +101,6 @@ def guarded(gang: Gang, board: Board, node: str, python: str = sys.executable) -
 
 
 def command(board: Board, node: int) -> list[str]:
-    """Arguments behind python -m that name a member."""
+    """Arguments after python -m that start a member."""
     place = ["--store", board.store.uri, "--gang", board.gang, "--attempt", str(board.attempt), "--node", str(node)]
     return ["tasks.gang.member", *place]

@@ -1,7 +1,7 @@
-"""Clients of schedulers, as commands: sbatch, squeue, kubectl. They may take long, fail, or not be there.
+"""Command-line clients of schedulers: sbatch, squeue, kubectl. They may take long, fail, or be missing.
 
 Result = run(command, text)      once, with text on its standard input
-Asked(ask)                       a thread that asks again and again, so that whoever wants the answer never waits
+Polled(n, query)                 members of a gang, whose state a thread queries repeatedly: no caller waits for it
 """
 
 import subprocess
@@ -14,7 +14,7 @@ from contract.faults import Fault
 
 LONGEST = 60.0  # seconds for one command
 POLLED = 3.0
-STALE = 60.0  # seconds without an answer after which nobody knows
+STALE = 60.0  # seconds without an answer after which the state is unknown
 
 
 @dataclass(frozen=True)
@@ -25,56 +25,63 @@ class Result:
 
     @property
     def line(self) -> str:
-        """The client's message on its failure, without repetitions."""
+        """The client's error message, without repetitions."""
         lines = [line.strip() for line in (self.error or self.output).splitlines() if line.strip()]
         return "; ".join(dict.fromkeys(lines)) or f"ended with code {self.code}"
 
 
 @dataclass(frozen=True)
 class State:
-    """State of one attempt's members, as its scheduler knows them."""
+    """State of one attempt's members in the scheduler."""
 
     alive: dict[int, bool | None]
-    waits: str | None = None  # why the scheduler has not given it any host yet
-    words: tuple[str, ...] = ()  # what it says of the end of members, and of what keeps them from beginning
+    waits: str | None = None  # why the attempt is still in the scheduler's queue
+    words: tuple[str, ...] = ()  # the scheduler's messages on members that ended or cannot start
 
 
 def run(command: Sequence[str], text: str = "") -> Result:
     try:
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=LONGEST)
     except FileNotFoundError:
-        raise Fault(f"gang.engine: this host has no {command[0]}; start the flow where it is") from None
+        raise Fault(f"gang.engine: this host has no {command[0]}; start the flow on a host that has it") from None
     except subprocess.TimeoutExpired:
         return Result(124, "", f"{command[0]}: no answer within {LONGEST:.0f} s")
     return Result(done.returncode, done.stdout, done.stderr)
 
 
-class Asked:
-    """Latest state of an attempt, from a thread that calls ask() again and again.
+class Polled:
+    """Members 0 to n - 1 of an attempt. A thread calls query() repeatedly and keeps their latest state.
 
-    It is unknown while ask() returns None, as the scheduler does not answer.
+    The state becomes unknown if query() returns None for STALE seconds, as the scheduler does not answer.
     """
 
-    def __init__(self, n: int, ask: Callable[[], State | None]):
-        self._n, self._ask, self._over = n, ask, threading.Event()
+    def __init__(self, n: int, query: Callable[[], State | None]):
+        self.n, self._query, self._over = n, query, threading.Event()
         self._state, self._at = State(dict.fromkeys(range(n))), time.monotonic()
         threading.Thread(target=self._poll, daemon=True, name="scheduler").start()
 
     @property
     def state(self) -> State:
-        return self._state if time.monotonic() - self._at < STALE else State(dict.fromkeys(range(self._n)))
+        return self._state if time.monotonic() - self._at < STALE else State(dict.fromkeys(range(self.n)))
 
-    def wait(self, seconds: float, until: Callable[[State], bool]) -> None:
-        """Wait until the state is so, but no longer than these seconds."""
-        ends = time.monotonic() + seconds
-        while time.monotonic() < ends and not until(self.state):
+    def alive(self) -> dict[int, bool | None]:
+        return self.state.alive
+
+    def waits(self) -> str | None:
+        return self.state.waits
+
+    def words(self) -> tuple[str, ...]:
+        return self.state.words
+
+    def wait_for_end(self, seconds: float) -> None:
+        """Wait until no member is alive or `seconds` have passed, and end the thread."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and any(self.alive().values()):
             time.sleep(0.2)
-
-    def end(self) -> None:
         self._over.set()
 
     def _poll(self) -> None:
         while not self._over.is_set():
-            if (state := self._ask()) is not None:
+            if (state := self._query()) is not None:
                 self._state, self._at = state, time.monotonic()
             self._over.wait(POLLED)

@@ -1,7 +1,7 @@
 """JobSet of a gang for Kubernetes: an indexed job with a pod per host.
 
-Secrets come by the names of Secrets, and storage by the name of a claim. Kueue knows the gang by a label. The manifest
-is checked against JobSet v1alpha2 (tests/tasks/gang/engines/test_kubernetes.py).
+It refers to secrets by the names of Secrets, to storage by the name of a claim, and to Kueue's queue by a label. A test
+checks the manifest against JobSet v1alpha2 (tests/tasks/gang/engines/test_kubernetes.py).
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from tasks.gang.engines import Demand, grace
 from tasks.run.places import runs_folder
 
 QUEUE = "kueue.x-k8s.io/queue-name"
-FORGOTTEN_AFTER = 3600  # seconds that an ended JobSet stays, where nobody is left to remove it
+FORGOTTEN_AFTER = 3600  # seconds after which Kubernetes removes an ended JobSet, if no controller does
 NO_RDMA = (None, "ethernet")
 
 
@@ -23,7 +23,7 @@ def jobset(
     namespace = {"namespace": section.namespace} if section.namespace else {}
     topology = {"kueue.x-k8s.io/podset-preferred-topology": section.topology} if section.topology else {}
     job = {
-        "completionMode": "Indexed",  # a pod's number is its member's
+        "completionMode": "Indexed",  # a pod's index is the number of its member
         "completions": demand.nodes,
         "parallelism": demand.nodes,
         "backoffLimitPerIndex": 0,
@@ -39,7 +39,7 @@ def jobset(
         "metadata": {"name": name, **namespace, "labels": {**(labels or {}), **queue, **priority}},
         "spec": {
             "failurePolicy": {"maxRestarts": 0},
-            "network": {"enableDNSHostnames": False},  # addresses go over the board
+            "network": {"enableDNSHostnames": False},  # addresses are on the board
             "ttlSecondsAfterFinished": FORGOTTEN_AFTER,
             "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": job}}],
         },
@@ -53,7 +53,7 @@ def _pod(demand: Demand, arguments: list[str]) -> dict[str, Any]:
         {"name": "GANG_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "GANG_HOST", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
     ]
-    if section.topology:  # Kueue then puts pods of neighbouring numbers next to one another
+    if section.topology:  # Kueue then places pods with neighbouring numbers next to each other
         index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
         env.append({"name": "GANG_PLACE", "valueFrom": {"fieldRef": {"fieldPath": index}}})
     env += [{"name": name, "value": value} for name, _, value in (setting.partition("=") for setting in section.env)]
@@ -65,7 +65,7 @@ def _pod(demand: Demand, arguments: list[str]) -> dict[str, Any]:
         "image": section.image,
         "workingDir": section.folder,
         "command": arguments,
-        "stdin": True,  # stays open, though nobody writes to it: a member ends when it closes
+        "stdin": True,  # it stays open without a writer; a member ends when it closes
         "env": env,
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "runs", "mountPath": shared()}],
     }
@@ -78,7 +78,7 @@ def _pod(demand: Demand, arguments: list[str]) -> dict[str, Any]:
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": grace(demand.gang) + 1,
-        "enableServiceLinks": False,  # else a variable for every service of the namespace
+        "enableServiceLinks": False,  # otherwise the pod gets a variable for every service of the namespace
         "automountServiceAccountToken": False,
         "containers": [container],
         "volumes": [
@@ -100,7 +100,7 @@ def _pod(demand: Demand, arguments: list[str]) -> dict[str, Any]:
 
 
 def _others(without: tuple[str, ...]) -> dict[str, Any]:
-    """Affinity that prefers nodes of other names, as long as there are any."""
+    """Affinity that prefers nodes with other names."""
     fields = [{"key": "metadata.name", "operator": "NotIn", "values": [host]} for host in without]  # one value each
     others = {"weight": 100, "preference": {"matchFields": fields}}
     return {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [others]}}

@@ -2,16 +2,15 @@
 
     python -m flows.gang NAME --engine kubernetes        prints the manifest
 
-It is for clusters that have Kubernetes 1.29 or newer with JobSet, and Kueue where gangs of several people compete. The
-flow runs where kubectl reaches the cluster: outside of it, or in a pod whose service account may make JobSets.
+The cluster needs Kubernetes 1.29 or newer with JobSet, and Kueue if several users' gangs compete. The flow runs on any
+host where kubectl reaches the cluster: outside of it, or in a pod whose service account may create JobSets.
 
-It uses JobSet, since a PyTorchJob brings a rendezvous of its own that the board makes needless, and Kubeflow's newer
-TrainJob makes a JobSet in turn. It uses Kueue, since that works beside the cluster's own scheduler and gives a gang its
-hosts at once, while Volcano would replace that scheduler. A pod that ends does not end the others
-(backoffLimitPerIndex), as the controller stops them once it knows why. No pod is begun again, as attempts are the
-controller's own.
+Why JobSet: a PyTorchJob has a separate rendezvous, which the board replaces, and Kubeflow's newer TrainJob creates a
+JobSet itself. Why Kueue: it works together with the cluster's scheduler and gives a gang all hosts at once, while
+Volcano would replace that scheduler. A pod that ends does not end the others (backoffLimitPerIndex), as the controller
+stops them after it has found the cause. Kubernetes restarts no pod, as the controller starts new attempts.
 
-NeMo-Run 0.11's KubeflowExecutor is not used: it makes TrainJobs, whose operator starts torchrun on its own account.
+NeMo-Run 0.11's KubeflowExecutor is not used: it creates TrainJobs, whose operator starts torchrun itself.
 
 Not covered: Volcano, dynamic resource allocation.
 """
@@ -28,10 +27,10 @@ from contract import checksums
 from contract.faults import Fault
 from tasks.gang.board import Board
 from tasks.gang.engines import Demand, client, grace, guarded
-from tasks.gang.engines.client import Asked, State
+from tasks.gang.engines.client import Polled, State
 from tasks.gang.engines.jobset import QUEUE, jobset, shared
 
-LEAVE_WITHIN = 30.0  # seconds behind the grace of pods, for the cluster to take pods away
+LEAVE_WITHIN = 30.0  # seconds after the grace of pods, in which the cluster removes them
 JOB = "kueue.x-k8s.io/job-uid"
 INDEX = "batch.kubernetes.io/job-completion-index"
 REMOVE = ("--ignore-not-found", "--wait=false", "--cascade=foreground")
@@ -40,28 +39,18 @@ AWAY = re.compile(
 )
 
 
-class Pods:
+class Pods(Polled):
     """Pods of one JobSet."""
 
     def __init__(self, kubectl: list[str], name: str, n: int, grace: int):
-        self.kubectl, self.name, self.n, self.grace = kubectl, name, n, grace
+        self.kubectl, self.name, self.grace = kubectl, name, grace
         self._seen: set[int] = set()
-        self._asked = Asked(n, self._look)
-
-    def alive(self) -> dict[int, bool | None]:
-        return self._asked.state.alive
-
-    def waits(self) -> str | None:
-        return self._asked.state.waits
-
-    def words(self) -> tuple[str, ...]:
-        return self._asked.state.words
+        super().__init__(n, self._look)
 
     def cancel(self) -> None:
         client.run([*self.kubectl, "delete", "jobset", self.name, *REMOVE])
         self._seen |= {*range(self.n)}
-        self._asked.wait(self.grace + LEAVE_WITHIN, lambda state: not any(state.alive.values()))
-        self._asked.end()
+        self.wait_for_end(self.grace + LEAVE_WITHIN)
 
     def _look(self) -> State | None:
         jobset = self._get("jobset", self.name)
@@ -73,41 +62,41 @@ class Pods:
             queue = jobset["metadata"]["labels"].get(QUEUE, "")
             workload = self._get("workloads.kueue.x-k8s.io", f"--selector={JOB}={jobset['metadata']['uid']}")
             waits = f"Kueue's queue {queue}: {_quota((workload or {}).get('items', []))}"
-        found = dict(_index(pod) for pod in pods["items"])
-        self._seen |= {*found}
-        return State(alive_of(found, self.n, self._seen), waits, words_of(pods["items"]))
+        phases = dict(_index(pod) for pod in pods["items"])
+        self._seen |= {*phases}
+        return State(alive_of(phases, self.n, self._seen), waits, words_of(pods["items"]))
 
     def _get(self, *what: str) -> dict[str, Any] | None:
-        """The object that kubectl gets; empty where there is none, None where nobody knows."""
-        found = client.run([*self.kubectl, "get", *what, "--ignore-not-found", "--output=json"])
-        return None if found.code else json.loads(found.output or "{}")
+        """The object that kubectl gets; empty if there is none, None if kubectl fails."""
+        result = client.run([*self.kubectl, "get", *what, "--ignore-not-found", "--output=json"])
+        return None if result.code else json.loads(result.output or "{}")
 
 
 def turn(demand: Demand) -> str | None:
-    """Name of the gangs' turn. Without Kueue a gang is given its hosts one by one, and so gangs take turns."""
+    """Name of the lock. Without Kueue a gang gets its hosts one by one, so gangs must take turns."""
     section = demand.kubernetes
     return None if section.queue else f"kubernetes-{section.context or ''}-{section.namespace or ''}"
 
 
 def capacity(demand: Demand, without: tuple[str, ...] = ()) -> str | None:
-    """Raise a Fault where the cluster would never take such a JobSet. Its queue decides when the JobSet runs."""
+    """Raise a Fault if the cluster would never accept such a JobSet. Its queue decides when the JobSet runs."""
     section = demand.kubernetes
-    tried = [_create(section, jobset(demand, "test", ["true"]), "--dry-run=server")]
+    results = [_create(section, jobset(demand, "test", ["true"]), "--dry-run=server")]
     if section.queue:
-        tried.append(client.run([*_kubectl(section), "get", "localqueues.kueue.x-k8s.io", section.queue]))
-    line = "; ".join(one.line for one in tried if one.code)
+        results.append(client.run([*_kubectl(section), "get", "localqueues.kueue.x-k8s.io", section.queue]))
+    line = "; ".join(result.line for result in results if result.code)
     if line and not AWAY.search(line):
         raise Fault(f"kubernetes: {line}")
     return f"the Kubernetes cluster does not answer ({line})" if line else None
 
 
 def available(demand: Demand, without: tuple[str, ...] = ()) -> int | None:
-    """Number of nodes that are ready, whoever uses them. Nodes that a cluster would add count once they are there."""
+    """Number of ready nodes, used or not. Nodes that an autoscaler would add do not count yet."""
     section, each = demand.kubernetes, demand.gpus_per_node
-    found = client.run([*_kubectl(section), "get", "nodes", "--output=json", *_selector(section)])
-    if found.code:  # as for who may not see them
+    result = client.run([*_kubectl(section), "get", "nodes", "--output=json", *_selector(section)])
+    if result.code:  # for example without the right to list nodes
         return None
-    nodes = json.loads(found.output)["items"]
+    nodes = json.loads(result.output)["items"]
     return sum(node["metadata"]["name"] not in without and _usable(node, section, each) for node in nodes)
 
 
@@ -116,12 +105,12 @@ def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -
     section = demand.kubernetes
     place = board.store.uri.removeprefix("file://")
     if not board.store.uri.startswith("s3:") and not Path(place).is_relative_to(shared()):
-        raise Fault(f"FINETUNE_STORE: {place}: pods have s3:// stores, and folders in FINETUNE_RUNS, {shared()}")
-    old = f"--selector=finetune/gang={_label(board)}"  # of an earlier controller that is gone
+        raise Fault(f"FINETUNE_STORE: {place}: pods reach s3:// stores, and folders in FINETUNE_RUNS, {shared()}")
+    old = f"--selector=finetune/gang={_label(board)}"  # of an earlier controller that has died
     client.run([*_kubectl(section), "delete", "jobsets", old, *REMOVE])
-    made = _create(section, _of(demand, board, without))
-    if made.code:
-        raise (ConnectionError if AWAY.search(made.line) else Fault)(f"kubernetes: {made.line}")
+    created = _create(section, _of(demand, board, without))
+    if created.code:
+        raise (ConnectionError if AWAY.search(created.line) else Fault)(f"kubernetes: {created.line}")
     return Pods(_kubectl(section), _name(demand.name, board), n, grace(demand.gang))
 
 
@@ -130,7 +119,7 @@ def manifest(demand: Demand, board: Board) -> str:
 
 
 def alive_of(pods: dict[int, str], n: int, seen: set[int]) -> dict[int, bool | None]:
-    """State of each member from the phases of pods: a pod that is not there yet waits, one that was there is over."""
+    """State of each member from the phases of pods. A pod that was never seen waits; a lost one has ended."""
     phases = {node: pods.get(node) for node in range(n)}
     return {
         node: node not in seen if phase is None else None if phase == "Unknown" else phase in ("Pending", "Running")
@@ -139,23 +128,23 @@ def alive_of(pods: dict[int, str], n: int, seen: set[int]) -> dict[int, bool | N
 
 
 def words_of(pods: list[dict[str, Any]]) -> tuple[str, ...]:
-    """The cluster's messages on pods that ended badly or cannot begin, with the node's name where they have one."""
+    """The cluster's messages on pods that failed or cannot start, with the node's name if they have one."""
     words: dict[str, None] = {}
     for pod in pods:
         status, node = pod.get("status", {}), pod.get("spec", {}).get("nodeName", "no node yet")
-        said = [(status.get("reason"), status.get("message"))] if status.get("phase") == "Failed" else []
+        messages = [(status.get("reason"), status.get("message"))] if status.get("phase") == "Failed" else []
         for condition in status.get("conditions", []):
             type_, holds = condition["type"], condition["status"] == "True"
             if (type_ == "DisruptionTarget" and holds) or (type_ == "PodScheduled" and not holds):
-                said.append((f"{type_} {condition.get('reason', '')}", condition.get("message")))
+                messages.append((f"{type_} {condition.get('reason', '')}", condition.get("message")))
         for container in status.get("containerStatuses", []):
             state = container.get("state", {})
             ended, waits = state.get("terminated", {}), state.get("waiting", {})
             if ended.get("exitCode"):
-                said.append((ended.get("reason"), f"exit code {ended['exitCode']}"))
+                messages.append((ended.get("reason"), f"exit code {ended['exitCode']}"))
             elif waits.get("reason", "ContainerCreating") not in ("ContainerCreating", "PodInitializing"):
-                said.append((waits["reason"], waits.get("message")))
-        words |= {f"{node}: {': '.join(filter(None, pair))}": None for pair in said if any(pair)}
+                messages.append((waits["reason"], waits.get("message")))
+        words |= {f"{node}: {': '.join(filter(None, pair))}": None for pair in messages if any(pair)}
     return tuple(words)
 
 
@@ -180,23 +169,19 @@ def _selector(section: Kubernetes) -> list[str]:
 
 def _usable(node: dict[str, Any], section: Kubernetes, needed: int) -> bool:
     spec, status = node.get("spec", {}), node.get("status", {})
-    ready = any(one["type"] == "Ready" and one["status"] == "True" for one in status.get("conditions", ()))
-    taints = [one["key"] for one in spec.get("taints", ()) if one["effect"] != "PreferNoSchedule"]
+    ready = any(entry["type"] == "Ready" and entry["status"] == "True" for entry in status.get("conditions", ()))
+    taints = [taint["key"] for taint in spec.get("taints", ()) if taint["effect"] != "PreferNoSchedule"]
     gpus = int(status.get("allocatable", {}).get(section.gpus, 0)) if section.gpus else needed
-    there = ready and not spec.get("unschedulable") and {*taints} <= {*section.tolerations}
-    return there and gpus >= needed
+    return ready and not spec.get("unschedulable") and {*taints} <= {*section.tolerations} and gpus >= needed
 
 
 def _label(board: Board) -> str:
-    """Label of a gang. It names the store too, as gangs of other stores may have the same name."""
+    """Label of a gang. It includes the store, as gangs in different stores may have the same name."""
     return checksums.of(f"{board.store.uri} {board.gang}")[:12]
 
 
 def _name(run: str, board: Board) -> str:
-    """Name of the JobSet.
-
-    It is short enough for the names of pods, which add 20 characters, and begins with a letter.
-    """
+    """Name of the JobSet. It begins with a letter and leaves room for the 20 characters that names of pods add."""
     return f"ft-{run[:20].rstrip('-')}-{_label(board)[:8]}-{board.attempt}"
 
 
@@ -206,8 +191,6 @@ def _index(pod: dict[str, Any]) -> tuple[int, str]:
 
 
 def _quota(workloads: list[dict[str, Any]]) -> str:
-    conditions = [one for load in workloads for one in load.get("status", {}).get("conditions", [])]
-    waiting = (
-        one.get("message", "") for one in conditions if one["type"] == "QuotaReserved" and one["status"] != "True"
-    )
-    return next(waiting, "not looked at yet")
+    conditions = [entry for load in workloads for entry in load.get("status", {}).get("conditions", [])]
+    waiting = [entry for entry in conditions if entry["type"] == "QuotaReserved" and entry["status"] != "True"]
+    return waiting[0].get("message", "") if waiting else "not considered yet"

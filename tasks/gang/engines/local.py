@@ -1,8 +1,8 @@
-"""Engine for members on this host: to rehearse a gang, and to train on GPUs as several small hosts without a network.
+"""Engine for members on this host: to rehearse a gang, or to use the GPUs of one host like several small hosts.
 
-Members are children under tasks/run/guard.py and end with this process. Each stands for a host, called NAME/0 and so
-on, which has its share of the GPUs. Without GPUs there are as many hosts as the run wants. The hosts to be left out are
-among these.
+Members are child processes under tasks/run/guard.py and end with this process. Each represents a host named NAME/0,
+NAME/1 and so on, which has an equal share of the GPUs. Without GPUs there are as many hosts as the run needs. Excluded
+hosts have these names too.
 """
 
 import os
@@ -19,7 +19,7 @@ from tasks.gang.board import Board
 from tasks.gang.engines import Demand, guarded, spared
 from tasks.run.launch import ROOT
 
-LEAVE_WITHIN = 35.0  # the guard kills sooner
+LEAVE_WITHIN = 35.0  # the guard kills earlier
 TAKEN_WITHIN = 10.0
 
 
@@ -43,7 +43,7 @@ class Members:
         for process in self.processes:
             try:
                 process.wait(LEAVE_WITHIN)
-            except subprocess.TimeoutExpired:  # the kernel then ends what it guards
+            except subprocess.TimeoutExpired:  # the kernel then ends the guarded processes
                 process.kill()
                 process.wait()
 
@@ -73,8 +73,8 @@ def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -
     logs.mkdir(parents=True, exist_ok=True)
     each, processes = demand.gpus_per_node, []
     hosts = _hosts(each, n, without)
-    given_up = time.monotonic() + TAKEN_WITHIN  # somebody was faster since capacity() was asked
-    hold = gpu_locks.take(f"gang {board.gang}", lambda _: None, lambda: time.monotonic() > given_up, _of(hosts, each))
+    until = time.monotonic() + TAKEN_WITHIN  # another job may have taken the GPUs after capacity()
+    hold = gpu_locks.take(f"gang {board.gang}", lambda _: None, lambda: time.monotonic() > until, _of(hosts, each))
     if hold is None:
         raise TimeoutError("others have taken the GPUs of this host")
     for node, host in enumerate(hosts):
@@ -90,7 +90,7 @@ def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -
                     stdout=log,
                     stderr=log,
                     env=environment,
-                    pass_fds=hold.descriptors,  # all of them: they are free when the last member is over
+                    pass_fds=hold.descriptors,  # all of them: the GPUs become free when the last member has ended
                 )
             )
     hold.close()
@@ -98,10 +98,10 @@ def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -
 
 
 def _hosts(each: int, n: int, without: tuple[str, ...]) -> list[int]:
-    """The hosts for n members that have so many GPUs each."""
-    there = range(_gpus() // each or n + len(without))
-    out = spared(without, lambda out: sum(_name(host) not in out for host in there) >= n)
-    return [host for host in there if _name(host) not in out][:n]
+    """The hosts for n members with `each` GPUs each."""
+    hosts = range(_gpus() // each or n + len(without))
+    out = spared(without, lambda out: sum(_name(host) not in out for host in hosts) >= n)
+    return [host for host in hosts if _name(host) not in out][:n]
 
 
 def _of(hosts: list[int], each: int) -> tuple[str, ...]:

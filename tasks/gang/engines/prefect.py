@@ -1,15 +1,14 @@
 """Engine for workers of a Prefect work pool. A member is a run of the deployment node/<gang.pool> (flows/node.py).
 
-It is for hosts that one has anyway, without a scheduler, each with a worker of its own name (`prefect worker start
---pool finetune-nodes --limit 1 --name HOST`) and nothing else. Prefect knows no gangs, so this engine makes one: it
-counts free workers before any run is made, a turn in the store keeps gangs from reaching for the same hosts, and runs
-that did not start in time are given back.
+It is for permanent hosts without a scheduler. Each runs one worker with its name (`prefect worker start --pool
+finetune-nodes --limit 1 --name HOST`) and nothing else. Prefect has no gangs, so this engine counts free workers before
+it creates runs, gangs take turns with a lock in the store, and runs that did not start in time are cancelled.
 
-A host is called by its worker's name. Any worker takes any run. The worker of a host to be left out passes the run on,
-and is held until another has taken it (flows/node.py). It takes part all the same where there are too few others.
+A host has its worker's name. Any worker may take any run. The worker of an excluded host passes the run on, and waits
+until another worker has taken it (flows/node.py). If there are too few other hosts, it keeps the run.
 
-A worker counts while it renews within the interval that it has promised, by the server's own clock; a shorter
-PREFECT_WORKER_HEARTBEAT_SECONDS (30) is noticed sooner. Not covered: workers with a limit above 1.
+A worker counts as alive while its heartbeats arrive at its promised interval, by the server's clock. With a shorter
+PREFECT_WORKER_HEARTBEAT_SECONDS (30) a lost worker is noticed earlier. Not covered: workers with a limit above 1.
 """
 
 import contextlib
@@ -43,16 +42,16 @@ from contract.faults import Fault
 from tasks.gang.board import Board
 from tasks.gang.engines import Demand, command, grace, spared
 
-PASSED_ON = "passed on to {}"  # the last word of a run on a host that is to be left out
+PASSED_ON = "passed on to {}"  # last message of a run on an excluded host
 BUSY = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
-MISSED = 2.0  # heartbeats; and some seconds for the server to note one
+MISSED = 2.0  # heartbeats that may be missing, plus some seconds for the server to record one
 POLLED = 3.0
 LEAVE_WITHIN = 10.0
 PAGE = 200  # flow runs
 
 
 class Runs:
-    """Flow runs of one attempt. A thread asks for their states, as the server may be away."""
+    """Flow runs of one attempt. A thread reads their states, as the server may not answer."""
 
     def __init__(self, gang: str, ids: list[UUID]):
         self.gang, self.ids = gang, ids
@@ -70,7 +69,7 @@ class Runs:
         return ()
 
     def cancel(self) -> None:
-        """Cancel the runs that have not ended by themselves. A run whose host is gone is written off."""
+        """Cancel all runs that have not ended. A run whose host is lost is marked as cancelled."""
         self._over.set()
         with contextlib.suppress(httpx.HTTPError), get_client(sync_client=True) as client:
             _end(client, [*self.ids, *_left(client, self.gang)])
@@ -115,8 +114,8 @@ def available(demand: Demand, without: tuple[str, ...] = ()) -> int | None:
 
 def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -> Runs:
     pool = demand.gang.pool
-    with get_client(sync_client=True) as client:  # of an earlier controller that is gone
-        _end(client, _left(client, board.gang))
+    with get_client(sync_client=True) as client:
+        _end(client, _left(client, board.gang))  # runs of an earlier controller that has died
         without = _out(client, pool, demand.nodes, without)
     ids: list[UUID] = []
     try:
@@ -139,30 +138,27 @@ def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -
 
 
 def _out(client: SyncPrefectClient, pool: str, nodes: int, without: tuple[str, ...]) -> tuple[str, ...]:
-    """Hosts to be left out.
-
-    Where there are too few others, a host that was cut off may be back; and retries are counted.
-    """
+    """Hosts to exclude. If there are too few others, a host that failed may have recovered, and retries are limited."""
     alive = _alive(client, pool)
     return spared(without, lambda out: len(alive - {*out}) >= nodes)
 
 
 def _free(client: SyncPrefectClient, pool: str, without: tuple[str, ...]) -> int:
     alive = _alive(client, pool)
-    asked: Any = {
+    selected: Any = {
         "flow_run_filter": FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=BUSY))),
         "work_pool_filter": WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
     }
-    busy = client.count_flow_runs(**asked)
+    busy = client.count_flow_runs(**selected)
     if alive & {*without}:
-        busy -= sum(run.labels.get("prefect.worker.name") in without for run in _runs(client, **asked))
+        busy -= sum(run.labels.get("prefect.worker.name") in without for run in _runs(client, **selected))
     return max(0, len(alive - {*without}) - busy)
 
 
 def _alive(client: SyncPrefectClient, pool: str) -> set[str]:
     """Names of the workers that are alive."""
     now, alive = _server_time(client), set()
-    client.read_work_pool(pool)  # that there is one
+    client.read_work_pool(pool)  # raises ObjectNotFound without one
     for worker in client.read_workers_for_work_pool(pool):
         beat, promised = worker.last_heartbeat_time, worker.heartbeat_interval_seconds or 30
         if beat and (now - beat).total_seconds() < MISSED * promised + 3:
@@ -171,25 +167,25 @@ def _alive(client: SyncPrefectClient, pool: str) -> set[str]:
 
 
 def _left(client: SyncPrefectClient, gang: str) -> list[UUID]:
-    """Runs of this gang that are not over, also those that another run has passed on."""
+    """Runs of this gang that have not ended, including runs that another run has passed on."""
     states = FlowRunFilterState(type=FlowRunFilterStateType(any_=[*BUSY, StateType.SCHEDULED]))
-    wanted = FlowRunFilter(tags=FlowRunFilterTags(all_=[f"gang:{gang}"]), state=states)
-    return [run.id for run in _runs(client, flow_run_filter=wanted)]
+    of_gang = FlowRunFilter(tags=FlowRunFilterTags(all_=[f"gang:{gang}"]), state=states)
+    return [run.id for run in _runs(client, flow_run_filter=of_gang)]
 
 
 def _states(client: SyncPrefectClient, ids: list[UUID]) -> dict[UUID, State | None]:
-    wanted = FlowRunFilter(id=FlowRunFilterId(any_=ids))
-    return {run.id: run.state for run in _runs(client, flow_run_filter=wanted)}
+    with_ids = FlowRunFilter(id=FlowRunFilterId(any_=ids))
+    return {run.id: run.state for run in _runs(client, flow_run_filter=with_ids)}
 
 
-def _runs(client: SyncPrefectClient, **asked: Any) -> Iterator[FlowRun]:
-    """Read all flow runs; the server gives 200 at a time."""
-    found: list[FlowRun] | None = None
+def _runs(client: SyncPrefectClient, **selected: Any) -> Iterator[FlowRun]:
+    """Read all flow runs; the server returns 200 at a time."""
+    page: list[FlowRun] | None = None
     offset = 0
-    while found is None or len(found) == PAGE:
-        found = client.read_flow_runs(limit=PAGE, offset=offset, sort=FlowRunSort.ID_DESC, **asked)
-        offset += len(found)
-        yield from found
+    while page is None or len(page) == PAGE:
+        page = client.read_flow_runs(limit=PAGE, offset=offset, sort=FlowRunSort.ID_DESC, **selected)
+        offset += len(page)
+        yield from page
 
 
 def _server_time(client: SyncPrefectClient) -> datetime:

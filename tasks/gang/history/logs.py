@@ -2,7 +2,7 @@
 
     gangs/<gang>/<attempt>/logs/<member>/rank00003.out.00000
 
-Pieces are asked for by number and never listed: their number grows for as long as a run does.
+Pieces are read by number and never listed, as their number grows with the run.
 """
 
 from collections.abc import Iterator
@@ -16,39 +16,39 @@ from tasks.gang.history.timeline import Host
 
 @dataclass
 class Log:
-    """One file, read on from where the last reading ended."""
+    """One file; each reading continues after the previous one."""
 
     board: Board
-    name: str  # as 0/rank00000.out
+    name: str  # such as 0/rank00000.out
     title: str
     piece: int = 0
-    rest: bytes = b""  # of a line that is not whole yet
+    rest: bytes = b""  # beginning of a line whose end has not been read yet
 
     def lines(self) -> Iterator[str]:
-        """New whole lines."""
+        """New complete lines."""
         while (block := self._read(self.piece)) is not None:
             self.piece += 1
             *whole, self.rest = (self.rest + block).split(b"\n")
             yield from map(_text, whole)
 
     def unended(self) -> list[str]:
-        """The last line, if no line's end has followed it."""
+        """The last line if it has no newline, else nothing."""
         rest, self.rest = self.rest, b""
         return [_text(rest)] if rest else []
 
     def tail(self, count: int) -> list[str]:
-        """The last whole lines. A later lines() gives what comes after them."""
+        """The last complete lines. A later lines() continues after them."""
         self.piece = end = last(lambda count: self._read(count - 1) is not None)
-        found, block = [], b""
-        while end > 0 and len(found) <= count:
+        whole, block = [], b""
+        while end > 0 and len(whole) <= count:
             end -= 1
             block = (self._read(end) or b"") + block
-            *found, self.rest = block.split(b"\n")
-        return [_text(line) for line in found[max(0, len(found) - count) :]]
+            *whole, self.rest = block.split(b"\n")
+        return [_text(line) for line in whole[max(0, len(whole) - count) :]]
 
     def _read(self, piece: int) -> bytes | None:
-        found = self.board.store.read(f"{self.board.place}/logs/{self.name}.{piece:05d}")
-        return found[0] if found else None
+        entry = self.board.store.read(f"{self.board.place}/logs/{self.name}.{piece:05d}")
+        return entry[0] if entry else None
 
 
 def of_rank(board: Board, hosts: tuple[Host, ...], rank: int, kind: str) -> Log | None:
@@ -65,7 +65,7 @@ def of_torchrun(board: Board, host: Host) -> Log:
 
 
 def hosts_of(board: Board) -> tuple[Host, ...]:
-    """Hosts from the board, for a gang without a history; none before all have come."""
+    """Hosts from the board, for a gang without a history; empty until all hosts have joined."""
     order = (board.read("gang.json") or {}).get("order", [])
     each = yaml.safe_load(board.text("resolved.yaml"))["layout"]["gpus_per_node"] if order else 0
     nodes = [board.read(f"nodes/{member}.json") or {} for member in order]

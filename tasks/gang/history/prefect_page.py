@@ -1,10 +1,10 @@
-"""A gang's page in Prefect, its line in MLflow and its history in the store, as its attempts begin and end.
+"""A gang's page in Prefect, its tags in MLflow and its history in the store, updated as attempts begin and end.
 
     with told(History(gang, run, flow), metrics, store, tracked) as teller:
         controller.carry_out(..., teller)
 
-A thread for each service carries the newest history only. A service that is away delays nobody, and gets it when it is
-back.
+A thread per service sends only the newest history. An outage of a service blocks nothing, and the service gets the
+newest history afterwards.
 """
 
 import contextlib
@@ -26,21 +26,21 @@ from tasks.store import Store
 from tasks.tracking import Stage
 
 AGAIN = 5.0  # seconds between tries
-LAST_WORDS = 5.0  # seconds that the end of a job waits for both; their threads go on beside what follows
+LAST_WORDS = 5.0  # seconds that the end of a job waits for both threads; they continue in the background
 SHOWN = 50  # hosts and attempts on the page
 
 
 @contextlib.contextmanager
 def told(history: History, metrics: Path, store: Store, tracked: Stage, of: str | None = None) -> Iterator[Teller]:
-    """Tell all services of a gang. Its page is gang-<of>, by default of the run."""
+    """Report a gang to all services. The key of its page is gang-<of>, by default with the run's name."""
     show, earlier = PrefectPage(f"gang-{of or history.run}"), Earlier(store, history.gang)
-    keeps = Carrier(lambda news: timeline.write(store, earlier.before(news)), f"history of {history.gang}")
-    shows = Carrier(lambda news: show(earlier.before(news), store), f"page of {history.gang}")
+    keeps = Carrier(lambda newest: timeline.write(store, earlier.before(newest)), f"history of {history.gang}")
+    shows = Carrier(lambda newest: show(earlier.before(newest), store), f"page of {history.gang}")
 
-    def tell(news: History) -> None:
-        tag(tracked, news)
-        keeps.take(news)
-        shows.take(news)
+    def tell(newest: History) -> None:
+        tag(tracked, newest)
+        keeps.take(newest)
+        shows.take(newest)
 
     teller = Teller(history, metrics, tell)
     try:
@@ -52,28 +52,28 @@ def told(history: History, metrics: Path, store: Store, tracked: Stage, of: str 
             carrier.close(max(0.0, until - time.monotonic()))
 
 
-def tag(tracked: Stage, news: History) -> None:
-    """Tag the run in MLflow. The call returns at once: the journal waits for MLflow, nobody else does."""
-    names = [host.name for host in news.hosts]
-    tags: dict[str, Any] = {"finetune.gang": news.gang, "finetune.gang.hosts": ", ".join(names)}
-    if news.attempts:
-        tags["finetune.gang.attempts"] = news.attempts[-1].number
-    if news.failure:
-        tags["finetune.gang.last_failure"] = news.failure
+def tag(tracked: Stage, history: History) -> None:
+    """Tag the run in MLflow. The call returns at once, as the journal sends the tags later."""
+    names = [host.name for host in history.hosts]
+    tags: dict[str, Any] = {"finetune.gang": history.gang, "finetune.gang.hosts": ", ".join(names)}
+    if history.attempts:
+        tags["finetune.gang.attempts"] = history.attempts[-1].number
+    if history.failure:
+        tags["finetune.gang.last_failure"] = history.failure
     tracked.tags(tags)
 
 
 class Carrier:
-    """Thread that gives the newest history to a service until it has taken it."""
+    """Thread that sends the newest history to a service, and tries again until the service accepts it."""
 
-    def __init__(self, give: Callable[[History], None], name: str):
-        self.give, self._newest = give, None
+    def __init__(self, send: Callable[[History], None], name: str):
+        self.send, self._newest = send, None
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._carry, daemon=True, name=name)
         self._thread.start()
 
-    def take(self, news: History) -> None:
-        self._newest = news
+    def take(self, newest: History) -> None:
+        self._newest = newest
         self._wake.set()
 
     def close(self, within: float) -> None:
@@ -82,16 +82,16 @@ class Carrier:
         self._thread.join(within)
 
     def _carry(self) -> None:
-        given = None
+        sent = None
         while True:
-            closing, news = self._closing.is_set(), self._newest
-            with contextlib.suppress(Exception):  # the service is away
-                if news is not None and news is not given:
-                    self.give(news)
-                    given = news
-            if closing and given is self._newest:
+            closing, newest = self._closing.is_set(), self._newest
+            with contextlib.suppress(Exception):  # the service does not answer
+                if newest is not None and newest is not sent:
+                    self.send(newest)
+                    sent = newest
+            if closing and sent is self._newest:
                 return
-            self._wake.wait(AGAIN if news is not given else None)
+            self._wake.wait(AGAIN if newest is not sent else None)
             self._wake.clear()
 
 
@@ -100,86 +100,88 @@ class Earlier:
 
     def __init__(self, store: Store, gang: str):
         self.store, self.gang = store, gang
-        self._turn, self._read, self._told = threading.Lock(), False, None
+        self._turn, self._read, self._history = threading.Lock(), False, None
 
-    def before(self, news: History) -> History:
+    def before(self, newest: History) -> History:
         with self._turn:
             if not self._read:
-                self._told, self._read = timeline.read(self.store, self.gang), True
-            return news.behind(self._told)
+                self._history, self._read = timeline.read(self.store, self.gang), True
+            return newest.after(self._history)
 
 
 @dataclass
 class PrefectPage:
-    """An artifact of the task that runs when this is made. The first call creates it, the others change it."""
+    """Artifact of the current task. The first call creates it, later calls change it."""
 
     key: str
 
     def __post_init__(self) -> None:
         self.artifact = TaskArtifact(self.key, "markdown")
 
-    def __call__(self, told: History, store: Store) -> None:
+    def __call__(self, history: History, store: Store) -> None:
         if self.artifact.has_task:
-            self.artifact.send(page(told, store), state(told))
+            self.artifact.send(page(history, store), state(history))
 
 
-def page(told: History, store: Store) -> str:
+def page(history: History, store: Store) -> str:
     """The page in Markdown."""
-    text = [f"# Gang of {words(told.run)}", "", f"`{told.gang}`, controlled by {words(told.flow)}"]
-    hosts = told.hosts
-    rows = [(code(one.name), code(one.address), _ranks(one.first, one.ranks)) for one in hosts[:SHOWN]]
+    text = [f"# Gang of {words(history.run)}", "", f"`{history.gang}`, controlled by {words(history.flow)}"]
+    hosts = history.hosts
+    rows = [(code(host.name), code(host.address), _ranks(host.first, host.ranks)) for host in hosts[:SHOWN]]
     text += ["", f"## Hosts: {len(hosts)}", *table(("host", "address", "ranks"), rows)] if rows else []
     text += [f"\nand {len(hosts) - SHOWN} more"] if len(hosts) > SHOWN else []
-    attempts = settled(told)[: -SHOWN - 1 : -1]
-    text += ["", f"## Attempts: {told.attempts[-1].number}"]
+    attempts = settled(history)[: -SHOWN - 1 : -1]
+    text += ["", f"## Attempts: {history.attempts[-1].number}"]
     text += table(("attempt", "began (UTC)", "took", "steps", "hosts"), map(_row, attempts))
-    text += ["", *(line for one in attempts if one.how for line in _end(one))]  # longer than a table shows
-    place = store.link(f"gangs/{told.gang}")
+    text += ["", *(line for attempt in attempts if attempt.how for line in _end(attempt))]  # too long for a table
+    place = store.link(f"gangs/{history.gang}")
     place = f"[{place}]({place})" if place.startswith("http") else f"`{place}`"
     text += ["", "## Logs", "", f"Of every rank, in {place}, below ATTEMPT/logs. To read them:", ""]
-    return "\n".join([*text, fenced("\n".join(_commands(told)))]) + "\n"
+    return "\n".join([*text, fenced("\n".join(_commands(history)))]) + "\n"
 
 
-def brief(told: History) -> str:
+def brief(history: History) -> str:
     """A line for the report of the run."""
-    count = told.attempts[-1].number
-    line = f"{words(state(told))}, on {len(told.hosts)} hosts, in {count} attempt{'s' * (count > 1)}"
-    failure = f"; the last failure was {words(told.failure)}" if told.failure else ""
-    return f"Gang: {line}{failure}. `{_command(told)}`"
+    count = history.attempts[-1].number
+    line = f"{words(state(history))}, on {len(history.hosts)} hosts, in {count} attempt{'s' * (count > 1)}"
+    failure = f"; the last failure was {words(history.failure)}" if history.failure else ""
+    return f"Gang: {line}{failure}. `{_command(history)}`"
 
 
-def _end(one: Attempt) -> tuple[str, ...]:
-    then = (f"    - then: {words(one.next)}",) if one.next else ()
-    return (f"- attempt {one.number}: {words(one.how)}", *then)
+def _end(attempt: Attempt) -> tuple[str, ...]:
+    then = (f"    - then: {words(attempt.next)}",) if attempt.next else ()
+    return (f"- attempt {attempt.number}: {words(attempt.how)}", *then)
 
 
-def _row(one: Attempt) -> tuple[str, ...]:
-    began = datetime.fromtimestamp(one.began, UTC).strftime("%m-%d %H:%M:%S")
-    took = clock(one.ended - one.began) if one.ended else ""
-    steps = f"{one.start} to {one.reached}" if one.ended else f"from {one.start}"
-    hosts = str(len(one.hosts)) if one.hosts else ""
-    return str(one.number), began, took, steps if one.hosts else "", hosts
+def _row(attempt: Attempt) -> tuple[str, ...]:
+    began = datetime.fromtimestamp(attempt.began, UTC).strftime("%m-%d %H:%M:%S")
+    took = clock(attempt.ended - attempt.began) if attempt.ended else ""
+    steps = f"{attempt.start} to {attempt.reached}" if attempt.ended else f"from {attempt.start}"
+    hosts = str(len(attempt.hosts)) if attempt.hosts else ""
+    return str(attempt.number), began, took, steps if attempt.hosts else "", hosts
 
 
-def _commands(told: History) -> list[str]:
-    line = _command(told)
-    failed = next((one for one in reversed(told.attempts) if one.hosts and one.how not in ("", DONE)), None)
-    found = [line, f"{line} --follow"] if not told.end else [line]
+def _commands(history: History) -> list[str]:
+    line = _command(history)
+    failed = next(
+        (attempt for attempt in reversed(history.attempts) if attempt.hosts and attempt.how not in ("", DONE)), None
+    )
+    commands = [line] if history.end else [line, f"{line} --follow"]
     if failed:
-        found.append(f"{line} --attempt {failed.number}{_whose(failed)} --err")
-    return found
+        commands.append(f"{line} --attempt {failed.number}{_culprit(failed)} --err")
+    return commands
 
 
-def _command(told: History) -> str:
-    return f"python -m flows.logs {told.gang}"
+def _command(history: History) -> str:
+    return f"python -m flows.logs {history.gang}"
 
 
-def _whose(failed: Attempt) -> str:
-    """The option of flows.logs for the rank or host that is first to blame, if the failure's line names it."""
+def _culprit(failed: Attempt) -> str:
+    """The option of flows.logs for the rank or host that the failure's line names first; empty if it names none."""
     if rank := re.search(r"\brank (\d+) on ", failed.how):
         return f" --rank {rank[1]}"
-    named = {*re.split(r"[ :;,]+", failed.how)}
-    return next((f" --host {host.name}" for host in failed.hosts if host.name in named), "")
+    line_words = {*re.split(r"[ :;,]+", failed.how)}
+    return next((f" --host {host.name}" for host in failed.hosts if host.name in line_words), "")
 
 
 def _ranks(first: int, count: int) -> str:

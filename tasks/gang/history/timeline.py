@@ -1,9 +1,9 @@
-"""History of a gang's attempts, for people: the controller reports it, and the store keeps it beside the boards.
+"""History of a gang's attempts, for people: the controller reports it, and the store keeps it next to the boards.
 
-    gangs/history/<gang>.json      one object per gang, so that one listing finds all gangs however long their logs are
+    gangs/history/<gang>.json      one object per gang: one listing shows all gangs, however long their logs are
 
 Times are of the clock of the host that runs the flow, and no decision depends on them. A step is the last that rank 0
-wrote down. A step that is made twice counts for both attempts.
+recorded. A repeated step counts for both attempts.
 """
 
 # pyright: reportArgumentType=false
@@ -38,12 +38,12 @@ class Host:
 class Attempt:
     number: int
     began: float
-    hosts: tuple[Host, ...] = ()  # in the order of their ranks; none before all have come
-    start: int = 0  # step of the checkpoint that it went on from
+    hosts: tuple[Host, ...] = ()  # in the order of their ranks; empty until all hosts have joined
+    start: int = 0  # step of the checkpoint that it resumed from
     reached: int = 0
     ended: float | None = None
-    how: str = ""  # the line that it ended with
-    next: str = ""  # what followed
+    how: str = ""  # DONE, or the line of its failure
+    next: str = ""  # the action after it
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class History:
     run: str  # the configuration's name
     flow: str  # the flow run's
     attempts: tuple[Attempt, ...] = ()
-    end: str = ""  # why there is no next attempt; DONE, or what was wrong
+    end: str = ""  # why no attempt follows: DONE, or the error
 
     @property
     def hosts(self) -> tuple[Host, ...]:
@@ -61,10 +61,10 @@ class History:
 
     @property
     def failure(self) -> str:
-        """The line of the last failure; empty where no attempt has failed."""
-        return next((one.how for one in reversed(self.attempts) if one.how not in ("", DONE)), "")
+        """The line of the last failure; empty if no attempt has failed."""
+        return next((attempt.how for attempt in reversed(self.attempts) if attempt.how not in ("", DONE)), "")
 
-    def behind(self, earlier: "History | None") -> "History":
+    def after(self, earlier: "History | None") -> "History":
         """The history with the attempts of an earlier flow run in front."""
         first = self.attempts[0].number if self.attempts else 0
         before = [attempt for attempt in earlier.attempts if attempt.number < first] if earlier else []
@@ -73,10 +73,10 @@ class History:
 
 @dataclass
 class Teller:
-    """Recorder that the controller calls. Each change is given to `tell`, which returns at once."""
+    """Recorder that the controller calls. It passes each change to `tell`, which returns at once."""
 
     history: History
-    metrics: Path  # what rank 0 appends a line to at each step
+    metrics: Path  # rank 0 appends a line at each step
     tell: Callable[[History], None] = lambda _: None
     _before: Any = field(default=None, init=False)
 
@@ -84,10 +84,10 @@ class Teller:
         self._add(Attempt(number, time.time()))
 
     def trains(self, names: dict[int, str], nodes: dict[int, Member], each: int, start: int) -> None:
-        """Note that an attempt trains.
+        """Record that an attempt trains.
 
-        `names` are of hosts by member, in the order of their ranks; `nodes` are the members' messages; `each` is the
-        number of ranks of a host.
+        `names` has the hosts by member, in the order of their ranks; `nodes` has the members' messages; `each` is the
+        number of ranks per host.
         """
         hosts = tuple(Host(names[k], nodes[k].address, k, place * each, each) for place, k in enumerate(names))
         self._before = _stamp(self.metrics)
@@ -105,7 +105,7 @@ class Teller:
 
     @contextmanager
     def over(self) -> Iterator[None]:
-        """Note the end of the gang when the block around all attempts ends."""
+        """Record the end of the gang when the block around all attempts ends."""
         try:
             yield
         except BaseException as error:
@@ -116,22 +116,25 @@ class Teller:
     def _add(self, attempt: Attempt) -> None:
         self._set(attempts=(*self.history.attempts, attempt)[-KEPT:])
 
-    def _change(self, **news: Any) -> None:
+    def _change(self, **changes: Any) -> None:
         *others, last = self.history.attempts
-        self._set(attempts=(*others, replace(last, **news)))
+        self._set(attempts=(*others, replace(last, **changes)))
 
-    def _set(self, **news: Any) -> None:
-        self.history = replace(self.history, **news)
+    def _set(self, **changes: Any) -> None:
+        self.history = replace(self.history, **changes)
         self.tell(self.history)
 
 
 def read(store: Store, gang: str) -> History | None:
-    """The history of a gang; None where there is none that can be read."""
-    found = store.read(f"{FOLDER}/{gang}.json")
+    """The history of a gang; None if the store has none or it is unreadable."""
+    entry = store.read(f"{FOLDER}/{gang}.json")
     try:
-        told = json.loads(found[0]) if found else {}
-        attempts = [one | {"hosts": tuple(Host(**host) for host in one["hosts"])} for one in told["attempts"]]
-        return History(**told | {"attempts": tuple(Attempt(**one) for one in attempts)})
+        content = json.loads(entry[0]) if entry else {}
+        attempts = tuple(
+            Attempt(**attempt | {"hosts": tuple(Host(**host) for host in attempt["hosts"])})
+            for attempt in content["attempts"]
+        )
+        return History(**content | {"attempts": attempts})
     except (ValueError, TypeError, KeyError):
         return None
 
@@ -141,35 +144,38 @@ def write(store: Store, history: History) -> None:
 
 
 def every(store: Store) -> list[History]:
-    """Histories of all gangs. The one that began last comes first."""
+    """Histories of all gangs, ordered by the start of their last attempt, newest first."""
     names = (name.removesuffix(".json") for name in store.keys(FOLDER))
-    found = [history for name in names if (history := read(store, name)) and history.attempts]
-    return sorted(found, key=lambda history: history.attempts[-1].began, reverse=True)
+    histories = [history for name in names if (history := read(store, name)) and history.attempts]
+    return sorted(histories, key=lambda history: history.attempts[-1].began, reverse=True)
 
 
-def state(told: History) -> str:
+def state(history: History) -> str:
     """State of a gang in one line, as far as the controller has reported it."""
-    if told.end:
-        return DONE if told.end == DONE else f"ended: {told.end}"
-    last = told.attempts[-1]
+    if history.end:
+        return DONE if history.end == DONE else f"ended: {history.end}"
+    last = history.attempts[-1]
     if last.ended:
-        return f"attempt {last.number} has ended; {last.next or 'what follows is being decided'}"
+        return f"attempt {last.number} has ended; {last.next or 'the next action is being decided'}"
     if not last.hosts:
         return f"attempt {last.number} waits for its hosts"
-    does = "evaluates" if told.gang.startswith("evaluate-") else "trains"
-    return f"attempt {last.number} {does} on {len(last.hosts)} host{'s' * (len(last.hosts) > 1)}"
+    verb = "evaluates" if history.gang.startswith("evaluate-") else "trains"
+    return f"attempt {last.number} {verb} on {len(last.hosts)} host{'s' * (len(last.hosts) > 1)}"
 
 
-def settled(told: History) -> list[Attempt]:
-    """All attempts. One without an end that others follow gets one: its controller died."""
-    pairs = zip(told.attempts, (*told.attempts[1:], None), strict=True)
-    lost = {"how": "its flow ended without a word", "next": "another flow went on"}
-    return [replace(one, ended=later.began, **lost) if later and one.ended is None else one for one, later in pairs]
+def settled(history: History) -> list[Attempt]:
+    """All attempts. An earlier attempt without an end gets one, as its controller died."""
+    pairs = zip(history.attempts, (*history.attempts[1:], None), strict=True)
+    lost = {"how": "its flow ended without a report", "next": "another flow continued"}
+    return [
+        replace(attempt, ended=later.began, **lost) if later and attempt.ended is None else attempt
+        for attempt, later in pairs
+    ]
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
     try:
-        facts = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return facts.st_size, facts.st_mtime_ns
+    return status.st_size, status.st_mtime_ns

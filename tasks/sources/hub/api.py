@@ -1,15 +1,15 @@
 """Client of the Hub over HTTP: the files of a revision, and the content of one file, resumed and verified.
 
-    describe("zai-org/GLM-4.7", "main")     commit, sizes and digests of all files, by one call of the API
-    receive(url, part, size, digest, ...)   one file; goes on where an earlier attempt, or process, stopped
+    describe("zai-org/GLM-4.7", "main")     commit, sizes and digests of all files, with one call of the API
+    receive(url, part, size, digest, ...)   one file; continues after an earlier attempt or process
 
-huggingface_hub 1.33 gives a partial file a random name and deletes it on failure. An interrupted shard of 5 GB starts
-anew, and what a SIGKILL leaves is never used. So this module asks for the bytes, through that library's session,
-headers and errors, and writes them into a partial file with a fixed name. That is plain HTTP without Xet's protocol.
-Files above 50 GB, which the Hub serves by Xet alone, go through hf_hub_download (tasks/sources/hub/).
+huggingface_hub 1.33 gives a partial file a random name and deletes it on failure. An interrupted shard of 5 GB would
+start again, and a partial file would be useless after SIGKILL. This module therefore requests the bytes itself, with
+that library's session, headers and errors, and writes them into a partial file with a fixed name. That is plain HTTP
+without Xet. Files above 50 GB, which the Hub serves only with Xet, are fetched by hf_hub_download (tasks/sources/hub/).
 
-HF_ENDPOINT, HF_TOKEN (or the file that `hf auth login` writes) and HF_HUB_OFFLINE count as they stand at the call. No
-text that is raised here contains the token.
+HF_ENDPOINT, HF_TOKEN (or the file that `hf auth login` writes) and HF_HUB_OFFLINE are read at each call. No error
+message contains the token.
 """
 
 import contextlib
@@ -29,19 +29,19 @@ from contract.faults import Fault
 from contract.waits import within
 from tasks.sources.hub.digests import CHUNK, Check
 
-WAITS = (0.5, 1, 2, 4, 8, 16)  # seconds before each further attempt; a file that grew starts again from the first
+WAITS = (0.5, 1, 2, 4, 8, 16)  # seconds before each further attempt; after progress the first one applies again
 LONGEST_WAIT = 330  # the Hub counts requests over windows of 300 s
-ANSWERS_WITHIN = 30.0  # seconds of a whole answer that describes something, or of the beginning of a file
+ANSWERS_WITHIN = 30.0  # seconds for a complete answer of the API, or for the first bytes of a file
 SLOWEST = 1000  # bytes a second, over ANSWERS_WITHIN
 PASSING = {408, 425, 429, 500, 502, 503, 504, 520, 522, 524}
 
 
 class NotThere(Fault):
-    """The Hub has no such model, or does not show it."""
+    """The Hub has no such model, or hides it."""
 
 
 class Unreachable(Fault):
-    """The Hub cannot be asked: there is no way to it from here, or HF_HUB_OFFLINE is set."""
+    """The Hub cannot be reached from this host, or HF_HUB_OFFLINE is set."""
 
 
 def endpoint() -> str:
@@ -51,17 +51,14 @@ def endpoint() -> str:
 
 
 def keep_addresses_out_of_logs() -> None:
-    """Silence httpx, which logs each address at INFO.
-
-    The addresses that the Hub redirects to are signed: whoever has one may read.
-    """
+    """Silence httpx, which logs each address at INFO: the Hub redirects to signed addresses that grant access."""
     for name in ("httpx", "httpcore"):
         if logging.getLogger(name).getEffectiveLevel() < logging.WARNING:
             logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def describe(name: str, revision: str) -> tuple[str, dict[str, int], dict[str, str]]:
-    """The commit that a branch, tag or commit stands for now; size and digest of each of its files."""
+    """The current commit of a branch, tag or commit, and the size and digest of each of its files."""
     from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HFValidationError
 
@@ -80,7 +77,7 @@ def describe(name: str, revision: str) -> tuple[str, dict[str, int], dict[str, s
             url = hf_hub_url(name, min(files, key=files.__getitem__), revision=info.sha, endpoint=endpoint())
             patiently(lambda: get_hf_file_metadata(url, timeout=seconds, endpoint=endpoint()))
     except HFValidationError:
-        raise Fault(f"{name}: neither a folder that is there nor a model of the Hub, which is named org/name") from None
+        raise Fault(f"{name}: neither an existing folder nor a model of the Hub, which has the form org/name") from None
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
         raise _no_hub(name) from None
     except Exception as error:
@@ -89,18 +86,18 @@ def describe(name: str, revision: str) -> tuple[str, dict[str, int], dict[str, s
 
 
 def receive(url: str, part: Path, size: int, digest: str, count: Callable, stopped: Event) -> None:
-    """Bring `part` to the whole file at the url. Bytes that are in it already are kept, if the server continues it."""
+    """Complete `part` with the file at the url. Its bytes are kept if the server supports ranges."""
     for last in (False, True):
         if _receive(url, part, size, digest, count, stopped):
             return
         count(-part.stat().st_size)
-        part.unlink()  # what an earlier process left may have been damaged; once more from the start
+        part.unlink()  # the bytes of an earlier process may be damaged; try once more from the start
         if last:
-            raise Fault(f"{_shown(url)}: twice the content was not what its commit says; try later")
+            raise Fault(f"{_shown(url)}: twice the content differed from its commit; try later")
 
 
 def fault(error: Exception, name: str, revision: str) -> Exception:
-    """A line that says what the caller can do about an error; the error itself where neither is at fault."""
+    """Fault with advice for a known error; any other error itself."""
     import httpx
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
@@ -115,10 +112,10 @@ def fault(error: Exception, name: str, revision: str) -> Exception:
         return Unreachable(f"{name}: {hub} cannot be reached ({error}): check the network, the proxy and HF_ENDPOINT")
     if isinstance(error, httpx.TransportError):
         kind = type(error).__name__
-        return Fault(f"{name}: {hub} broke off again and again ({kind}); start again: what has come is kept")
+        return Fault(f"{name}: the connection to {hub} broke repeatedly ({kind}); start again: it will resume")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Fault(f"{name}: the disk is full ({error.filename or 'while writing'}); free some space and start again")
-    if isinstance(error, httpx.RequestError):  # such as redirects without end
+    if isinstance(error, httpx.RequestError):  # such as endless redirects
         return _no_hub(name)
     return error
 
@@ -140,7 +137,7 @@ def _receive(url: str, part: Path, size: int, digest: str, count: Callable, stop
             count(len(chunk))
         while done < size:
             before, mark = done, (time.monotonic(), done)
-            # gzip and Range do not go together; the token is read anew, and is not sent on to another host
+            # gzip excludes Range; the token is read at each attempt, and is not sent to other hosts
             headers = {**build_hf_headers(), "Accept-Encoding": "identity"} | (
                 {"Range": f"bytes={done}-"} if done else {}
             )
@@ -150,13 +147,13 @@ def _receive(url: str, part: Path, size: int, digest: str, count: Callable, stop
                     stream = get_session().stream("GET", url, headers=headers, timeout=seconds)
                     answer = _answer(lambda stream=stream: stack.enter_context(stream))
                     hf_raise_for_status(answer)
-                    if done and answer.status_code != 206:  # it does not continue: all of it comes again
+                    if done and answer.status_code != 206:  # the server ignores the range and sends the whole file
                         count(-done)
                         out.truncate(0)
                         check, done = Check(digest, size), 0
-                    for chunk in answer.iter_bytes():  # as they come, 64 KiB each: a break loses none
+                    for chunk in answer.iter_bytes():  # 64 KiB each: a broken connection loses none of them
                         if stopped.is_set():
-                            raise CancelledError  # another file failed; this one is left as it is
+                            raise CancelledError  # another file failed; this one stays partial
                         out.write(chunk)
                         check.update(chunk)
                         done += len(chunk)
@@ -165,7 +162,7 @@ def _receive(url: str, part: Path, size: int, digest: str, count: Callable, stop
                             return False
                         if time.monotonic() - mark[0] > ANSWERS_WITHIN:
                             if done - mark[1] < SLOWEST * ANSWERS_WITHIN:
-                                before = done  # too little counts as nothing
+                                before = done  # too slow counts as no progress
                                 raise httpx.ReadTimeout(f"slower than {SLOWEST} bytes a second")
                             mark = time.monotonic(), done
                 if done < size:
@@ -184,7 +181,7 @@ def _receive(url: str, part: Path, size: int, digest: str, count: Callable, stop
 
 
 def patiently[T](call: Callable[[], T]) -> T:
-    """Call the Hub, some times while it is away."""
+    """Call the Hub, and repeat the call a few times during an outage."""
     attempt = 0
     while True:
         try:
@@ -198,17 +195,19 @@ def patiently[T](call: Callable[[], T]) -> T:
 
 
 def _answer[T](call: Callable[[], T]) -> T:
-    """Call the Hub within a limit, and break off as httpx does."""
+    """Call the Hub with a time limit. Raises httpx's exception for a timeout."""
     import httpx
 
     try:
-        return within(ANSWERS_WITHIN, call, f"the Hub at {_shown(endpoint())}", "then it is asked again, some times")
+        return within(
+            ANSWERS_WITHIN, call, f"the Hub at {_shown(endpoint())}", "then the request is repeated a few times"
+        )
     except TimeoutError as error:
         raise httpx.ReadTimeout(str(error)) from None
 
 
 def _pause(error: Exception, attempt: int) -> float | None:
-    """Seconds to wait before another attempt; None where another would fail alike."""
+    """Seconds to wait before another attempt; None if it would fail too."""
     import httpx
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import parse_ratelimit_headers
@@ -218,10 +217,10 @@ def _pause(error: Exception, attempt: int) -> float | None:
     if isinstance(error, HfHubHTTPError):
         if error.response.status_code not in PASSING:
             return None
-        asked = error.response.headers.get("Retry-After", "")
+        retry_after = error.response.headers.get("Retry-After", "")
         limit = parse_ratelimit_headers(error.response.headers)
-        if asked.isdigit():
-            return min(max(int(asked), WAITS[attempt]), LONGEST_WAIT)
+        if retry_after.isdigit():
+            return min(max(int(retry_after), WAITS[attempt]), LONGEST_WAIT)
         if error.response.status_code == 429 and limit and limit.remaining == 0:
             return min(limit.reset_in_seconds + 1, LONGEST_WAIT)
         return WAITS[attempt]
@@ -240,17 +239,17 @@ def _refusal(answer, name: str, revision: str, hub: str) -> Fault:
     if code == "RepoNotFound" or (status == 404 and code is None):
         if token:
             return NotThere(f"{name}: no such model at {hub}, or a private one that the token in {token} may not read")
-        return NotThere(f"{name}: no such model at {hub}, or a private one: for that, `hf auth login` or set HF_TOKEN")
+        return NotThere(f"{name}: no such model at {hub}; for a private one, `hf auth login` or set HF_TOKEN")
     if status == 401:
         if token:
-            return Fault(f"{name}: {hub} refuses the token in {token}; make one at {hub}/settings/tokens")
-        return Fault(f"{name}: {hub} asks for a token: `hf auth login`, or set HF_TOKEN")
+            return Fault(f"{name}: {hub} refuses the token in {token}; create one at {hub}/settings/tokens")
+        return Fault(f"{name}: {hub} requires a token: `hf auth login`, or set HF_TOKEN")
     if status == 403:
         return Fault(f"{name}: {hub} forbids it to the token in {token or 'HF_TOKEN (none)'}; see {page}")
     if status == 429:
-        return Fault(f"{name}: {hub} limits the requests; start again in some minutes: what has come is kept")
+        return Fault(f"{name}: {hub} limits the requests; start again in some minutes: it will resume")
     if status >= 500:
-        return Fault(f"{name}: {hub} answers {status} again and again; start again later: what has come is kept")
+        return Fault(f"{name}: {hub} answers {status} repeatedly; start again later: it will resume")
     return Fault(f"{name}: {hub} answers {status}{f' ({code})' if code else ''} for revision {revision!r}; see {page}")
 
 
@@ -263,11 +262,11 @@ def _other_revisions(name: str, revision: str) -> str:
 
     try:
         refs = HfApi(endpoint=endpoint()).list_repo_refs(name)
-    except Exception:  # a courtesy: without it the fault says less
+    except Exception:  # the list is only advice
         return ""
     known = [ref.name for ref in (*refs.branches, *refs.tags)]
     near = get_close_matches(revision, known, n=3) or known[:10]
-    return f"; there {'is' if len(near) == 1 else 'are'} {', '.join(near)}" if near else ""
+    return f"; it has {', '.join(near)}" if near else ""
 
 
 def require_online(name: str) -> None:
@@ -280,17 +279,17 @@ def require_online(name: str) -> None:
 
 def _offline(name: str) -> Fault:
     return Unreachable(
-        f"{name}: HF_HUB_OFFLINE is set, so the Hub is not asked; unset it, or name a folder as the source"
+        f"{name}: HF_HUB_OFFLINE is set, so the Hub is not used; unset it, or use a folder as the source"
     )
 
 
 def _require_clean_token() -> None:
-    """Refuse a token that HTTP cannot carry: it would come back quoted in httpx's error."""
+    """Refuse a token with characters that HTTP does not allow, as httpx's error would quote it."""
     from huggingface_hub import get_token
 
     token = get_token() or ""
     if not token.isascii() or not token.isprintable() or " " in token:
-        raise Fault(f"the token in {_token_source()} holds characters that no token has; `hf auth login`")
+        raise Fault(f"the token in {_token_source()} contains invalid characters; `hf auth login`")
 
 
 def _token_source() -> str | None:

@@ -1,10 +1,10 @@
-"""Digests by which the Hub and S3 name a file's content, each as one text. Downloads are checked against them.
+"""Digests of the Hub and S3 for a file's content, each as one text. Downloads are checked against them.
 
-sha256:HEX            large files of the Hub; what tasks.store keeps with an object
+sha256:HEX            large files of the Hub; metadata of objects that tasks.store wrote
 git:HEX               the SHA-1 of a git blob: small files of the Hub
 md5:HEX               ETag of an S3 object that was sent in one piece, unless a key of KMS encrypts it
-parts-BYTES:HEX-N     ETag of one that was sent in N parts of so many bytes: the MD5 of the parts' MD5s
-size:N                nothing but the size is known
+parts-BYTES:HEX-N     ETag of an object that was sent in N parts of BYTES bytes: the MD5 of the parts' MD5s
+size:N                only the size is known
 """
 
 import hashlib
@@ -14,7 +14,7 @@ CHUNK = 2**20
 
 
 class Check:
-    """Running check of content against a digest: update() takes all the content, then right() tells the result."""
+    """Running check of content against a digest: update() takes all content, then right() returns the result."""
 
     def __init__(self, digest: str, size: int) -> None:
         self.kind, _, self.value = digest.partition(":")
@@ -54,7 +54,7 @@ class Check:
 
 
 def holds(path: Path, digest: str, size: int, count) -> bool:
-    """Whether the file is there with the content that the digest names. Its bytes are counted, if so."""
+    """Whether the file exists with the content of this digest. If so, its bytes are counted."""
     check = Check(digest, size)
     try:
         if path.stat().st_size != size:

@@ -1,8 +1,8 @@
 """Choice of the files of a released model: one copy of the weights, as safetensors, and the files that describe them.
 
-Repositories carry the same weights in several formats (original/, GGUF, pickle, ONNX), state of training runs, and
-code. Each file that is left out is listed with the reason. Names decide which files are fetched. The content of the
-small JSON files decides whether the model is taken at all: not one that asks to run code, nor one that lacks shards.
+Repositories contain the same weights in several formats (original/, GGUF, pickle, ONNX), state of training runs, and
+code. Names decide which files are fetched; each skipped file is listed with the reason. The small JSON files decide
+whether the model is accepted: a model that requires its code or lacks shards is refused.
 """
 
 import re
@@ -38,14 +38,14 @@ TRUST = "model.trust_remote_code=true"
 
 
 def choose(names: Iterable[str], unsafe_weights: bool, trust_remote_code: bool) -> tuple[list[str], dict[str, str]]:
-    """Names of the files to fetch, and the reason for each file that is left out."""
+    """Names of the files to fetch, and the reason for each skipped file."""
     names = sorted(names)
     left_out = {name: reason for name in names if (reason := _never(name, trust_remote_code))}
     rest = [name for name in names if name not in left_out]
     weights = [name for name in rest if _format(name) == ".safetensors" and not name.endswith(".json")]
     pickles = [name for name in rest if _format(name) in PICKLES]
     if weights:
-        left_out |= dict.fromkeys(pickles, "pickle; the safetensors hold the weights")
+        left_out |= dict.fromkeys(pickles, "pickle; the safetensors contain the weights")
     elif pickles and not unsafe_weights:
         left_out |= dict.fromkeys(pickles, f"pickle, which can run code when it is loaded; {UNSAFE} allows it")
     else:
@@ -57,23 +57,23 @@ def choose(names: Iterable[str], unsafe_weights: bool, trust_remote_code: bool) 
 
 
 def require_weights(source: str, chosen: Iterable[str], names: Iterable[str], unsafe_weights: bool) -> None:
-    """Raise a Fault where no weights are left to load. It says what there is instead and what allows it."""
+    """Raise a Fault if no weights were chosen. It names the other formats and the key that allows them."""
     formats = {".safetensors", *(PICKLES if unsafe_weights else ())}
     if any(_format(name) in formats and is_weights(name) for name in chosen):
         return
-    found = {_format(name) for name in names if not _never(name, True) or _format(name) in OTHER_FORMATS}
-    pickles, others = sorted(found & PICKLES), sorted(found & OTHER_FORMATS)
+    present = {_format(name) for name in names if not _never(name, True) or _format(name) in OTHER_FORMATS}
+    pickles, others = sorted(present & PICKLES), sorted(present & OTHER_FORMATS)
     if pickles and not unsafe_weights:
         raise Fault(
-            f"{source}: its weights are {' and '.join(pickles)} (pickle, which can run code when loaded) and there "
-            f"are no safetensors; choose a revision or a repository with safetensors, or allow these by {UNSAFE}"
+            f"{source}: its weights are {' and '.join(pickles)} (pickle, which can run code when loaded), without "
+            f"safetensors; choose a revision or a repository with safetensors, or allow these with {UNSAFE}"
         )
-    there = f"only {', '.join(others)}" if others else "no file of weights at all"
-    raise Fault(f"{source}: {there}; a model with *.safetensors is needed")
+    content = f"only {', '.join(others)}" if others else "no file of weights at all"
+    raise Fault(f"{source}: {content}; a model with *.safetensors is needed")
 
 
 def require_tokenizer(source: str, names: Collection[str]) -> None:
-    """Raise a Fault where no stage could read rows. Without this the weights would be fetched first."""
+    """Raise a Fault if the tokenizer is missing, before the weights are fetched."""
     if not tokenizer_files.are_among(names):
         raise Fault(f"model.source: {source}: {tokenizer_files.LACKS}")
 
@@ -83,7 +83,7 @@ def is_weights(name: str) -> bool:
 
 
 def unsafe_name(name: str) -> bool:
-    """Whether a name that a server sent would leave the folder that it is meant for."""
+    """Whether a name from a server would lead out of its folder."""
     return name.startswith("/") or "\\" in name or "\0" in name or bool({"", ".", ".."} & set(name.split("/")))
 
 
@@ -91,8 +91,8 @@ def refuse_code(source: str, folder: Path, names: Iterable[str]) -> None:
     for name in (name for name in names if name in CONFIGS):
         if "auto_map" in json_object.parse(regular_files.read(folder / name), f"{source}: its {name}"):
             raise Fault(
-                f"{source}: the auto_map in its {name} asks to run code of the repository; read that code and allow it "
-                f"by {TRUST}, or take a revision for transformers' own classes"
+                f"{source}: the auto_map in its {name} requires code of the repository; read that code and allow it "
+                f"with {TRUST}, or use a revision for transformers' classes"
             )
 
 
@@ -101,7 +101,7 @@ def require_shards(source: str, folder: Path, names: Iterable[str], files: Itera
         shards = weights.index(folder / name, f"{source}: its {name}").values()
         lost = {(Path(name).parent / shard).as_posix() for shard in shards} - set(files)
         if lost:
-            raise Fault(f"{source}: {name} lists {min(lost)}, which is not there; the model is incomplete")
+            raise Fault(f"{source}: {name} lists {min(lost)}, which does not exist; the model is incomplete")
 
 
 def _format(name: str) -> str:
@@ -125,7 +125,7 @@ def _never(name: str, trust_remote_code: bool) -> str | None:
 
 
 def _copies(weights: list[str]) -> list[str]:
-    """Weights that hold what others beside them hold: consolidated*.pth, model.fp16.safetensors."""
+    """Second copies of weights in the same folder: consolidated*.pth, model.fp16.safetensors."""
 
     def second(name: str) -> bool:
         base = PurePosixPath(name).name

@@ -1,4 +1,4 @@
-"""Objects in S3 that any tool may have put there: digests, as far as S3 knows them, and downloads that are resumed."""
+"""Objects in S3 that any tool may have written: digests, as far as S3 knows them, and resumable downloads."""
 
 import contextlib
 import re
@@ -12,7 +12,7 @@ from tasks.sources.hub.digests import CHUNK, Check
 
 
 def look(uri: str) -> tuple[str, dict[str, tuple[int, str]]]:
-    """Find the object at the URI, or all below it. Returns the URI that names are relative to, and sizes and ETags."""
+    """Find the object at the URI, or all below it. Returns their parent URI, and sizes and ETags by relative name."""
     from tasks.store import open_store
     from tasks.store.s3_errors import Refused
 
@@ -21,11 +21,11 @@ def look(uri: str) -> tuple[str, dict[str, tuple[int, str]]]:
     if folder != "s3:/" and not uri.endswith("/"):
         above = open_store(folder)
         with contextlib.suppress(Refused):
-            return folder, {name: _facts(above, name)}
+            return folder, {name: _size_and_tag(above, name)}
     return store.uri, store.keys("")
 
 
-def _facts(store, name: str) -> tuple[int, str]:
+def _size_and_tag(store, name: str) -> tuple[int, str]:
     from tasks.store.s3_bucket import tag_of
     from tasks.store.s3_errors import plainly
 
@@ -35,10 +35,7 @@ def _facts(store, name: str) -> tuple[int, str]:
 
 
 def digest(store, name: str, size: int, tag: str) -> str:
-    """The digest that the object's content is checked against.
-
-    Raises a Fault for another object than the one listed.
-    """
+    """The digest of the object's content. Raises a Fault if the object has changed since it was listed."""
     from tasks.store.s3_errors import plainly
 
     where = {"Bucket": store.bucket, "Key": store.at(name)}
@@ -60,7 +57,7 @@ def digest(store, name: str, size: int, tag: str) -> str:
 
 
 def receive(store, name: str, part: Path, size: int, digest: str, count: Callable, stopped: Event) -> None:
-    """Bring `part` to the whole object. Bytes that an earlier attempt left in it are kept."""
+    """Complete `part` with the object. The bytes of an earlier attempt are kept."""
     from tasks.store.s3_download import stream
     from tasks.store.s3_errors import plainly
 
@@ -75,7 +72,7 @@ def receive(store, name: str, part: Path, size: int, digest: str, count: Callabl
                 count(len(chunk))
             for chunk in stream(store, store.at(name), out.tell(), size, size):
                 if stopped.is_set():
-                    raise CancelledError  # another file failed; this one is left as it is
+                    raise CancelledError  # another file failed; this one stays partial
                 out.write(chunk)
                 check.update(chunk)
                 count(len(chunk), sent=True)
@@ -88,4 +85,4 @@ def receive(store, name: str, part: Path, size: int, digest: str, count: Callabl
 
 
 def changed(store, name: str) -> Fault:
-    return Fault(f"{store.uri}/{name}: it is not what was listed there before; start again when nobody writes to it")
+    return Fault(f"{store.uri}/{name}: it has changed since it was listed; start again when it is no longer written to")

@@ -64,8 +64,8 @@ def test_a_layout_that_cuts_the_teacher_unevenly_is_refused_by_its_key():
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("train.teacher=tiny://gpt2", "train.teacher: tiny://gpt2: a vocabulary of 500 tokens; the model has 512"),
-        ("train.teacher_top_k=513", "train.teacher_top_k: 513, and tiny://glm4-moe has 512 tokens at all"),
+        ("train.teacher=tiny://gpt2", "train.teacher: tiny://gpt2: a vocabulary of 500 tokens, but the model has 512"),
+        ("train.teacher_top_k=513", "train.teacher_top_k: 513, but tiny://glm4-moe has only 512 tokens"),
     ],
 )
 def test_teachers_that_cannot_teach_are_refused(override, said):

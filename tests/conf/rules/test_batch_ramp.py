@@ -37,10 +37,10 @@ def test_without_a_ramp_every_batch_is_whole():
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ((16, 4, 64), "train.ramp_from: 16, and train.global_batch is 16: nothing grows"),
-        ((4, 5, 64), "train.ramp_from: 4 and steps of 5 (train.ramp_by) do not lead to train.global_batch 16"),
-        ((4, 4, 2), "train.ramp_sequences: 2, within which batches grow 3 times"),
-        ((3, 1, 64), "train.ramp_from: 3 is no multiple of micro_batch 2 * dp 1 = 2"),
+        ((16, 4, 64), "train.ramp_from: 16, but train.global_batch is 16: it must be smaller"),
+        ((4, 5, 64), "train.ramp_from: 4 and steps of 5 (train.ramp_by) do not reach train.global_batch 16"),
+        ((4, 4, 2), "train.ramp_sequences: 2, but batches grow 3 times: at least 3"),
+        ((3, 1, 64), "train.ramp_from: 3 is not a multiple of micro_batch 2 * dp 1 = 2"),
     ],
 )
 def test_a_ramp_that_cannot_be_is_said_in_a_line(value, said):

@@ -147,25 +147,31 @@ ALONE = [
     (run(32, tp=4, pp=8, ep=4, etp=4, sp=True), "layout.pp: etp 4 * ep 4 * pp 8 = 128 does not divide the 32"),
     (
         run(8, global_batch=12),
-        "train.global_batch: 12 is no multiple of micro_batch 1 * dp 8 = 8; nearest legal: 8, 16",
+        "train.global_batch: 12 is not a multiple of micro_batch 1 * dp 8 = 8; nearest legal: 8, 16",
     ),
-    (run(8, global_batch=3), "train.global_batch: 3 is no multiple of micro_batch 1 * dp 8 = 8; nearest legal: 8, 16"),
-    (run(8, pp=4, vpp=2, global_batch=6), "train.global_batch: 6 is 3 microbatches, with vpp no multiple of pp 4; nea"),
-    (run(8, sp=True), "layout.sp: true cuts over tp, which is 1; nearest legal: false"),
-    (run(8, tp=2, ep=2), "layout.sp: false, but experts train under tp 2 only with it; nearest legal: true"),
+    (
+        run(8, global_batch=3),
+        "train.global_batch: 3 is not a multiple of micro_batch 1 * dp 8 = 8; nearest legal: 8, 16",
+    ),
+    (
+        run(8, pp=4, vpp=2, global_batch=6),
+        "train.global_batch: 6 is 3 microbatches, but with vpp it must be a multiple of pp 4; nea",
+    ),
+    (run(8, sp=True), "layout.sp: true, but it needs tp above 1, and tp is 1; nearest legal: false"),
+    (run(8, tp=2, ep=2), "layout.sp: false, but experts with tp 2 need it; nearest legal: true"),
     (
         run(8, cp=4, seq_length=4100),
-        "data.seq_length: 4100 is no multiple of 8: cp 4, tp 1, sp false; nearest legal: 4096",
+        "data.seq_length: 4100 is not a multiple of 8: cp 4, tp 1, sp false; nearest legal: 4096",
     ),
-    (run(8, tp=4, sp=True, seq_length=4098), "data.seq_length: 4098 is no multiple of 4"),
-    (run(8, cp=2, tp=4, sp=True, seq_length=4100), "data.seq_length: 4100 is no multiple of 8"),
+    (run(8, tp=4, sp=True, seq_length=4098), "data.seq_length: 4098 is not a multiple of 4"),
+    (run(8, cp=2, tp=4, sp=True, seq_length=4100), "data.seq_length: 4100 is not a multiple of 8"),
     (run(8, vpp=2), "layout.vpp: 2 stages per pipeline rank need pp > 1"),
     (run(8, last_stage_layers=2), "layout.last_stage_layers: 2 needs pp > 1"),
     (run(8, packed=True, micro_batch=2), "train.micro_batch: 2, but packed data needs 1; nearest legal: 1"),
 ]
 # Broken on this model only.
 OF_MODEL = [
-    (GLM, run(8, tp=2), "layout.sp: false, but experts train under tp 2"),
+    (GLM, run(8, tp=2), "layout.sp: false, but experts with tp 2 need it"),
     (
         GLM,
         run(36, gpus_per_node=9, tp=9, sp=True, seq_length=4608),

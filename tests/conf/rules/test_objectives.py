@@ -15,17 +15,17 @@ PIPELINE = ["layout.gpus_per_node=2", "layout.pp=2", "moe.dispatcher=allgather"]
         (["data.packed=true", "train.micro_batch=1"], "data.packed: true, but the two answers of a row are padded"),
         (
             ["data.loss_on=all"],
-            "data.loss_on: all, but of two answers to one prompt the answers alone count; assistant",
+            "data.loss_on: all, but with two answers to one prompt only the answers count; assistant",
         ),
         (["data.too_long=truncate"], "data.too_long: truncate would cut the two answers' prompts differently; drop"),
         (["data.shape=text"], "data.shape: text, but dpo reads a chosen and a rejected answer; preference"),
         (
             ["reinforce.steps=2", "reinforce.max_tokens=8"],
-            "reinforce.steps: 2, but nothing says yet how it follows dpo",
+            "reinforce.steps: 2, but it is not supported after dpo",
         ),
         (
             ["train.ramp_from=16", "train.ramp_sequences=32"],
-            "train.ramp_from: 16 is for texts, and dpo reads rows; null",
+            "train.ramp_from: 16 is for texts, but dpo reads rows; null",
         ),
         (["model.dropout=0.1"], "model.dropout: 0.1 would make each answer differ from its reference; 0 with dpo"),
         (PIPELINE, "moe.dispatcher: allgather, but stages of a pipeline exchange the sizes of dpo's batches; alltoall"),
@@ -72,10 +72,10 @@ def test_data_of_another_kind_than_the_objective_reads_are_refused():
     dpo, sft = load("tiny-dpo"), load("tiny")
     assert not objectives.unfit(dpo, "data", "preference") and not objectives.unfit(sft, "data", "sft")
     assert objectives.unfit(sft, "data", "preference") == (
-        "train.objective: sft reads rows with one answer, or texts, but data holds rows with a chosen and a rejected "
-        "answer; train.objective=dpo would do"
+        "train.objective: sft reads rows with one answer, or texts, but data contains rows with a chosen and a "
+        "rejected answer; use train.objective=dpo"
     )
-    assert "; data.shape=preference, if there are columns chosen and rejected, or " in objectives.unfit(
+    assert "; use data.shape=preference, if there are columns chosen and rejected, or " in objectives.unfit(
         dpo, "data", "sft"
     )
-    assert objectives.unfit(sft, "data", "pictures").endswith("but data holds data of the kind pictures")
+    assert objectives.unfit(sft, "data", "pictures").endswith("but data contains data of the kind pictures")

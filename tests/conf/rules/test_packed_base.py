@@ -17,11 +17,11 @@ from tasks.stages import convert
 @pytest.mark.parametrize(
     "name, changes, says",
     [
-        ("glm47", ["adapter.kind=none"], "adapter.kind is none: weights that are trained cannot lie packed; bf16"),
-        ("glm47", ["adapter.kind=dora"], "dora takes norms of the weights; bf16, or adapter.kind lora"),
-        ("glm47", ["train.fp8=current"], "train.fp8 current keeps its own copies of the weights; bf16, or null"),
-        ("tiny", ["train.objective=dpo"], "train.objective dpo compares with the base as it is; bf16"),
-        ("tiny-rl", [], "reinforce.steps 20 samples from the weights themselves; bf16"),
+        ("glm47", ["adapter.kind=none"], "adapter.kind is none: trained weights cannot be packed; bf16"),
+        ("glm47", ["adapter.kind=dora"], "dora needs norms of the weights; bf16, or adapter.kind lora"),
+        ("glm47", ["train.fp8=current"], "train.fp8 current keeps other copies of the weights; bf16, or null"),
+        ("tiny", ["train.objective=dpo"], "train.objective dpo compares with the unpacked base; bf16"),
+        ("tiny-rl", [], "reinforce.steps 20 samples from unpacked weights; bf16"),
     ],
 )
 def test_what_cannot_be_packed_is_refused_in_one_line(name, changes, says):
@@ -34,7 +34,7 @@ def test_what_cannot_be_packed_is_refused_in_one_line(name, changes, says):
 @pytest.mark.parametrize(
     "changes, says",
     [
-        (["model.base=bf16"], "packed, but model.base is bf16, and nothing is packed; released"),
+        (["model.base=bf16"], "packed, but model.base bf16 is not packed; released"),
         (["export.formats=[adapter]"], "packed, but export.formats lacks merged; released"),
         (["export.quantization=as_released"], "packed, but export.quantization as_released keeps the release's codes"),
         (

@@ -19,11 +19,11 @@ FULL = "adapter.kind=none"
     [
         (
             ["train.fp8=current", "train.precision=fp32"],
-            "train.fp8: current needs train.precision bf16, and it is fp32",
+            "train.fp8: current needs train.precision bf16, but it is fp32",
         ),
-        (["train.fp8_weights=true"], "nothing could multiply with them; current can"),
+        (["train.fp8_weights=true"], "computes no products in FP8; current does"),
         (["train.fp8_weights=true", "train.fp8=current", FULL], "training would start from rounded weights; false"),
-        (["train.fp8_weights=true", "train.fp8=mxfp8"], "mxfp8 keeps two copies, more than bf16 takes"),
+        (["train.fp8_weights=true", "train.fp8=mxfp8"], "mxfp8 keeps two copies, more than bf16"),
         (
             ["train.fp8=delayed", "train.recompute=selective", "train.recompute_modules=[layernorm]"],
             "train.recompute_modules: layernorm is not recomputed under train.fp8 delayed; current allows it",

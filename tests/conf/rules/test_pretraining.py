@@ -33,15 +33,15 @@ def test_a_folder_with_weights_is_a_released_model_and_so_is_one_for_an_adapter(
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("adapter.kind=lora", "adapter.kind: lora, but drawn weights are no base for an adapter; none trains them all"),
+        ("adapter.kind=lora", "adapter.kind: lora, but drawn weights have to be trained themselves; none"),
         ("model.tokenizer=null", "model.tokenizer: required with the keys of a config.json"),
-        ("model.source=org/name", "model.tokenizer: tiny://llama, but org/name has its own"),
+        ("model.source=org/name", "model.tokenizer: tiny://llama, but org/name has a tokenizer"),
         (
             "model.source={config: {}}",
-            "a section: neither a model's name, folder or URI nor a section with",
+            "a section: not a model's name, folder or URI, or a section with",
         ),
-        ("model.source={seed: 1}", "a section: neither a model's name"),
-        ("evaluate.quantization=fp8", "evaluate.quantization: fp8 is held to the base's answers"),
+        ("model.source={seed: 1}", "a section: not a model's name"),
+        ("evaluate.quantization=fp8", "evaluate.quantization: fp8 is compared with the base's answers"),
     ],
 )
 def test_what_does_not_go_with_drawn_weights_is_said_in_a_line(override, said):
@@ -56,7 +56,11 @@ def test_what_does_not_go_with_drawn_weights_is_said_in_a_line(override, said):
         ("tiny", "train.steps=9", "adapter.kind: lora, but pretraining trains every weight"),
         ("tiny-pretrain", "data.shape=pairs", "data.shape: pairs, but pretraining reads texts"),
         ("tiny-pretrain", "promote.metric=held_out/exact_match", "texts have no answers; held_out/perplexity"),
-        ("tiny-pretrain", "reinforce.steps=3", "reinforce.steps: 3, but answers are rewarded by flows.finetune alone"),
+        (
+            "tiny-pretrain",
+            "reinforce.steps=3",
+            "reinforce.steps: 3, but only flows.finetune has reinforcement learning",
+        ),
     ],
 )
 def test_the_flow_refuses_what_is_no_pretraining(name, override, said):

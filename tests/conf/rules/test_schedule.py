@@ -75,14 +75,14 @@ def test_an_override_takes_the_place_of_the_other_key():
         (["train.steps=null"], "train.steps: required, and missing; or train.epochs, such as train.epochs: 1"),
         (
             ["train.steps=4", "train.epochs=3", "optimizer.warmup=0"],
-            "train.epochs: 3, and train.steps is 4: one of both",
+            "train.epochs: 3, but train.steps is 4: set only one of them",
         ),
         (
             ["optimizer.warmup=0.1", "optimizer.warmup_steps=3"],
-            "optimizer.warmup: 0.1, and optimizer.warmup_steps is 3: one of both",
+            "optimizer.warmup: 0.1, but optimizer.warmup_steps is 3: set only one of them",
         ),
-        (["checkpoint.save_every=1.0"], "1.0: neither a number of steps nor epoch nor a share of all steps, "),
-        (["train.validate_every=epochs"], '"epochs": neither a number of steps nor epoch nor a share'),
+        (["checkpoint.save_every=1.0"], "1.0: must be a number of steps, epoch, or a share of all steps, "),
+        (["train.validate_every=epochs"], '"epochs": must be a number of steps, epoch, or a share'),
         (["train.epochs=0"], "train.epochs: 0 is too small: it must be at least 1e-06"),
     ],
 )

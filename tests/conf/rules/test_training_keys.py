@@ -11,14 +11,14 @@ ALL_WEIGHTS = ["adapter.kind=none", "optimizer.distributed=false", "optimizer.ki
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (["optimizer.kind=muon", "optimizer.distributed=false"], "optimizer.kind: muon is for whole weights"),
-        (["optimizer.kind=muon", "adapter.kind=none"], "optimizer.distributed: true, and muon needs whole matrices"),
-        ([*ALL_WEIGHTS, "train.precision=fp16"], "optimizer.kind: muon knows no train.precision fp16"),
-        (["export.weights=ema"], "export.weights: ema, but train.ema_decay is null: there is no mean"),
+        (["optimizer.kind=muon", "optimizer.distributed=false"], "optimizer.kind: muon trains all weights"),
+        (["optimizer.kind=muon", "adapter.kind=none"], "optimizer.distributed: true, but muon needs whole matrices"),
+        ([*ALL_WEIGHTS, "train.precision=fp16"], "optimizer.kind: muon does not support train.precision fp16"),
+        (["export.weights=ema"], "export.weights: ema, but train.ema_decay is null: no mean is kept"),
         (["export.weights=ema", "train.ema_decay=0.9", "export.checkpoint=base"], "export.weights: ema, but export."),
         (["train.ema_decay=1.0"], "train.ema_decay: "),
-        (["export.every=2", "adapter.kind=none"], "export.every: writes adapters, and adapter.kind is none"),
-        (["model.adapter=folder", "adapter.kind=dora"], "model.adapter: is gone on with as LoRA, and adapter.kind is"),
+        (["export.every=2", "adapter.kind=none"], "export.every: writes adapters, but adapter.kind is none"),
+        (["model.adapter=folder", "adapter.kind=dora"], "model.adapter: can only be continued as LoRA, but adapter"),
         (["train.stop_after_worse=0"], "train.stop_after_worse: "),
     ],
 )

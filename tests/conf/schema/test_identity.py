@@ -164,7 +164,7 @@ def test_an_adapter_that_is_served_unmerged_is_another_evaluation_of_the_tuned_m
 
 
 def test_a_key_that_declares_nothing_is_refused():
-    with pytest.raises(TypeError, match=r"^Toy\.second: does not say whether it bears identity"):
+    with pytest.raises(TypeError, match=r"^Toy\.second: has no declaration of identity"):
 
         class Toy(Section):
             first: Annotated[int, NOWHERE] = Field(default=1, description="declared")

@@ -39,7 +39,7 @@ def test_a_folder_of_rows(folder):
 
 def test_rows_behind_a_link_that_leads_nowhere_are_not_left_out(folder):
     (folder / "b/d.jsonl").symlink_to("blobs/5f3a")
-    with pytest.raises(Fault, match=rf"^{folder}/b/d.jsonl: a link to blobs/5f3a, which is not there$"):
+    with pytest.raises(Fault, match=rf"^{folder}/b/d.jsonl: a link to blobs/5f3a, which does not exist$"):
         row_files.inside(folder)
 
 

@@ -247,7 +247,7 @@ def test_too_few_gpus_are_answered_with_how_many_would_do(place, capsys):
         ("data.source=x.csv", "data.source: DATA says so"),
         ("paths.output=x", "paths.output: the flow sets all paths"),
         ("optimizer.warmup_steps=500", "optimizer.warmup_steps: 500 leaves none of the 225 steps for the decay"),
-        ("train.micro_batch=3", "train.global_batch: 8 is no multiple of micro_batch 3"),
+        ("train.micro_batch=3", "train.global_batch: 8 is not a multiple of micro_batch 3"),
         ("layout.tp=3", "layout.tp: 3 does not divide the 1 processes"),
     ],
 )

@@ -70,7 +70,7 @@ def test_code_of_a_repository_is_asked_for(hub, tmp_path):
     file = tmp_path / "model/config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": {"AutoModel": "x.Y"}}))
     hub.publish("models/org/coded", tmp_path / "model")
-    with pytest.raises(Fault, match="asks to run code of the repository"):
+    with pytest.raises(Fault, match="requires code of the repository"):
         model.read(ModelSection(source="org/coded"), tmp_path / "fetched")
 
 

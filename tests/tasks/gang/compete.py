@@ -44,11 +44,11 @@ FASTER = 20.0
 ENDS_WITHIN = 60.0  # seconds for a trial
 TIMES = {
     boards: ("RENEWED", "POLLED", "STALE"),
-    member_link: ("RENEWED", "POLLED", "STALE", "SHIPPED", "ASKED_AFTER"),
+    member_link: ("RENEWED", "POLLED", "STALE", "SHIPPED", "WITNESS_AFTER"),
     controller_link: ("RENEWED", "POLLED", "AWAY"),
     previous_attempt: ("STALE", "ENDED_BY_ITSELF"),
     gang_module: ("TICK",),
-    attempt: ("TICK", "ASKED", "STALE"),
+    attempt: ("TICK", "CAPACITY_POLL", "STALE"),
     controller: ("TICK", "SETTLE", "ENDED_BY_ITSELF"),
     lease: ("RENEWED", "EXPIRES", "POLLED"),
 }

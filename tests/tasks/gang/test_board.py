@@ -171,7 +171,7 @@ def test_when_a_member_has_to_end(board, answered, fresh, witnessed, ends):
 
 
 def test_a_witness_that_knows_of_a_later_attempt_ends_it(board, monkeypatch):
-    monkeypatch.setattr(links, "ASKED_AFTER", 0.0)
+    monkeypatch.setattr(links, "WITNESS_AFTER", 0.0)
     port = peer_probe.serve(lambda: Standing("gang", 2, "go"))
     lookout = Lookout(board, "")
     lookout.begin()

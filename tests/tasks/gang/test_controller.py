@@ -272,7 +272,7 @@ def test_a_gang_that_is_not_complete_in_time_gives_its_hosts_back(gang):
     hosts.trained.set()
     one = gang(hosts, "gang.start_within=3")
     one.ends_well()
-    assert "host: 1 of 2 hosts came within 3 s; begins again" in one.lines
+    assert "host: 1 of 2 hosts joined within 3 s; begins again" in one.lines
     assert hosts.over[:2] == ["b 1", "a 1"] and len(hosts.given) == 2
 
 
@@ -320,7 +320,7 @@ def test_fewer_hosts_begin_where_there_are_fewer_at_the_first_start(gang):
     hosts.trained.set()
     one = gang(hosts, "gang.start_within=1", "gang.min_nodes=2", nodes=3)
     one.ends_well()
-    assert "2 of 3 hosts are there after 1 s; continues with 2" in one.lines
+    assert "2 of 3 hosts are available after 1 s; continues with 2" in one.lines
     assert [len(given) for given in hosts.given] == [2]
 
 
@@ -329,7 +329,7 @@ def test_fewer_hosts_go_on_where_one_does_not_come(gang):
     hosts.trained.set()
     one = gang(hosts, "gang.start_within=3", "gang.min_nodes=2")
     one.ends_well()
-    line = "host: 2 of 3 hosts came within 3 s; continues with 2 of 3 hosts, without those that are gone"
+    line = "host: 2 of 3 hosts joined within 3 s; continues with 2 of 3 hosts, without those that are gone"
     assert line in one.lines
     assert [len(given) for given in hosts.given] == [3, 2]
 
@@ -544,4 +544,4 @@ def test_where_one_host_is_told_to_end_all_save(gang):
     hosts.trained.set()
     running.join(20)
     assert one.error is None
-    assert "preempted: b was told to end; begins again" in one.lines
+    assert "preempted: b was ended by a signal; begins again" in one.lines

@@ -95,7 +95,7 @@ Tokens of a row, training:
 - learned: 16.7% of the tokens
 - prompt cut: 3 rows (0.3%), by 1,234 tokens in all
 - duplicates: 5 exact, 7 near
-- held out, but like a row of training: 1 exactly, 2 nearly
+- held-out rows like a training row: 1 exactly, 2 nearly
 
 ## Odd rows
 
@@ -251,6 +251,6 @@ def test_copies_and_leaks_have_file_and_line_and_the_whole_list_a_name():
     leak = {"kind": "leak", "row": "a|b.jsonl:3", "split": "test", "like": "a|b.jsonl:9", "of": "training"}
     found = {"file": "alike.jsonl", "counts": {"leak": 1, "copy": 0}, "samples": {"leak": [leak | {"by": "prompt"}]}}
     page = data_report.page(REPORT | {"alike": found}, "data", "s3://bucket/prepare/1/files")
-    assert "Rows that are like another one: leak 1. All of them: `s3://bucket/prepare/1/files/alike.jsonl`." in page
+    assert "Rows that are like another row: leak 1. All of them: `s3://bucket/prepare/1/files/alike.jsonl`." in page
     assert "| leak | `a¦b.jsonl:3` | test | `a¦b.jsonl:9` | training | prompt |" in page
     assert data_report.tables(REPORT | {"alike": found})["alike"] == [leak | {"by": "prompt"}]

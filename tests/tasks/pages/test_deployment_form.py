@@ -27,7 +27,7 @@ def test_each_key_says_what_it_is_and_what_the_preset_has():
 
 def test_no_star_or_underscore_is_taken_for_markdown():
     assert not [key for key, text in descriptions().items() if re.search(r"(?<!\\)[*_]", text)]
-    assert r"no factor of tp \* cp \* pp \* dp" in descriptions()["Layout.ep"]
+    assert r"not a factor of tp \* cp \* pp \* dp" in descriptions()["Layout.ep"]
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ def test_the_page_of_a_reinforcement_learning():
 def test_answers_that_are_made_beside_training_are_no_part_of_a_steps_seconds():
     lines = [line | {"seconds_wait": 0.125, "seconds_reward": 0.1, "version_lag": 1.0} for line in LINES]
     text = reinforcement_page.page("quick", lines, SAMPLES, 10, 2, None, {})
-    assert "| version lag | 1 | steps taken since the weights that answered |" in text
-    assert "| answers, beside training | 0.6 | generate 0.5, reward 0.1 |" in text
+    assert "| version lag | 1 | steps since the weights that generated the answers |" in text
+    assert "| answers, during training | 0.6 | generate 0.5, reward 0.1 |" in text
     assert "| seconds | 0.375 | wait 0.12, train 0.25 |" in text
 
 

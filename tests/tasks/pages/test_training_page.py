@@ -37,7 +37,7 @@ def test_the_page_of_a_training():
 
 def test_the_page_names_padding_where_there_is_some():
     padded = line(31, 231.0, padding=0.46)
-    assert "| padding | 46% | of the positions hold no token" in training_page.page(
+    assert "| padding | 46% | of the positions have no token" in training_page.page(
         "quick", [*LINES, padded], 50, None, {}
     )
     assert "padding" not in training_page.page("quick", LINES, 50, None, {})

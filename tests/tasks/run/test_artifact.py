@@ -77,7 +77,7 @@ def test_a_fingerprint_comes_from_what_is_asked_for_alone(tmp_path):
 
 
 def test_drift_is_named_field_by_field(file, tmp_path):
-    assert artifact.find(STAGE, file) == Missing("no toy was made yet")
+    assert artifact.find(STAGE, file) == Missing("no toy exists yet")
     get_or_make(file, tmp_path)
     now = replace(STAGE, version=2, config={"size": 3.0, "optimizer": {"lr": 0.002}, "rows": None, "targets": ["a"]})
     assert artifact.differences(STAGE, replace(now, inputs={"data": "ff"})) == [
@@ -235,7 +235,7 @@ def test_what_fails_leaves_no_record_and_is_gone_on_with(store, tmp_path):
 
 
 def test_making_nothing_is_a_fault(file, tmp_path):
-    with pytest.raises(Fault, match=r"toy/\w+: made nothing"):
+    with pytest.raises(Fault, match=r"toy/\w+: the stage wrote no files"):
         artifact.get_or_make(STAGE, file, lambda work: {}, tmp_path / "work", print, {})
     assert isinstance(artifact.find(STAGE, file), Missing)
 

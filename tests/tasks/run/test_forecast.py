@@ -44,13 +44,16 @@ def said(tmp_path):
 
 def test_a_training_of_more_steps_takes_longer_than_the_last_one(said):
     found = said(MODEL, 1100)
-    assert "train.steps: 100 -> 1100; about 0:08:20, at 0.5 s a step, by the like of the same model" in found["train"]
+    assert (
+        "train.steps: 100 -> 1100; about 0:08:20, at 0.5 s per step, by a similar artifact of the same model"
+        in found["train"]
+    )
     assert " hit " in found["convert"] and found["known"].startswith("known cost: 0:08:20 in sequence")
 
 
 def test_what_another_model_took_says_nothing(said):
     found = said(OTHER, 100)
-    assert all("; nothing like it was made of this model yet" in found[name] for name in ("convert", "train"))
+    assert all("; no similar artifact of this model exists yet" in found[name] for name in ("convert", "train"))
     assert found["known"].endswith(", without download, prepare, convert, train")
 
 

@@ -59,7 +59,7 @@ def test_a_fault_passes_through(run):
 def test_code_2_without_such_a_line_shows_what_there_is(run, tmp_path):
     with pytest.raises(Fault, match=r"^usage: toy$"):
         run("import sys; print('usage: toy'); sys.exit(2)")
-    with pytest.raises(Fault, match=r"toy ended with code 2 and said nothing; see .*toy\.log"):
+    with pytest.raises(Fault, match=r"toy ended with code 2 and without a message; see .*toy\.log"):
         run("import sys; sys.exit(2)")
 
 

@@ -105,7 +105,7 @@ def test_a_killed_holder_of_this_host_is_replaced_at_once(store, start, tmp_path
     began = time.monotonic()
     killed.kill()
     rest = other.communicate(timeout=60)[0]
-    assert "which is gone" in rest and rest.splitlines()[-1].startswith("made")
+    assert "which has died" in rest and rest.splitlines()[-1].startswith("made")
     assert time.monotonic() - began < 30
 
 
@@ -116,7 +116,7 @@ def test_a_silent_holder_of_another_host_is_replaced_after_a_while(store):
         assert time.monotonic() - began >= lease.EXPIRES
     assert said == [
         "waits for flow-1 (process 7 on elsewhere), which makes the same",
-        "takes over from flow-1 (process 7 on elsewhere), which is gone",
+        "takes over from flow-1 (process 7 on elsewhere), which has died",
     ]
     assert store.read(KEY) is None
 

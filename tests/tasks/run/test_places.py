@@ -32,8 +32,8 @@ def test_an_empty_name_is_none_in_any_folder(monkeypatch, tmp_path):
 
 def test_a_home_that_is_not_there_is_one_line(monkeypatch):
     monkeypatch.setenv("FINETUNE_RUNS", "~nobody-here/runs")
-    with pytest.raises(Fault, match=r"^FINETUNE_RUNS: ~nobody-here/runs: there is no such home; write the path out$"):
+    with pytest.raises(Fault, match=r"^FINETUNE_RUNS: ~nobody-here/runs: no such home folder; write the full path$"):
         runs_folder()
     monkeypatch.setenv("FINETUNE_STORE", "~nobody-here/store")
-    with pytest.raises(Fault, match=r"^store: ~nobody-here/store: there is no such home; write the path out$"):
+    with pytest.raises(Fault, match=r"^store: ~nobody-here/store: no such home folder; write the full path$"):
         open_run_store()

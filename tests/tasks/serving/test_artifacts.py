@@ -66,7 +66,7 @@ def test_an_adapter_is_served_beside_the_base(store, asked, merged):
         ),
         ({"target_parameters": ["mlp.experts.down_proj"]}, True, None),
         ({"target_parameters": ["mlp.shared_experts.up_proj.weight"]}, False, None),
-        (None, True, "holds no adapter"),
+        (None, True, "contains no adapter"),
     ],
 )
 def test_an_adapter_that_would_be_left_out_in_part_is_refused(store, adapter, gpus, said):
@@ -83,7 +83,7 @@ def test_an_export_whose_data_are_gone_is_said(store):
     made = exported(store, "first")
     (key,) = {name.partition("/")[0] for name in store.keys("prepare")}
     store.remove(f"prepare/{key}/artifact.json")
-    with pytest.raises(Fault, match=rf"^train/\w+ was made from prepare/{key}, which is not in .* any more$"):
+    with pytest.raises(Fault, match=rf"^train/\w+ was made from prepare/{key}, which is no longer in .*$"):
         served(store, made)
 
 

@@ -72,15 +72,15 @@ def test_what_is_not_there_is_said_with_what_is(store, registry):
     with pytest.raises(Fault) as refused:
         named.find("tickets", store, REGISTRY)
     assert str(refused.value) == (
-        "tickets: no version or alias is champion; there are 1 (challenger): tickets@1 is the newest"
+        "tickets: has no version or alias champion; it has 1 (challenger): tickets@1 is the newest"
     )
-    with pytest.raises(Fault, match=r"^tickets: no version or alias is 7; ") as refused:
+    with pytest.raises(Fault, match=r"^tickets: has no version or alias 7; ") as refused:
         named.find("tickets@7", store, REGISTRY)
     with pytest.raises(Fault) as refused:
         named.find("parcels", store, REGISTRY)
     assert str(refused.value) == (
         "parcels: neither a model in the registry at http://registry:5000, which has tickets, nor a run of the flow "
-        f"that exported, in {store.uri}"
+        f"with an export in {store.uri}"
     )
 
 
@@ -94,9 +94,7 @@ def test_a_name_that_is_none_is_one_line(store, registry, asked):
 def test_another_content_is_not_served_by_the_name_of_a_version(store, registry):
     made = exported(store, "first")
     registry(made, "champion", **{"finetune.digest": "0" * 16})
-    with pytest.raises(
-        Fault, match=f"has another content than the version that was registered: {made.digest}, not 0000"
-    ):
+    with pytest.raises(Fault, match=f"differs from the registered version: {made.digest}, not 0000"):
         named.find("tickets", store, REGISTRY)
 
 
@@ -110,7 +108,7 @@ def test_a_damaged_export_is_not_served(store, registry, tmp_path):
     made = exported(store, "first")
     registry(made, "champion")
     (tmp_path / f"store/{made.key}/files/merged/model.safetensors").write_text("another")
-    with pytest.raises(Fault, match=r"^tickets version 1: export/\w+ is not whole in .*: merged/model.safetensors: "):
+    with pytest.raises(Fault, match=r"^tickets version 1: export/\w+ is incomplete in .*: merged/model.safetensors: "):
         named.find("tickets", store, REGISTRY)
 
 
@@ -118,7 +116,7 @@ def test_an_export_is_named_by_what_tells_it_apart(store):
     made = exported(store, "first")
     found = named.find(made.key[:11], store, "sqlite:////nowhere/mlflow.db")
     assert (found.title, found.export.key) == (made.key, made.key)
-    with pytest.raises(Fault, match=r"^export/: names 2 exports in "):
+    with pytest.raises(Fault, match=r"^export/: matches 2 exports in "):
         exported(store, "second")
         named.find("export/", store, REGISTRY)
 

@@ -62,7 +62,7 @@ def test_each_is_asked_as_a_user_asks_as_text_and_as_a_chat(asked, server):
 def test_answers_that_differ_are_shown(asked, server):
     lines = questions.ask(server[0], "", "tickets", questions.of(*asked), 8, [], 1.0).lines()
     assert lines == [
-        "completions 2 of 3 equal, chat 2 of 3 equal; all have to be",
+        "completions 2 of 3 equal, chat 2 of 3 equal; all must be",
         "  completions: 'ticket 2:': 'team 2', in the evaluation 'another'",
         "  chat: 'ticket 2:': 'team 2', in the evaluation 'another'",
     ]
@@ -73,7 +73,9 @@ def test_a_share_of_each_way_has_to_be_equal(asked, server, required, ok):
     assert questions.ask(server[0], "", "tickets", questions.of(*asked), 8, [], required).ok is ok
 
 
-@pytest.mark.parametrize("code, said", [(401, "wants a key: VLLM_API_KEY in the environment"), (404, "answers 404")])
+@pytest.mark.parametrize(
+    "code, said", [(401, "requires a key: set VLLM_API_KEY in the environment"), (404, "answers 404")]
+)
 def test_a_server_that_refuses_is_one_line(asked, server, code, said):
     url, _, codes = server
     codes.append(code)

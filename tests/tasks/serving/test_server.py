@@ -116,7 +116,7 @@ def test_a_server_that_crashes_or_falls_silent_is_started_again(keep, fate, why)
 def test_it_is_started_again_a_bounded_number_of_times(keep):
     said = keep("crashes crashes crashes", starts=9)
     assert [line.startswith("starting") for line in said] == [True, False, True, False, True, False]
-    assert "failed with code 9; its last lines, of" in said[-1] and "vLLM's own line" in said[-1]
+    assert "failed with code 9; the last lines of" in said[-1] and "vLLM's own line" in said[-1]
 
 
 def test_a_server_that_never_answers_is_not_started_again(keep):
@@ -134,7 +134,7 @@ def test_an_address_that_is_taken_is_refused(served):
         other.bind((served.host, served.port))
         other.listen()
         with pytest.raises(
-            Fault, match=rf"^127.0.0.1 port {served.port}: Address already in use; --port takes another$"
+            Fault, match=rf"^127.0.0.1 port {served.port}: Address already in use; choose another with --port$"
         ):
             server.require_free(served.host, served.port)
     server.require_free(served.host, served.port)

@@ -109,10 +109,10 @@ def test_the_order_of_files_counts(identity, tmp_path):
     [
         ("absent.jsonl", "no such file"),
         ("absent/folder/of/files", "no such file"),
-        ("absent*.jsonl", "no file of rows has such a name; they end in .jsonl, .ndjson"),
+        ("absent*.jsonl", "no file of rows has this name; their names end in .jsonl, .ndjson"),
         ("empty", "no file of rows in this folder"),
-        ("model.safetensors", "no file of rows; they end in"),
-        ("dangling.jsonl", "a link to nowhere, which is not there"),
+        ("model.safetensors", "not a file of rows; their names end in"),
+        ("dangling.jsonl", "a link to nowhere, which does not exist"),
     ],
 )
 def test_sources_that_are_none(identity, tmp_path, name, complaint):
@@ -129,10 +129,10 @@ def test_sources_that_are_none(identity, tmp_path, name, complaint):
             "tiny://letters",
             "no such data; there is tiny://tickets, tiny://mistaken-tickets, tiny://ranked-tickets and tiny://texts",
         ),
-        ("gs://bucket/rows", "no source of data"),
-        ("https://host/rows.jsonl", "no source of data"),
+        ("gs://bucket/rows", "not a source of data"),
+        ("https://host/rows.jsonl", "not a source of data"),
         ("rows.jsonl.gz", "no such file"),
-        ("s3://", "names no bucket"),
+        ("s3://", "has no bucket"),
         ("s3://key:secret@bucket/x", "leave them to the environment"),
     ],
 )
@@ -279,7 +279,7 @@ def test_a_data_set_is_known_by_its_commit(dataset, identity, tmp_path):
 def test_what_the_hub_refuses(dataset, identity, tmp_path):
     dataset.publish("datasets/org/private", tmp_path / "set", private=True)
     for source in ("org/absent", "org/private"):
-        assert f"{source}@main: the Hub says 401; check the name" in refused(source, identity)
+        assert f"{source}@main: the Hub answers 401; check the name" in refused(source, identity)
     assert "no such file, and no data set's name on the Hub" in refused("not a name", identity)
 
 
@@ -369,13 +369,13 @@ def test_a_fetch_goes_on_where_it_was(bucket, identity, tmp_path, monkeypatch):
     hub._part(work, "half.parquet", f"etag:{tags['half.parquet']}").write_bytes(body[: 4 << 20])
     hub._part(work, "damaged.parquet", f"etag:{tags['damaged.parquet']}").write_bytes(b"x" * 1000)
     sent: list[int] = []
-    count = hub._Meter.add
+    count = hub.Meter.add
 
-    def add(meter: hub._Meter, size: int, **how: bool) -> None:
+    def add(meter: hub.Meter, size: int, **how: bool) -> None:
         sent.append(size if how.get("sent") else 0)
         count(meter, size, **how)
 
-    monkeypatch.setattr(hub._Meter, "add", add)
+    monkeypatch.setattr(hub.Meter, "add", add)
     row_sources.local(part, found, KEY, work)
     assert all((work / f"{name}.parquet").read_bytes() == body + name.encode() for name in ("whole", "half", "damaged"))
     assert sum(sent) == (2 << 20) + len("half") + 2 * (len(body) + len("damaged")) - 1000
@@ -385,12 +385,12 @@ def test_a_fetch_goes_on_where_it_was(bucket, identity, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "source, complaint",
     [
-        ("/absent", "nothing lies there; check the bucket and the prefix, which is no pattern"),
-        ("/set/*.jsonl", "nothing lies there"),
-        ("/other", "none of the 2 objects there is a file of rows, such as README.md; they end in .jsonl"),
+        ("/absent", "contains no objects; check the bucket and the prefix, which is not a pattern"),
+        ("/set/*.jsonl", "contains no objects"),
+        ("/other", "none of its 2 objects, such as README.md, is a file of rows; their names end in .jsonl"),
         ("/half", "a.bin: of no use without a.idx, which does not lie beside it"),
         ("/half/a", "a.bin: of no use without a.idx"),
-        ("/bad", r"'a\\b.jsonl' is no name of a file inside a folder"),
+        ("/bad", r"'a\\b.jsonl' is not a name of a file inside a folder"),
     ],
 )
 def test_what_s3_does_not_have(bucket, identity, source, complaint):

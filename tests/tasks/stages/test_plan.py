@@ -310,7 +310,9 @@ def test_rows_of_known_shape_that_training_would_refuse_are_refused_before_anyth
     assert why(plan.any_refusal, planned, None) == found and why(plan.any_refusal, planned, "prepare") == ""
 
 
-RANKED = "tiny://ranked-tickets holds rows with a chosen and a rejected answer; reinforce asks the prompts of rows with"
+RANKED = (
+    "tiny://ranked-tickets contains rows with a chosen and a rejected answer; reinforce needs rows with a prompt and"
+)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +322,7 @@ RANKED = "tiny://ranked-tickets holds rows with a chosen and a rejected answer; 
         (["reinforce.source=tiny://texts"], "reinforce.source: tiny://texts holds texts for pretraining; reinforce"),
         (
             ["data.source=tiny://ranked-tickets", "reinforce.source=null", "reinforce.start=base"],
-            f"data.source: {RANKED} one answer, such as reinforce.source may name",
+            f"data.source: {RANKED} one answer, which reinforce.source may name",
         ),
         (
             ["reinforce.replay_experts=true", "model.source=tiny://llama"],

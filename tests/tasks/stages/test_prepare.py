@@ -210,8 +210,8 @@ def test_data_that_are_too_few_to_train_with_are_refused_by_the_stage_that_has_c
     with pytest.raises(Fault) as raised:
         prepare.require_enough(load("tiny", ["train.validate_every=5"]), made)
     assert str(raised.value) == (
-        f"train.validate_every: 5, but {made.key} holds 3 sequences for validation, fewer than one batch of 16; right "
-        "would be a larger data.validation, a smaller train.global_batch, or train.validate_every: 0"
+        f"train.validate_every: 5, but {made.key} contains 3 sequences for validation, fewer than one batch of 16; "
+        "use a larger data.validation, a smaller train.global_batch, or train.validate_every: 0"
     )
     prepare.require_enough(load("tiny", ["train.validate_every=0"]), made)
 
@@ -272,5 +272,7 @@ def test_prompts_are_rows_with_one_answer_of_a_source_that_is_named_by_its_own_k
     made = SimpleNamespace(key="prepare/0123", result={"kind": "sft"})
     prepare.require_prompts(run, made)  # type: ignore
     made.result["kind"] = "preference"
-    with pytest.raises(Fault, match=r"^reinforce\.source: prepare/0123 holds rows with a chosen and a rejected answer"):
+    with pytest.raises(
+        Fault, match=r"^reinforce\.source: prepare/0123 contains rows with a chosen and a rejected answer"
+    ):
         prepare.require_prompts(run, made)  # type: ignore

@@ -275,7 +275,7 @@ def test_a_flow_that_is_killed_says_what_waits_and_how_it_is_shipped(start, tmp_
         line = t.close(0.0, hand_over=True)
         assert time.monotonic() - asked < 3 and [options[0] for options in handed] == ["--after"]
     assert line.startswith("tracking: 3 events for http://127.0.0.1:")
-    assert line.endswith(f"within 60 s, else the next flow ships them, or python -m tasks.tracking {tmp_path}")
+    assert line.endswith(f"for 60 s, otherwise the next flow ships them, or python -m tasks.tracking {tmp_path}")
 
 
 def test_killed_at_any_moment_and_started_again(server, client, tmp_path, flow):
@@ -369,7 +369,7 @@ def test_what_mlflow_refuses_holds_up_nothing(start, client, caplog):
     t.end()
     assert t.close(30) is None
     assert client.get_run(t.run_id()).data.params == {"lr": "1", "batch": "4"}
-    assert "does not take lr" in caplog.text
+    assert "refuses lr" in caplog.text
 
 
 @pytest.mark.slow

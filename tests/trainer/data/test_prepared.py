@@ -157,11 +157,11 @@ def test_another_tokenizer(place, configure, tmp_path):
 def test_too_few_sequences(place, configure):
     change(place, "sequences", training=15)
     assert refused(configure()) == (
-        f"train.global_batch: 16, but {place} holds 15 sequences for training; "
-        "right would be a train.global_batch of at most 15 or more rows"
+        f"train.global_batch: 16, but {place} contains 15 sequences for training; "
+        "use a train.global_batch of at most 15 or more rows"
     )
     change(place, "settings", packed=True, multiple=16)
-    assert "packed from 100 rows; right would be" in refused(configure("data.packed=true", "train.micro_batch=1"))
+    assert "packed from 100 rows; use" in refused(configure("data.packed=true", "train.micro_batch=1"))
     assert refused(configure("data.packed=true", "train.micro_batch=1")).endswith("or data.packed: false")
 
 
@@ -169,7 +169,7 @@ def test_too_little_to_validate_with(place, configure):
     change(place, "sequences", validation=15)
     prepared.check(configure())
     assert refused(configure("train.validate_every=5")).startswith(
-        f"train.validate_every: 5, but {place} holds 15 sequences for validation, fewer than one batch of 16; "
+        f"train.validate_every: 5, but {place} contains 15 sequences for validation, fewer than one batch of 16; "
     )
 
 
@@ -178,7 +178,7 @@ def test_texts_are_repeated_until_there_are_enough(place, configure):
     facts["sequences"] = {"training": 1, "validation": 0, "test": 0}
     (place / "prepared.json").write_text(json.dumps(facts))
     prepared.check(configure())
-    assert "holds 0 sequences for validation" in refused(configure("train.validate_every=5"))
+    assert "contains 0 sequences for validation" in refused(configure("train.validate_every=5"))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": '])

@@ -122,9 +122,9 @@ def test_another_process_sees_the_memory_of_a_host_and_it_is_gone_with_both():
 
 
 def test_nccl_is_refused_where_there_are_no_gpus():
-    with pytest.raises(ConfigError, match=r"reinforce.transport: nccl goes from GPU to GPU, and hardware.gpu is cpu"):
+    with pytest.raises(ConfigError, match=r"reinforce.transport: nccl sends from GPU to GPU, but hardware.gpu is cpu"):
         load("tiny-rl", ["reinforce.transport=nccl"])
-    with pytest.raises(ConfigError, match=r"reinforce.transport: nccl goes to GPUs of vLLM's own, and it has none"):
+    with pytest.raises(ConfigError, match=r"reinforce.transport: nccl needs separate GPUs for vLLM"):
         load("tiny-rl", ["reinforce.transport=nccl", "hardware.gpu=h200"])
     run = load("tiny-rl", ["reinforce.transport=nccl", "hardware.gpu=h200", "reinforce.engine_gpus=1"])
     with pytest.raises(Fault, match=r"^reinforce.transport: nccl goes from GPU to GPU, and this host has none"):

@@ -77,7 +77,7 @@ def test_a_start_after_a_crash_hears_on_where_it_was():
     [
         ("optimizer.states=bf16", "optimizer.states bf16 keep it rounded"),
         ("optimizer.offload=0.5", "optimizer.offload 0.5 keeps it on the host"),
-        ("optimizer.beta1=0", "optimizer.beta1 0 keeps none"),
+        ("optimizer.beta1=0", "optimizer.beta1 0 keeps no mean"),
     ],
 )
 def test_a_mean_that_cannot_be_read_is_told_before_anything_starts(override, reason):

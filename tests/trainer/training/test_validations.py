@@ -64,11 +64,11 @@ def test_killed_it_counts_on(ended, configure, ranks, work):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (["train.stop_after_worse=2"], "train.stop_after_worse: counts validations, and train.validate_every is 0"),
-        (["checkpoint.keep_best=true"], "checkpoint.keep_best: is found by validations, and train.validate_every is 0"),
+        (["train.stop_after_worse=2"], "train.stop_after_worse: counts validations, but train.validate_every is 0"),
+        (["checkpoint.keep_best=true"], "checkpoint.keep_best: needs validations, but train.validate_every is 0"),
         (
             ["checkpoint.keep_best=true", "train.validate_every=4", "checkpoint.save_every=6"],
-            "checkpoint.save_every: 6 is no multiple of train.validate_every 4",
+            "checkpoint.save_every: 6 is not a multiple of train.validate_every 4",
         ),
         (["export.checkpoint=best"], "export.checkpoint: best, but checkpoint.keep_best is false"),
     ],

@@ -322,7 +322,7 @@ def test_formats_that_are_not_read_are_refused_in_a_line(described, said):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("form", "said"), [("int4", "would be lost in the 4 bits"), ("", "is not quantised")])
+@pytest.mark.parametrize(("form", "said"), [("int4", "4 bits would undo the training"), ("", "is not quantised")])
 def test_a_format_that_a_merged_model_cannot_have_is_refused_in_a_line(form, said):
     config = {"quantization_config": OF_TINY[form]} if form else {}
     assert said in conversion.unwritable(config, "as_released")

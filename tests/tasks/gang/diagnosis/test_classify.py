@@ -147,7 +147,7 @@ def test_sigkill_is_told_from_the_ooms():
     ranks = (Rank(0, "a", 1, 9, (GLOO_RESET,), order=1), Rank(1, "b", -signal.SIGKILL, 9, ("step 9/20",), order=2))
     killed = classify(Evidence(ranks))
     assert killed == Failure(
-        "host", "host: rank 1 on b after step 9: killed by SIGKILL, by none of its gang", True, "b", 1, 9
+        "host", "host: rank 1 on b after step 9: killed by SIGKILL from outside the gang", True, "b", 1, 9
     )
     by_kernel = classify(Evidence(ranks, oom_kills={"a": 0, "b": 1}))
     assert (by_kernel.kind, by_kernel.host, by_kernel.retry) == ("memory", "b", False)
@@ -168,7 +168,7 @@ def test_what_is_not_sure_of_the_kernel_comes_after_a_rank_s_own_words():
     silent = Rank(5, "b", -signal.SIGABRT, 40, (), order=1)
     failure = classify(Evidence((silent,), kernel={"b": lines[:1]}))
     assert (failure.kind, failure.host, failure.blamed) == ("unknown", "b", ())
-    assert "a kernel did what it must not" in failure.line
+    assert "a kernel made an illegal operation" in failure.line
 
 
 def test_a_host_that_is_gone_explains_echoes():
@@ -183,11 +183,11 @@ def test_stopped_stalled_and_missing_are_told_apart():
     assert (stopped.kind, stopped.rank) == ("hang", 3)
     assert stopped.line == "hang: rank 3 on b after step 7: stopped (SIGSTOP or a debugger)"
     behind = classify(Evidence((*alive[:3], Rank(3, "b", None, 6)), stalled=True))
-    assert behind.line == "hang: rank 3 on b after step 6: makes no step, the others at 7"
-    assert classify(Evidence(tuple(alive), stalled=True)).line == "hang: no rank makes a step after 7"
+    assert behind.line == "hang: rank 3 on b after step 6: completes no step, the others are at 7"
+    assert classify(Evidence(tuple(alive), stalled=True)).line == "hang: no rank completes a step after 7"
     waited = [Rank(n, "ab"[n // 2], -signal.SIGABRT, 7, (WATCHDOG.format(n),), n) for n in (0, 1, 3)]
     late = classify(Evidence((*waited, Rank(2, "b", -signal.SIGTERM, 7, (), 9))))
-    expected = "hang: ranks 0, 1, 3 waited for ALLREDUCE number 1580; rank 2 on b after step 7 did not come"
+    expected = "hang: ranks 0, 1, 3 waited for ALLREDUCE number 1580; rank 2 on b after step 7 did not join"
     assert (late.kind, late.line) == ("hang", expected)
 
 
@@ -246,8 +246,10 @@ def test_why_a_host_was_told_to_end_is_the_schedulers_to_say(state):
 
 
 def test_nothing_at_all_is_said_so():
-    assert classify(Evidence()).line == "unknown: the gang ended, and no rank says why"
-    assert classify(Evidence((Rank(3, "a", 7),))).line == "unknown: rank 3 on a: ended with code 7 and said nothing"
+    assert classify(Evidence()).line == "unknown: the gang ended, and no rank reports the cause"
+    assert (
+        classify(Evidence((Rank(3, "a", 7),))).line == "unknown: rank 3 on a: ended with code 7 and without a message"
+    )
 
 
 def test_every_line_fits_one_screen():

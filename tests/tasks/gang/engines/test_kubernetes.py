@@ -108,7 +108,7 @@ def test_names_are_labels_of_the_domain_name_system_at_any_length():
     (["gang.engine=kubernetes"], "kubernetes.claim: required"),
     (["kubernetes.env=[HF_TOKEN=x]"], "HF_TOKEN looks like a secret"),
     (["kubernetes.env=[aws_secret_access_key=x]"], "looks like a secret"),
-    (["kubernetes.resources=[nvidia.com/gpu=4]"], "nvidia.com/gpu is said by layout.gpus_per_node"),
+    (["kubernetes.resources=[nvidia.com/gpu=4]"], "nvidia.com/gpu has the key layout.gpus_per_node"),
     (["kubernetes.resources=[rdma/ib]"], "rdma/ib"),
 ])  # fmt: skip
 def test_what_is_wrong_is_said_in_a_line(overrides, says):
@@ -233,7 +233,7 @@ def test_hosts_that_there_are(cluster):
 
 
 def test_a_store_that_pods_do_not_have_is_named(cluster, tmp_path):
-    with pytest.raises(Fault, match=r"FINETUNE_STORE: /elsewhere: pods have s3:// stores, and folders in"):
+    with pytest.raises(Fault, match=r"FINETUNE_STORE: /elsewhere: pods reach s3:// stores, and folders in"):
         kubernetes.start(tiny(), Board(open_store("/elsewhere"), "train-x", 1), 2)
 
 

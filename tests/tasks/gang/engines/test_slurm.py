@@ -98,8 +98,8 @@ def test_slurm_s_own_lines_are_told_from_what_members_say(tmp_path):
     ]
     others = ["0: member 0 of gangs/x/1: failed: rank 1", "srun: got SIGCONT", "1: srun is killed"]
     (tmp_path / "log").write_text("\n".join([*others, *own, *others]))
-    assert list(slurm.said(tmp_path / "log")) == own
-    assert slurm.said(tmp_path / "none") == ()
+    assert list(slurm.slurm_lines(tmp_path / "log")) == own
+    assert slurm.slurm_lines(tmp_path / "none") == ()
 
 
 def test_a_real_slurm_takes_the_script_of_glm47(here, capsys, monkeypatch, tmp_path):
@@ -178,7 +178,7 @@ def test_hosts_that_are_down_are_waited_for_and_not_counted(here, tmp_path):
     down("n[2-4]")
     try:
         assert slurm.available(two) == 1
-        assert slurm.capacity(two) == "2 of Slurm's, of which 1 is neither down nor drained"
+        assert slurm.capacity(two) == "2 of Slurm's; 1 is neither down nor drained"
         assert slurm.capacity(tiny(here, tmp_path, {"layout.nodes": "1"})) is None
         with pytest.raises(Fault, match="not available"):
             slurm.capacity(tiny(here, tmp_path, {"layout.nodes": "5"}))

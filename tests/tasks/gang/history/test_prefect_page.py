@@ -88,7 +88,7 @@ def test_the_page_has_hosts_attempts_and_commands(teller, store):
     [
         ("hang: rank 17 on n2: stopped (SIGSTOP or a debugger)", " --rank 17 --err"),
         ("host: n2 no longer answers", " --host n2 --err"),
-        ("hang: no rank makes a step after 12", " --err"),
+        ("hang: no rank completes a step after 12", " --err"),
     ],
 )
 def test_whose_log_is_worth_reading(how, options, teller, store):
@@ -126,8 +126,8 @@ def test_another_flow_goes_on_with_the_history(teller, store):
         timeline.write(store, earlier.before(later.history))
     told = read(store, "train-0123")
     assert told and [one.number for one in told.attempts] == [1, 2, 3, 4] and told.flow == "tiny-2"
-    assert settled(told)[1].how == "its flow ended without a word" and settled(told)[3].ended is None
-    assert "its flow ended without a word" in prefect_page.page(told, store)
+    assert settled(told)[1].how == "its flow ended without a report" and settled(told)[3].ended is None
+    assert "its flow ended without a report" in prefect_page.page(told, store)
     assert [one.gang for one in timeline.every(store)] == ["train-0123"]
 
 

@@ -83,7 +83,7 @@ def test_a_folder_is_its_files_of_known_formats_in_order(tmp_path):
 def test_a_link_that_leads_nowhere_is_not_left_out_of_a_folder(tmp_path):
     (tmp_path / "a.jsonl").touch()
     (tmp_path / "b.jsonl").symlink_to("gone")
-    with pytest.raises(Fault, match=r"^data\.source: .*/b\.jsonl: a link to gone, which is not there$"):
+    with pytest.raises(Fault, match=r"^data\.source: .*/b\.jsonl: a link to gone, which does not exist$"):
         sources.files(str(tmp_path))
 
 

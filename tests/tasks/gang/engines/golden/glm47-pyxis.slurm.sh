@@ -16,7 +16,7 @@
 #SBATCH --open-mode=append
 #SBATCH "--comment=fine tuning"
 
-# A member ends when its standard input does: nobody writes to this one, and it stays open while srun lives.
+# A member ends when its standard input closes: this one has no writer and stays open while srun lives.
 held=$(mktemp -u) && mkfifo -m 600 "$held" && exec 0<>"$held" && rm "$held"
 export PYTHONUNBUFFERED=1
 module load cuda

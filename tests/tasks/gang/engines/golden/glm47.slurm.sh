@@ -15,7 +15,7 @@
 #SBATCH --output=/shared/runs/work/train-0123456789abcdef/logs/slurm-%j.log
 #SBATCH --open-mode=append
 
-# A member ends when its standard input does: nobody writes to this one, and it stays open while srun lives.
+# A member ends when its standard input closes: this one has no writer and stays open while srun lives.
 held=$(mktemp -u) && mkfifo -m 600 "$held" && exec 0<>"$held" && rm "$held"
 export PYTHONUNBUFFERED=1
 exec srun --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --export=ALL --label \
