@@ -17,14 +17,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.bridge.training import gpt_step
-from megatron.core import parallel_state
 from torch.nn.functional import logsigmoid
 
 from conf.rules.objectives.dpo import OBJECTIVE
 from conf.schema.run import Run
-from trainer.megatron.routers import balance
-from trainer.megatron.whole_rows import whole
 
 OF_PAIRS = ("loss_mask", "reference")  # entries of a batch that the loss reads
 
@@ -65,12 +61,20 @@ class PreferenceStep:
         self.settings = Settings(run.train.dpo_beta, run.train.dpo_label_smoothing)
 
     def __call__(self, state: Any, iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
+        from megatron.bridge.training import gpt_step
+
+        from trainer.megatron.routers import balance
+
         batch = next(iterator)
         tokens = batch["loss_mask"].size(1)  # _loss() divides each of the two answers by it
         output, _ = gpt_step.forward_step(state, iter([batch | {balance.WEIGHT: tokens}]), model)
         return output, partial(self._loss, {key: batch[key] for key in OF_PAIRS})
 
     def _loss(self, batch: dict[str, torch.Tensor], output: torch.Tensor) -> Any:
+        from megatron.core import parallel_state
+
+        from trainer.megatron.whole_rows import whole
+
         mask, reference = (batch[key].to(output.device, non_blocking=True) for key in OF_PAIRS)
         answers = answer_log_probs(-whole(output.float(), None), mask)
         chosen, rejected = answers[0::2], answers[1::2]
@@ -87,6 +91,10 @@ class PreferenceStep:
 
 def scores(state: Any, iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
     """A forward_step that returns the log-probability of each row's answer, in a tuple of one."""
+    from megatron.bridge.training import gpt_step
+
+    from trainer.megatron.whole_rows import whole
+
     batch = next(iterator)
     output, _ = gpt_step.forward_step(state, iter([batch]), model)
 
