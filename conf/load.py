@@ -8,11 +8,10 @@ as in train.steps=20; the value is YAML and may be a list, and no key may be giv
 With `extends: NAME`, a file takes the keys of another one and holds only its name and the keys that differ. NAME is
 looked up like CONF; a path is relative to the file. All else works as if the keys stood in one file.
 
-Keys and values are checked first, each by itself. Once those are right, they are weighed against one another and
-against the arithmetic of the layout (conf/rules/layout.py); the rules that need the model's sizes wait for its
-config.json.
+Each key and value is checked first, then the rules between keys, then the arithmetic of the layout
+(conf/rules/layout.py). The rules that need the sizes of the model are checked later, with its config.json.
 
-YAML is read as in its version 1.2: 1e-4 is a number, yes and on are strings, 010 is no octal number. Duplicate keys are
+YAML is read as version 1.2: 1e-4 is a number, yes and on are strings, 010 is not an octal number. Duplicate keys are
 refused.
 """
 
@@ -98,7 +97,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: b
 
 
 def _place(places: dict[str, str], key: str, shown: str) -> str:
-    """Where a key was said, which may be one of a section in a list: in an override, or in the file `shown`."""
+    """The override or the file that sets a key, by default `shown`. The key may be one of a section in a list."""
     return places.get(key, places.get(key.partition("[")[0], shown))
 
 
@@ -151,7 +150,7 @@ def _by_path(data: dict) -> dict[tuple, Any]:
 
 
 def _replaced(data: dict, values: dict[tuple, Any]) -> dict:
-    """The keys with these values in place of their own. Of a pair in INSTEAD, the other key is removed."""
+    """The keys, changed to these values. If a value is for one of a pair in INSTEAD, the other key is removed."""
     data = {name: {**keys} if isinstance(keys, dict) else keys for name, keys in data.items()}
     for pair in INSTEAD:
         for key, (section, other) in (pair, pair[::-1]):
@@ -180,7 +179,7 @@ def _drawn_if_without_weights(run: Run) -> Run:
 
 
 def _one_host(run: Run) -> Run:
-    """Spell out `layout: auto` without a number of GPUs: all those of a host, of this one where the run stays on it."""
+    """Give `layout: auto` without a number of GPUs all those of a host: of this host if the run stays on it."""
     gpu = hardware.of(run)
     here = len(nvidia_smi.visible()) if gpu.cuda and run.gang.engine == HERE and run.layout.nodes == 1 else 0
     each = min(here, gpu.per_host) or gpu.per_host
@@ -249,7 +248,7 @@ def read_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], dict[str, 
 def _meant(key: str) -> str:
     """The key that was probably meant.
 
-    A key of the same name elsewhere comes first, then a similar one beside it, then any similar one.
+    A key of the same name in another section comes first, then a similar one in its section, then any similar one.
     """
     section, _, name = key.rpartition(".")
     known = (

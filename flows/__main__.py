@@ -3,8 +3,8 @@
     finetune plan glm47          the same as python -m flows.plan glm47
     finetune completion bash     print what the shell needs to complete subcommands, options and configurations
 
-A subcommand is imported when it runs, so that help and completion take a fraction of a second. Its module parses the
-arguments (flows/arguments.py).
+A module is imported when its subcommand runs. Help and completion need only its parser (flows/arguments.py) and take a
+fraction of a second.
 """
 
 import argparse

@@ -62,9 +62,9 @@ def main(run: Run) -> None:
     merged = f"{len(trained.adapters)} weights {'merged' if 'merged' in formats else 'adapted'}"
     say(f"export: {target} holds {' and '.join(formats)} of {folder}, {merged}")
     if rounding := facts.get("rounding"):
-        say(f"export: {format_of_release.told(rounding)}")
+        say(f"export: {format_of_release.summary(rounding)}")
     if apart := facts.get("from_training"):
-        say(f"export: {as_trained.told(apart)}")
+        say(f"export: {as_trained.summary(apart)}")
     if left_out := facts.get("left_out"):
         say(f"export: adapter/ lacks {len(left_out)} of them, of MTP layers, which transformers does not build")
     distributed.destroy_process_group()

@@ -362,6 +362,7 @@ EVEN_STAGES = dict.fromkeys(["vpp", "first_stage_layers", "last_stage_layers"])
 def runs(draw) -> Run:
     data = draw(SECTIONS) | {"name": draw(NAMES)}
     data["layout"] |= UNCUT | EVEN_STAGES
+    data["model"]["family"] = None  # the schema loads what it names
     data["data"]["packed"] = False
     rows = {key: field.default for key, field in Rows.model_fields.items()}
     data["data"] |= draw(st.sampled_from([{"mixture": ()}, rows]))

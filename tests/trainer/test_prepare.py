@@ -223,7 +223,7 @@ BAD_ROWS = {
     b'{"input": "a", "output": ""}': "rows.jsonl:3: output: empty",
     b'{"input": "a", "output": 12}': "rows.jsonl:3: output: not text: 12",
     b'{"input": "a", "output": "\xff"}': "rows.jsonl:3: not UTF-8",
-    b"[1]": "rows.jsonl:3: no object",
+    b"[1]": "rows.jsonl:3: not an object",
     b'{"input": "a", "output": "\\ud800"}': "rows.jsonl:3: output: half of a surrogate pair",
 }
 
@@ -272,7 +272,7 @@ def test_rows_longer_than_a_sequence(place):
     ("count", "overrides", "said"),
     [
         (0, [], "has no rows"),
-        (3, [], "falls to"),
+        (3, [], "is in validation"),
         (3, ["data.source=nowhere.jsonl"], "nowhere.jsonl"),
         (3, ["data.source=null"], "data.source"),
         (3, ["paths.model=nowhere"], "paths.model"),
@@ -298,7 +298,7 @@ def test_the_report_knows_copies_and_what_is_nearly_one(place):
     assert report["duplicates"]["exact"] == 10
     assert report["duplicates"]["near"] >= len(near)
     assert report["overlap"]["exact"] > 3
-    assert any("have a prompt that training has too" in line for line in report["warnings"])
+    assert any("have a prompt that is also in training" in line for line in report["warnings"])
     assert place.run("data.duplicates=drop")[0] == 0
     assert place.report()["dropped"]["copy of an earlier row"]["count"] == 10
     assert place.report()["rows"]["kept"] == 370 - 10 + len(near) - 10

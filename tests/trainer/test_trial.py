@@ -80,7 +80,7 @@ def test_results_without_a_place_go_to_the_folder_of_runs(tmp_path, monkeypatch)
         ("--layers 1", "--layers: 1 leaves no dense layer of 4"),
         ("layout.ep=3 layout.gpus_per_node=3", "layout.ep: 3 does not divide the 8 experts"),
         ("--gpu h300", "gpu: 'h300' is none of "),
-        ("--profile-to conf", "conf is there already, and not empty"),
+        ("--profile-to conf", "conf exists and is not empty"),
     ],
 )
 def test_faults_are_one_line(arguments, line, monkeypatch, capsys):
@@ -134,7 +134,7 @@ def test_kinds_of_layers_are_cut_off_with_the_layers():
 def test_layers_that_are_dense_by_their_number_are_cut_off():
     config = {**config_of(load("qwen2-moe", illegal=True)), "mlp_only_layers": [1, 20]}
     assert facts_from_hf(trial.cut(config, 3)).kinds == ("moe", "dense", "moe")
-    with pytest.raises(Fault, match="from 1 to"):
+    with pytest.raises(Fault, match="between 1 and"):
         trial.cut(config, 0)
 
 

@@ -1,10 +1,10 @@
-"""A folder that all ranks of a command write together, and that is there whole or not at all.
+"""A folder that all ranks of a command write together, and that appears only when it is complete.
 
-Everything is written into <folder>.partial, on storage that all ranks see. What was there before under the same name
-stays until the new folder is complete: synced to disk, marked (contract/checkpoints.py), and then given the name in one
-step (contract/output_marks.py). A rank that fails takes the partial folder with it; what a killed process leaves is
-removed by the next attempt, or gone on with where that makes the very same, to the very end. Where a link has the name,
-the folder that it leads to is replaced, on its own disk.
+Everything is written into <folder>.partial, on storage that all ranks share. The previous folder of this name stays
+until the new one is complete: synced to disk, marked (contract/checkpoints.py), and then renamed in one step
+(contract/output_marks.py). A rank that fails removes the partial folder. What a killed process leaves is removed by the
+next attempt, or resumed if the next attempt makes exactly the same output. If the name is a link, the folder that it
+points to is replaced, on its own disk.
 """
 
 import contextlib
@@ -21,19 +21,19 @@ from contract.faults import Fault
 from contract.files import sync, write_atomically
 from contract.output_marks import JOURNAL, PARTIAL, Kind, check_one, take
 
-# Megatron's writer processes pass on that they failed, and not why.
+# Megatron's writer processes report that they failed, but not the cause.
 FAILED = ("No space left on device", "CheckpointException ranks")
-GIVEN_WAY = 10.0  # seconds
-MADE, OF = "what.txt", "of.txt"  # in the journal: what is being made, and the number of the folder
-ASIDE = ".journal"  # beside an output: the journal of a folder that is whole, until it is in its place
+WAIT_FOR_CAUSE = 10.0  # seconds
+STATE, OF = "what.txt", "of.txt"  # in the journal: the state to resume from, and the folder's inode
+ASIDE = ".journal"  # next to an output: the journal of a complete folder, until the folder is renamed
 
 
 @contextlib.contextmanager
-def write(folder: Path, facts: dict[str, Any], kind: Kind, made: str = "") -> Iterator[Path]:
-    """Yield the folder to write into. `facts` go into the mark, as they are when the block ends on rank 0.
+def write(folder: Path, facts: dict[str, Any], kind: Kind, state: str = "") -> Iterator[Path]:
+    """Yield the folder to write into. `facts` go into the mark with their values at the end of the block on rank 0.
 
-    `made` tells what is made from anything else. With it, an attempt that was killed is gone on with: the folder holds
-    what that has left, and a folder JOURNAL to note in what is finished.
+    `state` identifies the output. With it, a killed attempt is resumed: the folder has its files, and a folder JOURNAL
+    for records of finished parts.
     """
     place, first = Path(os.path.realpath(folder)), rank() == 0
     partial, journal = place.with_name(place.name + PARTIAL), place.with_name(place.name + ASIDE)
@@ -44,18 +44,18 @@ def write(folder: Path, facts: dict[str, Any], kind: Kind, made: str = "") -> It
         if first:
             output_marks.recover(place, kind)
             _bring_back(journal, partial, kind)
-            if not made or _read(partial / JOURNAL / MADE) != made:
+            if not state or _read(partial / JOURNAL / STATE) != state:
                 output_marks.remove(partial, kind)
                 take(partial, kind)
-            if made:
+            if state:
                 (partial / JOURNAL).mkdir(exist_ok=True)
-                write_atomically(partial / JOURNAL / MADE, made, durable=False)
+                write_atomically(partial / JOURNAL / STATE, state, durable=False)
         barrier()
         yield partial
         barrier()
         if first:
             _sync(partial)
-            if made:
+            if state:
                 _put_aside(partial, journal)
             checkpoints.mark(partial, **facts)
             output_marks.finished(partial)
@@ -65,28 +65,28 @@ def write(folder: Path, facts: dict[str, Any], kind: Kind, made: str = "") -> It
     except BaseException as error:
         full = _is_of_the_disk(error)
         if isinstance(error, Fault) and not partial.exists():
-            time.sleep(GIVEN_WAY)  # another rank has failed, and has to say why: it ends this one
-        if full or not made or isinstance(error, Fault):  # else the next attempt goes on
-            with contextlib.suppress(OSError, output_marks.Foreign):  # another rank may be at it as well
+            time.sleep(WAIT_FOR_CAUSE)  # another rank has failed; it reports the cause and ends this one
+        if full or not state or isinstance(error, Fault):  # otherwise the next attempt resumes
+            with contextlib.suppress(OSError, output_marks.Foreign):  # another rank may be removing it too
                 output_marks.remove(partial, kind)
                 _remove(journal)
         if full:
-            text = f"{folder}: could not be written, the disk is full or fails; what there was of it is removed again"
+            text = f"{folder}: could not be written, the disk is full or fails; the partial output is removed"
             raise Fault(text) from error
         raise
 
 
 def _put_aside(partial: Path, journal: Path) -> None:
-    """Take the journal out of a folder that is whole. To remove it there would lose what is finished, if killed."""
+    """Move the journal out of a complete folder. Removing it there instead would lose finished work if killed."""
     (partial / JOURNAL / OF).write_text(_number(partial))
-    if os.path.lexists(journal):  # somebody else's
+    if os.path.lexists(journal):  # of another program
         shutil.rmtree(partial / JOURNAL)
     else:
         (partial / JOURNAL).rename(journal)
 
 
 def _bring_back(journal: Path, partial: Path, kind: Kind) -> None:
-    """Put the journal of a folder that was whole, and not yet in its place, back into it. Any other is of no use."""
+    """Move the journal back into a complete folder that was not renamed yet; any other journal is removed."""
     if _read(journal / OF) == _number(partial) and not (partial / JOURNAL).exists():
         output_marks.begin(partial, kind)
         (partial / checkpoints.MARK).unlink(missing_ok=True)
@@ -95,13 +95,13 @@ def _bring_back(journal: Path, partial: Path, kind: Kind) -> None:
 
 
 def _remove(journal: Path) -> None:
-    """Remove a journal that was put aside. What else has the name stays."""
-    if (journal / OF).is_file() and (journal / MADE).is_file():
+    """Remove a journal that was put aside; other files of this name stay."""
+    if (journal / OF).is_file() and (journal / STATE).is_file():
         shutil.rmtree(journal, ignore_errors=True)
 
 
 def _number(folder: Path) -> str:
-    """The folder's number on its disk, which goes with it where it is renamed."""
+    """Return the folder's inode, which a rename keeps."""
     try:
         return str(folder.stat().st_ino)
     except OSError:
@@ -124,7 +124,7 @@ def barrier() -> None:
 
 
 def gather(value: Any) -> list[Any]:
-    """Every rank's value, on every rank."""
+    """Return every rank's value, on every rank."""
     values = [value]
     if ranks() > 1:
         import torch.distributed
@@ -147,7 +147,7 @@ def _sync(folder: Path) -> None:
 
 
 def _is_of_the_disk(error: BaseException | None) -> bool:
-    """Whether the error is of the disk, also where a library has wrapped it, or passes on only its text."""
+    """Whether the error is from a full disk, even if a library wrapped it or reports only its text."""
     while error is not None:
         text = str(error)
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(sign in text for sign in FAILED):

@@ -1,8 +1,8 @@
-"""Check before a conversion that every released tensor has its place in Megatron's model, and the other way round.
+"""Check before a conversion that released tensors and Megatron's parameters match completely.
 
-Megatron-Bridge logs a warning where a name has no mapping or a tensor is missing, and goes on: parameters then keep
-whatever was in memory, and released tensors (whole multi-token-prediction layers, in one version) are dropped. Here
-names and shapes are compared first, from the files' headers alone, and any difference ends the conversion.
+If a name has no mapping or a tensor is missing, Megatron-Bridge only logs a warning: parameters then keep arbitrary
+values, and released tensors (in one version, whole multi-token-prediction layers) are dropped. Here names and shapes
+are compared first, from the files' headers alone, and any difference ends the conversion.
 """
 
 import itertools
@@ -24,14 +24,14 @@ Shape = tuple[int, ...]
 
 @dataclass
 class Demand:
-    """Tensors that the Megatron model has to be filled with."""
+    """Tensors that the Megatron model needs."""
 
     shapes: dict[str, Shape]  # of released tensors, by their released names
-    unmapped: list[str]  # Megatron's names of parameters that no released tensor would fill
+    unmapped: list[str]  # Megatron's names of parameters without a released tensor
 
 
 def demand(bridge, model) -> Demand:
-    """Demand of the whole model: each rank looks at its own part."""
+    """Return the demand of the whole model; each rank examines its own part."""
     model = unwrap_model(model)
     registry = bridge._model_bridge.mapping_registry()
     shapes: dict[str, Shape] = {}
@@ -48,20 +48,20 @@ def demand(bridge, model) -> Demand:
         module = get_module_and_param_from_name(model, name, stage)[0]
         whole = _whole_shape(mapping, whole_name, tensor, module)
         if whole_name.endswith(VOCABULARY):
-            whole = (bridge.hf_pretrained.config.vocab_size, *whole[1:])  # without the rows that pad it
+            whole = (bridge.hf_pretrained.config.vocab_size, *whole[1:])  # without padding rows
         shapes |= _released_shapes(mapping, whole, config)
     parts = gather((shapes, unmapped))
     merged = {name: shape for part, _ in parts for name, shape in part.items()}
     return Demand(merged, sorted(set(itertools.chain.from_iterable(names for _, names in parts))))
 
 
-def check(wanted: Demand, model: released.Model, sums: dict[str, str], left_out: set[str]) -> None:
-    """Raise a Fault that names every kind of difference. `left_out` are released tensors that are not converted."""
+def check(demand: Demand, model: released.Model, sums: dict[str, str], left_out: set[str]) -> None:
+    """Raise a Fault that lists every kind of difference. `left_out` are released tensors that are not converted."""
     tensors, copies = model.weights, released.repeated(model)
-    used = wanted.shapes.keys() | copies.keys() | left_out
+    used = demand.shapes.keys() | copies.keys() | left_out
     extra = [name for name in tensors if name not in used and not released.COMPUTED.search(name)]
-    missing = [name for name in wanted.shapes if name not in tensors]
-    both = {name: shape for name, shape in wanted.shapes.items() if name in tensors}
+    missing = [name for name in demand.shapes if name not in tensors]
+    both = {name: shape for name, shape in demand.shapes.items() if name in tensors}
     shapes = [
         f"{name} is {list(tensors[name].shape)} and should be {list(shape)}"
         for name, shape in both.items()
@@ -79,7 +79,7 @@ def check(wanted: Demand, model: released.Model, sums: dict[str, str], left_out:
             ("tensors missing", missing),
             ("tensors of the wrong shape", shapes),
             ("copies that differ from their original", differ),
-            ("Megatron parameters that no tensor fills", wanted.unmapped),
+            ("Megatron parameters that no tensor fills", demand.unmapped),
         )
         if names
     ]
@@ -88,14 +88,14 @@ def check(wanted: Demand, model: released.Model, sums: dict[str, str], left_out:
 
 
 def unfilled(model) -> list[str]:
-    """Names of tensors that hold a NaN. After fill_with_nan(), these were not filled to the last element."""
+    """Return the names of tensors that contain a NaN: after fill_with_nan(), those that were not filled completely."""
     model = unwrap_model(model)
-    found = [
+    names = [
         _megatron_local_name_to_global(model, model[stage].config, name, stage)
         for stage, name, tensor in _tensors(model)
         if tensor.is_floating_point() and tensor.isnan().any()
     ]
-    return sorted(set(itertools.chain.from_iterable(gather(found))))
+    return sorted(set(itertools.chain.from_iterable(gather(names))))
 
 
 def fill_with_nan(model) -> None:
@@ -105,14 +105,14 @@ def fill_with_nan(model) -> None:
 
 
 def named_tensors(model):
-    """Tensors that a checkpoint of this rank's part holds, by the names that they have in the whole model."""
+    """Yield the tensors in a checkpoint of this rank's part, by their names in the whole model."""
     model = unwrap_model(model)
     for stage, name, tensor in _tensors(model):
         yield _megatron_local_name_to_global(model, model[stage].config, name, stage), tensor
 
 
 def _tensors(model):
-    """Tensors that a checkpoint of this rank's part holds, each as (stage, local name, tensor)."""
+    """Yield the tensors in a checkpoint of this rank's part, as (stage, local name, tensor)."""
     for stage, chunk in enumerate(model):
         for name, tensor in itertools.chain(chunk.named_parameters(), persistent_buffers(chunk)):
             if "_extra_state" not in name:
@@ -126,7 +126,7 @@ def _whole_shape(mapping, name: str, tensor, module) -> Shape:
         return tuple(shape)
     if type(mapping) is ReplicatedMapping:
         return tuple(shape)
-    # the mapping asks the module, and the parameter's name where a module has cut and uncut ones
+    # the mapping reads the module, and the parameter's name if a module has cut and uncut parameters
     kind = AutoMapping(name, name)._detect_parallelism_type(module)
     if kind == "column" or (kind == "row" and len(shape) > 1):
         shape[0 if kind == "column" else 1] *= mapping.tp_size
@@ -138,10 +138,10 @@ def _released_shapes(mapping, whole: Shape, config) -> dict[str, Shape]:
     if stacks_experts(mapping):
         return {names: (config.num_moe_experts, *whole[::-1])}
     if isinstance(names, str):
-        turned, grouped = getattr(mapping, "permute_dims", None), getattr(mapping, "is_grouped_export", False)
-        if turned == (1, 0) and not grouped:
+        permutation, grouped = getattr(mapping, "permute_dims", None), getattr(mapping, "is_grouped_export", False)
+        if permutation == (1, 0) and not grouped:
             return {names: whole[::-1]}
-        return {names: () if turned or grouped else whole}  # (): Bridge checks the shape while it loads
+        return {names: () if permutation or grouped else whole}  # (): Bridge checks the shape while it loads
     if set(names) == {"gate", "up"}:
         return dict.fromkeys(names.values(), (whole[0] // 2, *whole[1:]))
     if set(names) == {"q", "k", "v"} and not getattr(config, "attention_output_gate", False):

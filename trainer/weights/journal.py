@@ -1,6 +1,6 @@
-"""Work that is cut into units, each done by one rank and noted when it is done, so that a later attempt leaves it out.
+"""Work cut into units, each done by one rank and recorded when it is done, so a later attempt skips it.
 
-The entries of units, small JSON objects, lie in a folder beside what is made, on storage that all ranks see.
+The entries of units, small JSON objects, are in a folder next to the output, on storage that all ranks share.
 """
 
 import contextlib
@@ -25,50 +25,50 @@ def do(
     make: Callable[[int], Entry],
     ahead: Callable[[int], None],
 ) -> dict[int, Entry]:
-    """Have every unit done that is not, or is not whole any more. Returns the entries of all, on every rank.
+    """Do every unit that is missing or no longer valid. Return all entries, on every rank.
 
-    `sizes` are those of the units, by their numbers. make() does one of them and returns its entry; ahead() is told
-    of each unit before the one that precedes it is done.
+    `sizes` has the size of each unit, by number. make() does one unit and returns its entry; ahead() is called for each
+    unit before the preceding one is done.
     """
     rank, ranks = atomic_folder.rank(), atomic_folder.ranks()
-    entries = atomic_folder.gather(_entries(folder, sizes))[0]  # as rank 0 sees them
-    mine = share({number: sizes[number] for number in entries}, ranks)[rank]
-    broken = {number for number in mine if not is_whole(number, entries[number])}
+    entries = atomic_folder.gather(_entries(folder, sizes))[0]  # rank 0's
+    own = share({number: sizes[number] for number in entries}, ranks)[rank]
+    broken = {number for number in own if not is_whole(number, entries[number])}
     for number in set().union(*atomic_folder.gather(broken)):
         del entries[number]
-    made = {}
-    mine = share({number: size for number, size in sizes.items() if number not in entries}, ranks)[rank]
-    for number in mine[:1]:
+    new_entries = {}
+    own = share({number: size for number, size in sizes.items() if number not in entries}, ranks)[rank]
+    for number in own[:1]:
         ahead(number)
-    for place, number in enumerate(mine):
-        for following in mine[place + 1 : place + 2]:
+    for place, number in enumerate(own):
+        for following in own[place + 1 : place + 2]:
             ahead(following)
-        made[number] = make(number)
-        write_atomically(folder / f"{number}.json", json.dumps(made[number]), durable=False)
-        heartbeat.step(len(made))
-    for one in atomic_folder.gather(made):
-        entries |= one
+        new_entries[number] = make(number)
+        write_atomically(folder / f"{number}.json", json.dumps(new_entries[number]), durable=False)
+        heartbeat.step(len(new_entries))
+    for of_rank in atomic_folder.gather(new_entries):
+        entries |= of_rank
     return entries
 
 
 def share(sizes: dict[int, int], ranks: int) -> list[list[int]]:
-    """Numbers for each rank, so that sizes add up to about the same.
+    """Assign numbers to ranks with about equal total sizes.
 
-    They are in their order, but each rank begins elsewhere: units side by side would be of the same file.
+    Each rank's numbers are in order but start at a different place, because neighbouring units are in the same file.
     """
-    loads, found = [0] * ranks, [[] for _ in range(ranks)]
+    loads, assigned = [0] * ranks, [[] for _ in range(ranks)]
     for number, size in sorted(sizes.items(), key=lambda one: (-one[1], one[0])):
         least = loads.index(min(loads))
         loads[least] += size + 1
-        found[least].append(number)
-    found = [sorted(numbers) for numbers in found]
-    firsts = [len(numbers) * rank // ranks for rank, numbers in enumerate(found)]
-    return [numbers[first:] + numbers[:first] for numbers, first in zip(found, firsts, strict=True)]
+        assigned[least].append(number)
+    assigned = [sorted(numbers) for numbers in assigned]
+    firsts = [len(numbers) * rank // ranks for rank, numbers in enumerate(assigned)]
+    return [numbers[first:] + numbers[:first] for numbers, first in zip(assigned, firsts, strict=True)]
 
 
 def _entries(folder: Path, numbers: Iterable[int]) -> dict[int, Entry]:
-    found = {}
+    entries = {}
     for number in numbers:
         with contextlib.suppress(OSError, ValueError, Fault):
-            found[number] = json_object.read(folder / f"{number}.json")
-    return found
+            entries[number] = json_object.read(folder / f"{number}.json")
+    return entries

@@ -1,4 +1,4 @@
-"""A weight with a low-rank change, in blocks of its rows, and the check of one that was written.
+"""A weight with a low-rank change, in blocks of its rows, and the check of a written one.
 
     LoRA   W' = W + scale * B @ A
     DoRA   W' = magnitude * (W + scale * B @ A) / norm of each row of it
@@ -15,16 +15,16 @@ import torch
 
 from trainer.weights.mapped import kept_memory
 
-AT_ONCE = 2**19  # elements that are merged at once
-TILE = 64  # Rows of a block are a multiple of it: their product is then, to the last bit, that of the whole matrix.
-# Rows whose length is a multiple of this compete for the same few places of a core's cache: a product of rank 8 takes
-# three times as long. They lie a little further apart.
+AT_ONCE = 2**19  # elements merged at a time
+TILE = 64  # Blocks have multiples of this many rows: their products are then bit-identical to the whole matrix's.
+# Rows whose length is a multiple of CROWDED compete for the same cache lines: a product of rank 8 takes three times as
+# long. Such rows are stored APART elements further apart.
 CROWDED, APART = 256, 16
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Matrix(Protocol):
-    """A matrix that is asked for by rows, from the first to the last: a tensor, or one that is read (read_rows.py)."""
+    """A matrix read by rows in order: a tensor, or one in a file (read_rows.py)."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -36,51 +36,51 @@ class Matrix(Protocol):
 
 
 def merged(weight: Matrix, a: torch.Tensor, b: torch.Tensor, scale: float, magnitude) -> Iterator[torch.Tensor]:
-    """The merged weight in blocks of its rows, each of which is gone when the next is asked for."""
+    """Yield the merged weight in blocks of rows; each block is invalid after the next is requested."""
     a, b = a.float(), b.float()
-    changes, found = _room("changes", _block(weight)), _rounded(_block(weight), weight.dtype)
-    exact = frexp(scale)[0] in (0.5, -0.5)  # a power of two: to multiply by it rounds nothing, now or while adding
+    changes, rounded = _room("changes", _block(weight)), _rounded(_block(weight), weight.dtype)
+    exact = frexp(scale)[0] in (0.5, -0.5)  # a power of two: multiplication does not round
     for rows, whole in _blocks(weight):
         change = torch.mm(b[rows], a, out=changes[: len(whole)])
         whole = whole.add_(change, alpha=scale) if exact else whole.add_(change.mul_(scale))
         if magnitude is not None:
             whole *= (magnitude[rows].float() / whole.norm(dim=1)).unsqueeze(1)
-        yield found[: len(whole)].copy_(whole)
+        yield rounded[: len(whole)].copy_(whole)
 
 
 def is_merged(found: Matrix, weight: Matrix, a, b, scale: float, magnitude) -> bool:
-    """Whether `found` is the merged weight, rounded to its type, computed once more in another order.
+    """Whether `found` is the merged weight, rounded to its type; computed again in another order.
 
-    Beside rounding, a number may be off by what fp32 loses of the largest one. Of most numbers both orders give the
-    same, so that only the others are looked at one by one.
+    Besides rounding, a value may differ by fp32's loss relative to the largest value. Both orders give most values
+    identically, so only the others are examined.
     """
     a, factor, numbers = a.float(), b.float() * scale, torch.finfo(found.dtype)
-    near_zero = numbers.eps / 2 * numbers.tiny  # what rounding is off by where numbers have no exponent left
-    largest, beyond = [0.0], [0.0]  # of each block: the largest number, and by how much one is off beyond rounding
+    near_zero = numbers.eps / 2 * numbers.tiny  # rounding error of subnormal numbers
+    largest, beyond = [0.0], [0.0]  # per block: largest magnitude, and largest error beyond rounding
     rounded = _rounded(_block(weight), found.dtype)
     for rows, released in _blocks(weight):
         whole, block = expected(released, a, factor[rows], None if magnitude is None else magnitude[rows]), found[rows]
-        if other := _unequal(rounded[: len(whole)].copy_(whole), block):
-            exact = whole[other]
-            off = (block[other].float() - exact).abs_()
+        if unequal := _unequal(rounded[: len(whole)].copy_(whole), block):
+            exact = whole[unequal]
+            off = (block[unequal].float() - exact).abs_()
             beyond.append(float(off.sub_(exact.abs_(), alpha=numbers.eps / 2).amax()))
         largest.append(float(whole.abs_().amax()))
     most = torch.tensor(largest).amax()
-    if not most.to(found.dtype).isfinite():  # nor is a number of the merged weight then
+    if not most.to(found.dtype).isfinite():  # then the merged weight is not finite either
         return False
-    return all(one <= 1e-5 * float(most) + near_zero for one in beyond)  # of what is not a number, neither is
+    return all(error <= 1e-5 * float(most) + near_zero for error in beyond)  # false for NaN
 
 
-def _unequal(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Rows and columns of the numbers whose bits differ, if any do. numpy compares bits ten times as fast as torch."""
-    bits = BITS[one.element_size()]
-    differ = one.view(bits).numpy() != other.view(bits).numpy()
+def _unequal(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return rows and columns of values whose bits differ, if any. numpy compares bits ten times as fast as torch."""
+    bits = BITS[left.element_size()]
+    differ = left.view(bits).numpy() != right.view(bits).numpy()
     rows, columns = np.divmod(np.flatnonzero(differ), differ.shape[1])
     return (torch.from_numpy(rows), torch.from_numpy(columns)) if len(rows) else None
 
 
 def expected(weight: torch.Tensor, a: torch.Tensor, factor: torch.Tensor, magnitude) -> torch.Tensor:
-    """The merged weight, or rows of it, computed in another order than merged() does.
+    """Return the merged weight, or rows of it, computed in another order than in merged().
 
     `weight` is in fp32 and is overwritten; `factor` is scaled B.
     """
@@ -89,7 +89,7 @@ def expected(weight: torch.Tensor, a: torch.Tensor, factor: torch.Tensor, magnit
 
 
 def _blocks(weight: Matrix) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Rows that fit into a processor's own memory, in fp32, which may be overwritten: most of the time is memory's."""
+    """Yield rows that fit into the processor's cache, in fp32; they may be overwritten."""
     room = _room("block", _block(weight))
     for first in range(0, weight.shape[0], room.shape[0]):
         rows = slice(first, min(first + room.shape[0], weight.shape[0]))
@@ -102,12 +102,12 @@ def _block(weight: Matrix) -> tuple[int, int]:
 
 
 def _room(use: str, shape: tuple[int, int]) -> torch.Tensor:
-    """Room for fp32, kept for this use."""
+    """Return cached fp32 memory for this use."""
     rows, columns = shape
     width = columns + (APART if columns % CROWDED == 0 else 0)
     return kept_memory.take(use, rows * width, torch.float32).view(rows, width)[:, :columns]
 
 
 def _rounded(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Room for a block in the type of the weight."""
+    """Return cached memory for a block in the type of the weight."""
     return kept_memory.take("rounded", shape[0] * shape[1], dtype).view(shape)

@@ -1,10 +1,10 @@
-"""Mapping of Megatron's names and fused layers to the released model's, by Megatron-Bridge's own tables.
+"""Mapping of Megatron's names and fused layers to the released model's, from Megatron-Bridge's own tables.
 
-Megatron computes queries, keys and values in one layer, and gate and up in one; the released models have them apart.
-GPT-2 has them in one layer too, but not in Megatron's order, and stores its matrices transposed; gpt-oss has those of
-all experts of a layer in one tensor, transposed, with the rows of gate and up by turns. The rows of a bias, of the B of
-a low-rank adapter and of DoRA's magnitudes are mapped like those of the weight. Only mappings that cut a tensor into
-rows, or put them in order, are known here; a model whose mapping does anything else is refused.
+Megatron computes queries, keys and values in one layer, and gate and up in one; released models usually have separate
+ones. GPT-2 has one layer too, but not in Megatron's order, and stores its matrices transposed. gpt-oss has all experts
+of a layer in one tensor, transposed, with alternating rows of gate and up. The rows of a bias, of the B of a low-rank
+adapter and of DoRA's magnitudes are mapped like those of the weight. Only mappings that cut a tensor into rows or
+reorder rows are supported; models with any other mapping are refused.
 """
 
 import re
@@ -27,7 +27,7 @@ PLAIN = (
     PaddedVocabularyMapping,
 )
 SPLIT = (param_mapping.GatedMLPMapping, param_mapping.QKVMapping)
-TURNED = (1, 0)
+TRANSPOSED = (1, 0)
 BY_TURNS = "gate and up by turns"
 EXPERT = re.compile(r"\d+$")
 
@@ -36,12 +36,12 @@ EXPERT = re.compile(r"\d+$")
 class Part:
     """A released tensor as a part of a Megatron tensor: all of it, all of qkv, or one of q, k, v, gate, up.
 
-    Of a released tensor that stacks the experts of a layer, the part is that of one expert.
+    If the released tensor stacks the experts of a layer, the part is one expert.
     """
 
     name: str
     role: str | None
-    turned: bool = False  # the release has the matrix transposed
+    turned: bool = False  # the release stores the matrix transposed
     expert: int | None = None  # number in a stack
 
     def rows(self, whole: torch.Tensor, config) -> torch.Tensor:
@@ -58,21 +58,21 @@ class Part:
         return torch.cat(tuple(parts)) if self.role == "qkv" else parts["qkv".index(self.role)]
 
     def turn(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Turn a released matrix to Megatron's way round, or Megatron's to the release's."""
+        """Transpose between the release's and Megatron's orientation, if they differ."""
         return matrix.t() if self.turned else matrix
 
     def shape(self, released: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the released tensor, or of one expert of a stack, the way round that Megatron has it."""
+        """Return the shape of the released tensor, or of one expert of a stack, in Megatron's orientation."""
         own = released if self.expert is None else released[1:]
         return own[::-1] if self.turned else own
 
     def of(self, released: torch.Tensor) -> torch.Tensor:
-        """The released tensor, or its expert's."""
+        """Return the released tensor, or its expert."""
         return released if self.expert is None else released[self.expert]
 
 
 def read(model: Model, part: Part) -> torch.Tensor:
-    """The released weight, or no more than one expert of a stack."""
+    """Return the released weight, or one expert of a stack."""
     if part.expert is None:
         return released_tensors.read(model, part.name)
     return released_tensors.read(model, part.name, slice(part.expert, part.expert + 1))[0]
@@ -84,7 +84,7 @@ def stacks_experts(mapping) -> bool:
 
 
 def parts(registry, name: str) -> list[Part] | None:
-    """The released tensors that a Megatron weight consists of; None where Bridge has no mapping for it."""
+    """Return the released tensors that make up a Megatron weight; None if Bridge has no mapping for it."""
     # A checkpoint calls a multi-token-prediction layer's block transformer_layer; some of Bridge's tables do not.
     names = (name, name.replace(".transformer_layer.", ".mtp_model_layer."))
     mapping = next(filter(None, map(registry.megatron_to_hf_lookup, names)), None)
@@ -92,13 +92,13 @@ def parts(registry, name: str) -> list[Part] | None:
         return None
     if stacks_experts(mapping):
         number = EXPERT.search(name)
-        assert number, f"{name} is no expert's"
+        assert number, f"{name} is not an expert's"
         return [Part(str(mapping.hf_param), BY_TURNS if mapping.by_turns else None, True, int(number[0]))]
-    turned = getattr(mapping, "permute_dims", None)
-    if type(mapping) in PLAIN and turned in (None, TURNED):
-        return [Part(mapping.hf_param, None, turned == TURNED)]
-    if isinstance(mapping, param_mapping.ConcatenatedQKVMapping) and turned in (None, TURNED):
-        return [Part(str(mapping.hf_param), "qkv", turned == TURNED)]
+    permutation = getattr(mapping, "permute_dims", None)
+    if type(mapping) in PLAIN and permutation in (None, TRANSPOSED):
+        return [Part(mapping.hf_param, None, permutation == TRANSPOSED)]
+    if isinstance(mapping, param_mapping.ConcatenatedQKVMapping) and permutation in (None, TRANSPOSED):
+        return [Part(str(mapping.hf_param), "qkv", permutation == TRANSPOSED)]
     if type(mapping) in SPLIT and isinstance(mapping.hf_param, dict):
         return [Part(released, role) for role, released in mapping.hf_param.items()]
-    raise Fault(f"{name}: {type(mapping).__name__} is a mapping that export does not know")
+    raise Fault(f"{name}: export does not support the mapping {type(mapping).__name__}")

@@ -1,7 +1,7 @@
-"""Digests of the values that a model in training has in memory, by the names under which a checkpoint holds them.
+"""Digests of a model's values in training's memory, by their names in a checkpoint.
 
-Every rank adds up the pieces that are its own (Megatron's main replicas). Only numbers travel, 16 bytes and a name a
-tensor. On a GPU this takes three passes over the trained weights; nothing is copied but a few million elements at once.
+Every rank sums its own pieces (Megatron's main replicas). Only numbers are sent: 16 bytes and a name per tensor. On a
+GPU this takes three passes over the trained weights, and copies only a few million elements at a time.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -19,41 +19,43 @@ from trainer.weights import digests, torch_dist
 
 
 def metadata() -> dict:
-    """Megatron-Bridge's wishes when it saves; a new dictionary each time, as megatron-core writes groups into it."""
+    """Return Megatron-Bridge's save options, in a new dictionary because megatron-core writes groups into it."""
     return {"singleton_local_shards": False}
 
 
 @torch.no_grad()
 def of_model(model, adapter) -> dict[str, str] | None:
-    """Digests of the adapter's tensors, or of all where there is none; None on all ranks but 0. All ranks take part."""
+    """Return digests of the adapter's tensors, or of all without an adapter; None except on rank 0. All ranks must call
+    it.
+    """
     state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata()) for i, chunk in enumerate(unwrap_model(model))}
     state = of_adapter(state, adapter)
     apply_factories(state)
     pieces = [value for value in nested_values(state) if _is_mine(value)]
-    everyone = [None] * distributed.get_world_size() if distributed.get_rank() == 0 else None
-    distributed.gather_object(_sums(pieces), everyone)
-    if everyone is None:
+    of_ranks = [None] * distributed.get_world_size() if distributed.get_rank() == 0 else None
+    distributed.gather_object(_sums(pieces), of_ranks)
+    if of_ranks is None:
         return None
     total: dict[str, int] = {}
-    for of_rank in everyone:
+    for of_rank in of_ranks:
         for name, number in of_rank.items():
             total[name] = total.get(name, 0) + number
     return {name: digests.text(number) for name, number in total.items()}
 
 
 def of_adapter(state: dict, adapter) -> dict:
-    """The part of a model's state that a checkpoint keeps: the adapter's, or all where there is none."""
+    """Return the part of a model's state that a checkpoint keeps: the adapter's, or all without an adapter."""
     return state if adapter is None else apply_peft_adapter_filter_to_state_dict(state, adapter)
 
 
 def alpha(model) -> float | None:
-    """The numerator of the adapters' scale, as it is in use; on every rank."""
-    mine = {module.adapter.alpha for chunk in unwrap_model(model) for module in chunk.modules() if _has_adapter(module)}
-    everyone = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyone, mine)
-    found = set().union(*everyone)
-    assert len(found) <= 1, f"adapters of several alphas: {found}"
-    return next(iter(found), None)
+    """Return the numerator of the adapters' scale in use; on every rank."""
+    own = {module.adapter.alpha for chunk in unwrap_model(model) for module in chunk.modules() if _has_adapter(module)}
+    of_ranks = [None] * distributed.get_world_size()
+    distributed.all_gather_object(of_ranks, own)
+    alphas = set().union(*of_ranks)
+    assert len(alphas) <= 1, f"adapters of several alphas: {alphas}"
+    return next(iter(alphas), None)
 
 
 def _has_adapter(module) -> bool:
@@ -77,7 +79,9 @@ def _sums(pieces: list[ShardedTensor]) -> dict[str, int]:
         spans = zip(piece.global_offset[:depth], data.shape[:depth], strict=True)
         indices = itertools.product(*(range(start, start + size) for start, size in spans))
         names += [torch_dist.name_of(piece.key, index) for index in indices]
-    found: dict[str, int] = {}
-    for name, number in zip(names, torch.cat(numbers).tolist() if numbers else [], strict=True):  # the one wait
-        found[name] = found.get(name, 0) + number
-    return found
+    sums: dict[str, int] = {}
+    for name, number in zip(
+        names, torch.cat(numbers).tolist() if numbers else [], strict=True
+    ):  # the only synchronization
+        sums[name] = sums.get(name, 0) + number
+    return sums

@@ -1,10 +1,10 @@
 """Tensors of a released checkpoint: names, types, shapes, places and checksums, read without a tensor library.
 
-The checksum of a tensor is that of its bytes, wherever they lie, so the digest of a model does not depend on how it is
-cut into files. It is XXH3 of 128 bits, against loss and confusion and not against forgery: the store and the Hub's own
-digests are for that, and SHA-256 took a third of a conversion's time. Bases that were made with SHA-256 keep it, as a
-recorded checksum tells by its length which of the two it is. trainer/checks/inputs.py has checked beforehand that the
-files are there and as long as their headers say.
+The checksum of a tensor is that of its bytes, wherever they are stored, so the digest of a model does not depend on its
+files. It is a 128-bit XXH3, against loss and confusion, not against forgery: the store's and the Hub's digests protect
+against that, and SHA-256 took a third of a conversion's time. Bases made with SHA-256 keep it; the length of a recorded
+checksum shows its kind. trainer/checks/inputs.py has already checked that the files exist and have the length in their
+headers.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ from contract import json_object
 from contract.faults import Fault
 from trainer.startup import device
 
-SOURCE = "source.json"  # beside a converted model: what each released tensor was
-BLOCK = 2**18  # bytes read at once, which a core keeps near
+SOURCE = "source.json"  # in a converted model: type, shape and checksum of each released tensor
+BLOCK = 2**18  # bytes read at once; fits into a core's cache
 CHECKSUMS = "xxh3_128"
 SHA256_DIGITS = 64  # of a checksum that an earlier version has recorded
 # Bits of the exponent, and the unsigned integer that holds them.
@@ -40,8 +40,8 @@ EXPONENTS = {
     "F16": ("<u2", 0x7C00),
     "BF16": ("<u2", 0x7F80),
 }
-_memory: list[memoryview] = []  # of blocks that nobody reads
-# Left over in old checkpoints of Llama, and GPT-2's causal masks; every model class computes them.
+_memory: list[memoryview] = []  # free blocks
+# In old checkpoints of Llama, and GPT-2's causal masks; every model class computes them.
 COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$|\bh\.\d+\.attn\.(masked_)?bias$")
 
 
@@ -49,26 +49,26 @@ COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$|\bh\.\d+\.attn\.(masked_)?bias$"
 class Model:
     folder: Path
     config: dict
-    tensors: dict[str, Entry]  # as the files have them
-    packed: dict[str, Packed] = field(default_factory=dict)  # quantised weights, each of several of the tensors
+    tensors: dict[str, Entry]  # as in the files
+    packed: dict[str, Packed] = field(default_factory=dict)  # quantised weights, each consisting of several tensors
 
     @cached_property
     def weights(self) -> dict[str, Entry | Packed]:
-        """The model's weights: the tensors, with one weight for all tensors of a quantised one."""
+        """Return the model's weights: the tensors, with one weight for all tensors of a quantised weight."""
         parts = {name for one in self.packed.values() for name in one.tensors}
         weights = {one.codes: (name, one) for name, one in self.packed.items()}
         weights |= {name: (name, entry) for name, entry in self.tensors.items() if name not in parts}
         return dict(weights[name] for name in self.tensors if name in weights)
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """The tensors that a weight lies in."""
+        """Return the tensors of a weight."""
         return self.packed[name].tensors if name in self.packed else (name,)
 
     def files(self) -> list[str]:
         return sorted({entry.file for entry in self.tensors.values()})
 
     def stamps(self) -> dict[str, list[int]]:
-        """Size and time of each file: while they stay, so do the checksums."""
+        """Return size and time of each file; while they are unchanged, so are the checksums."""
         stats = {file: (self.folder / file).stat() for file in self.files()}
         return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
 
@@ -83,17 +83,17 @@ def read(folder: Path) -> Model:
 
 
 def unlike(base: Path, tensors: Mapping[str, Entry]) -> list[str]:
-    """Names of the released tensors by whose type and shape, or absence, the base was made from another release."""
+    """Return the names of tensors whose type, shape or existence differs from the release of the base."""
     recorded = json_object.read(base / SOURCE)
-    found = {name: [entry.dtype, list(entry.shape)] for name, entry in tensors.items()}
-    return sorted(name for name in recorded.keys() | found.keys() if recorded.get(name, [])[:2] != found.get(name))
+    current = {name: [entry.dtype, list(entry.shape)] for name, entry in tensors.items()}
+    return sorted(name for name in recorded.keys() | current.keys() if recorded.get(name, [])[:2] != current.get(name))
 
 
 def repeated(model: Model) -> dict[str, str]:
-    """Tensors that are copies of others by the architecture, with what they copy.
+    """Return tensors that the architecture defines as copies, with their originals.
 
-    Megatron has one embedding and one output layer. The releases of GLM-4.5+ and DeepSeek-V3 write them once more for
-    each multi-token-prediction layer; one with tied embeddings may write its output layer.
+    Megatron has one embedding and one output layer. The releases of GLM-4.5+ and DeepSeek-V3 repeat them for each
+    multi-token-prediction layer; a release with tied embeddings may include its output layer.
     """
     family = families.of(model.config)
     tied = model.config.get("tie_word_embeddings", family.defaults.get("tie_word_embeddings"))
@@ -123,10 +123,10 @@ def of_mtp(model: Model) -> set[str]:
 def checksums(
     model: Model, names: Iterable[str], recorded: Mapping[str, str] | None = None
 ) -> tuple[dict[str, str], list[str]]:
-    """Checksum of each of these tensors, and the names of those in which not every number is finite.
+    """Return the checksum of each of these tensors, and the names of tensors with values that are not finite.
 
-    Scales of quantised weights are above 0 besides. They are read once, from several threads. `recorded` are checksums
-    that these are to be compared with, and so of their kind.
+    Scales of quantised weights must also be above 0. Each tensor is read once, by several threads. `recorded` are
+    checksums to compare with; they select the kind of checksum.
     """
     entries, recorded = {name: model.tensors[name] for name in names}, recorded or {}
     scales = {name for one in model.packed.values() for name in one.of_scales}
@@ -150,7 +150,7 @@ def not_finite(model: Model, names: list[str]) -> Fault:
 
 
 def has_sum(path: Path, entry: Entry, recorded: str) -> bool:
-    """Whether the bytes at this place of a file are those of which a checksum was recorded."""
+    """Whether the bytes at this place of a file have the recorded checksum."""
     return checksum(path, entry, recorded) == recorded
 
 
@@ -190,10 +190,10 @@ def _read(path: Path, entry: Entry, scale: bool, recorded: str) -> tuple[str, bo
 
 
 def is_finite(block: bytes | memoryview, dtype: str) -> bool:
-    """Whether all numbers are finite.
+    """Whether all values are finite.
 
-    Numbers whose exponent has all bits set are infinite or not a number; of FP8's e4m3, those with all bits but the
-    sign's. Integers and other kinds of FP8 always count as finite.
+    Values whose exponent bits are all set are infinite or NaN; in FP8's e4m3, those with all bits but the sign set.
+    Integers and other kinds of FP8 always count as finite.
     """
     if dtype == quantization.FP8:
         return not bool(((np.frombuffer(block, np.uint8) & 0x7F) == 0x7F).any())
@@ -203,13 +203,13 @@ def is_finite(block: bytes | memoryview, dtype: str) -> bool:
     numbers = np.frombuffer(block, width)
     if not numbers.size:
         return True
-    # Read as integers, what is not finite is above all that is, of either sign.
+    # Read as integers, non-finite values of each sign are larger than all finite ones.
     sign = 1 << (8 * numbers.itemsize - 1)
     return bool(numbers.view(f"<i{numbers.itemsize}").max() < exponent and numbers.max() < exponent | sign)
 
 
 def _has_no_scale(block: bytes | memoryview, dtype: str) -> bool:
-    """Whether a number of a scale is 0, below 0 or, in one byte of an exponent, not a number."""
+    """Whether a scale is 0, negative or, for one-byte exponents, NaN."""
     if dtype == quantization.FP8:
         numbers = np.frombuffer(block, np.uint8)
         return bool(((numbers == 0) | (numbers > 0x7F)).any())
@@ -221,28 +221,28 @@ def _has_no_scale(block: bytes | memoryview, dtype: str) -> bool:
 
 
 def read_ahead(model: Model, names: Iterable[str]) -> None:
-    """Have the kernel read these tensors from the disk, beside whatever is done until they are asked for."""
+    """Make the kernel read these tensors from the disk in the background."""
     of_files: dict[str, list[Entry]] = {}
     for name in names:
         of_files.setdefault(model.tensors[name].file, []).append(model.tensors[name])
     for file, entries in of_files.items():
         with (model.folder / file).open("rb") as f:
-            for entry in filter(lambda one: one.size, entries):  # to the kernel, 0 is all that follows
+            for entry in filter(lambda one: one.size, entries):  # for the kernel, 0 means up to the end
                 if not _is_in_memory(f.fileno(), entry):
                     os.posix_fadvise(f.fileno(), entry.start, entry.size, os.POSIX_FADV_WILLNEED)
 
 
 def _is_in_memory(descriptor: int, entry: Entry) -> bool:
-    """Whether the kernel has both ends of a tensor at hand: to look for all of it costs as much as to read it."""
+    """Whether the kernel has both ends of a tensor in memory; checking all of it would cost as much as reading it."""
     ends = entry.start, entry.start + entry.size - 1
     try:
         return all(os.preadv(descriptor, [bytearray(1)], at, os.RWF_NOWAIT) for at in ends)
-    except OSError:  # it would have to wait, or knows no such question
+    except OSError:  # not in memory, or the file system does not support this
         return False
 
 
 def blocks(f: BinaryIO, entry: Entry) -> Iterator[memoryview]:
-    """The bytes of a tensor, some at a time. Each block is gone when the next is asked for."""
+    """Yield the bytes of a tensor in blocks; each block is invalid after the next is requested."""
     f.seek(entry.start)
     left = entry.size
     try:
@@ -257,4 +257,4 @@ def blocks(f: BinaryIO, entry: Entry) -> Iterator[memoryview]:
             yield memory[:count]
             left -= count
     finally:
-        _memory.append(memory)  # for the next tensor: the kernel clears new memory, page by page
+        _memory.append(memory)  # reuse it: the kernel clears new memory page by page

@@ -1,8 +1,8 @@
-"""Tensors of a released checkpoint as torch sees them, by name or by rows: the one way from released files to values.
+"""Tensors of a released checkpoint as torch tensors, by name or by rows: the only access to released values.
 
-Each tensor maps its part of a file into memory: it costs memory where it is touched, and nothing is copied. Writing
-into one changes that one alone, and no file. A file must not become shorter while a tensor of it is in use. Quantised
-weights are unpacked, into memory.
+Each tensor maps its part of a file into memory: it uses memory only when it is touched, and nothing is copied. Writing
+to a tensor does not change the file. A file must not become shorter while a tensor of it is in use. Quantised weights
+are unpacked into memory.
 """
 
 from pathlib import Path
@@ -23,20 +23,20 @@ CODES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8}
 
 
 def read(model: Model, name: str, rows: slice = slice(None)) -> torch.Tensor:
-    """The weight of this name, or a slice of its first dimension, in its released type, or that it is unpacked to."""
+    """Return this weight, or a slice of its first dimension, in its released type or that of the unpacked weight."""
     if name not in model.packed:
         return at(model.folder, model.tensors[name], rows)
     packed = model.packed[name]
     for part in packed.besides:  # INT4's shape
         if (shape := at(model.folder, model.tensors[part]).tolist()) != list(packed.shape):
-            raise Fault(f"{model.folder}: {part} is {shape}, and its codes are {list(packed.shape)}")
+            raise Fault(f"{model.folder}: {part} is {shape}, but its codes are {list(packed.shape)}")
     first, stop, _ = rows.indices(packed.shape[0])
     codes = at(model.folder, model.tensors[packed.codes], slice(first, stop))
     return unpack.unpack(packed, codes, scales_of(model, packed), DTYPES[packed.dtype], first)
 
 
 def scales_of(model: Model, packed: Packed) -> torch.Tensor:
-    """Scales as they are released; those of NVFP4 in fp32, with the factor of the whole weight."""
+    """Return the released scales; those of NVFP4 in fp32, with the factor of the whole weight."""
     scales = at(model.folder, model.tensors[packed.scales])
     if not packed.factor:
         return scales
@@ -45,7 +45,7 @@ def scales_of(model: Model, packed: Packed) -> torch.Tensor:
 
 
 def at(folder: Path, entry: Entry, rows: slice = slice(None)) -> torch.Tensor:
-    """The tensor that lies at this place of a file of the folder, or rows of it."""
+    """Return the tensor at this place of a file of the folder, or rows of it."""
     dtype = (DTYPES | CODES)[entry.dtype]
     length = entry.shape[0] if entry.shape else 1
     first, stop, _ = rows.indices(length)

@@ -1,7 +1,7 @@
-"""Values that an adapter starts from: those of an adapter in PEFT's form, as model.adapter names one.
+"""Initial values of an adapter from an existing one in PEFT's format (model.adapter).
 
-Megatron has one A for all released weights of a fused layer, which an export of this project writes for each of them.
-An adapter of another trainer whose q_proj and k_proj, or gate_proj and up_proj, have unlike A's cannot be one of them.
+Megatron has one A for all released weights of a fused layer, and this project's export writes it for each of them. An
+adapter of another trainer whose q_proj and k_proj, or gate_proj and up_proj, have different A's cannot be used.
 """
 
 import re
@@ -26,12 +26,12 @@ EXPERTS = "{}.mlp.experts"  # transformers' name of the module
 
 
 def install(config: Any, run: Run, bridge: Any) -> None:
-    """Have the adapters of a training that begins start from model.adapter."""
+    """Make the adapters of a new training start from model.adapter."""
     config.peft.start = partial(_fill, run, bridge, config.model)
 
 
 def _fill(run: Run, bridge: Any, config: Any, model: Any) -> None:
-    """Fill the adapters of a model with those of model.adapter. Every rank takes part."""
+    """Fill the adapters of a model from model.adapter. All ranks must call this."""
     assert run.model.adapter
     folder = Path(run.model.adapter).expanduser()
     start = StartingAdapter(folder, run.adapter.rank, bridge._model_bridge.mapping_registry(), config)
@@ -41,7 +41,7 @@ def _fill(run: Run, bridge: Any, config: Any, model: Any) -> None:
 
 
 class StartingAdapter:
-    """Matrices by Megatron's names. It counts which tensors of the file have been asked for."""
+    """Matrices by Megatron's names; records which tensors of the file were used."""
 
     def __init__(self, folder: Path, rank: int, registry: Any, config: Any):
         self.folder, self.rank, self.registry, self.config = folder, rank, registry, config
@@ -51,14 +51,14 @@ class StartingAdapter:
         self.last: tuple[str, torch.Tensor] | None = None
 
     def whole(self, name: str, shape: list[int]) -> torch.Tensor:
-        """The whole matrix A or B of a layer (and expert), which is cut afterwards."""
-        found = self._found(name)
-        if list(found.shape) != shape:
-            what = f"{name} is {' x '.join(map(str, shape))}, and its {' x '.join(map(str, found.shape))}"
-            raise Fault(f"model.adapter: {self.folder}: is of another model: {what}")
-        return found
+        """Return the whole matrix A or B of a layer (and expert), before it is cut."""
+        matrix = self._read(name)
+        if list(matrix.shape) != shape:
+            mismatch = f"{name} is {' x '.join(map(str, shape))}, and its {' x '.join(map(str, matrix.shape))}"
+            raise Fault(f"model.adapter: {self.folder}: is of another model: {mismatch}")
+        return matrix
 
-    def _found(self, name: str) -> torch.Tensor:
+    def _read(self, name: str) -> torch.Tensor:
         match = MATRIX.fullmatch(name)
         assert match, name
         parts = mapping.parts(self.registry, f"{match['layer']}.weight{match['expert']}")
@@ -69,30 +69,30 @@ class StartingAdapter:
         first, *others = [self._matrix(part, "A") for part in parts]
         if any(not torch.equal(first, other) for other in others):
             named = " and ".join(part.name for part in parts)
-            raise Fault(f"model.adapter: {self.folder}: the A's of {named} differ, and Megatron has one of all")
+            raise Fault(f"model.adapter: {self.folder}: the A's of {named} differ, but Megatron has one for all")
         return first
 
     def require_all_used(self) -> None:
-        """Check that each tensor of the file has a place, on one rank or another."""
-        everyone: list[set[str]] = [set()] * distributed.get_world_size()
-        distributed.all_gather_object(everyone, self.used)
-        if left := sorted(self.names - set().union(*everyone)):
+        """Check that some rank used each tensor of the file."""
+        of_ranks: list[set[str]] = [set()] * distributed.get_world_size()
+        distributed.all_gather_object(of_ranks, self.used)
+        if left := sorted(self.names - set().union(*of_ranks)):
             raise Fault(f"model.adapter: {self.folder}: adapter.targets has no place for {enumerate_names(left)}")
 
-    def _joined(self, found: dict[str | None, torch.Tensor]) -> torch.Tensor:
-        """One below the other, in Megatron's order."""
-        if None in found:
-            return found[None]
-        if "gate" in found:
-            return torch.cat([found["gate"], found["up"]])
-        rows = sum(len(one) for one in found.values())
-        joined, order = torch.empty(rows, next(iter(found.values())).shape[1]), torch.arange(rows)
-        for role, matrix in found.items():
+    def _joined(self, matrices: dict[str | None, torch.Tensor]) -> torch.Tensor:
+        """Stack the matrices in Megatron's order."""
+        if None in matrices:
+            return matrices[None]
+        if "gate" in matrices:
+            return torch.cat([matrices["gate"], matrices["up"]])
+        rows = sum(map(len, matrices.values()))
+        joined, order = torch.empty(rows, next(iter(matrices.values())).shape[1]), torch.arange(rows)
+        for role, matrix in matrices.items():
             joined[mapping.Part("", role).rows(order, self.config)] = matrix.float()
         return joined
 
     def _matrix(self, part: mapping.Part, which: str) -> torch.Tensor:
-        """A or B of a released weight. PEFT has those of all experts of a layer in one."""
+        """Return A or B of a released weight. PEFT stacks those of all experts of a layer."""
         released = part.name
         expert, stack = peft_format.EXPERT.match(released), peft_format.STACK.match(released)
         if stack and part.expert is not None:
@@ -107,15 +107,15 @@ class StartingAdapter:
         whole = self._tensor(inner if gated else f"{module}.lora_{which}.weight", released)
         if which == "A":
             return whole[number * self.rank : (number + 1) * self.rank]
-        mine = whole.view(len(whole), self.rank, -1)[:, :, number]
-        return mine.chunk(2)[("gate", "up").index(leaf)] if leaf in ("gate", "up") else mine
+        of_expert = whole.view(len(whole), self.rank, -1)[:, :, number]
+        return of_expert.chunk(2)[("gate", "up").index(leaf)] if leaf in ("gate", "up") else of_expert
 
     def _tensor(self, key: str, released: str) -> torch.Tensor:
         name = peft_format.PREFIX + key
         if name not in self.names:
-            what = f"has nothing for {released}, which adapter.targets adapts"
-            raise Fault(f"model.adapter: {self.folder}: {what} ({name})")
+            problem = f"has nothing for {released}, which adapter.targets adapts"
+            raise Fault(f"model.adapter: {self.folder}: {problem} ({name})")
         self.used.add(name)
-        if self.last is None or self.last[0] != name:  # experts take theirs one after another
+        if self.last is None or self.last[0] != name:  # experts are read one after another
             self.last = name, self.file.get_tensor(name)
         return self.last[1]

@@ -1,19 +1,18 @@
 """Reader of a torch_dist checkpoint's tensors by their Megatron names: one process, no model, no process group.
 
-Such a checkpoint holds each tensor whole, under a name that does not depend on the layout it was saved at, in pieces
-that do. Layers that are all alike are stacked into one tensor, and so are the experts of a layer; read() touches only
-the bytes that a layer or an expert needs, mapped from the file where they lie together, so memory stays that of one
-weight matrix. Megatron's own loader would want
-the model first, in memory, at some layout.
+Such a checkpoint has each tensor under a name that does not depend on the layout of the save, in pieces that do.
+Identical layers are stacked into one tensor, and so are the experts of a layer. read() touches only the bytes of one
+layer or expert, mapped from the file if they are contiguous, so memory stays that of one weight matrix. Megatron's own
+loader would need the model in memory first, at some layout.
 
-The optimizer's tensors, random states and Transformer Engine's _extra_state are left aside.
+Tensors of the optimizer, random states and Transformer Engine's _extra_state are ignored.
 
-Where training has left digests of what it had in memory (trainer/weights/digests.py), every weight that is read is
-held against its own: a weight that is missing, of another layer, of another step or put together wrongly is named.
-Without them each piece is held against its checksum (trainer/weights/file_sums.py), once. Where there is none, its file
-is, and where that has none, or another one, the piece against its archive's.
+If training wrote digests of its memory (trainer/weights/digests.py), every weight is compared with its digest; one that
+is missing, of another layer or step, or assembled wrongly is named. Without digests each piece is compared with its
+checksum (trainer/weights/file_sums.py), once. Without that, its file is compared; if the file has no checksum or
+another one, the piece is compared with its archive's.
 
-Weights may be read from several threads.
+Several threads may read weights.
 """
 
 import itertools
@@ -37,14 +36,14 @@ from trainer.weights.mapped.mapped_piece import Layout
 from trainer.weights.released import enumerate_names
 
 NOT_WEIGHTS = re.compile(r"^(optimizer|rng_state|common_state|rerun_state_machine_state)\b|_extra_state")
-RELEASED = "released"  # in the place of a file's name: a base that holds no weights has its pieces in the release
-ALIGNED = 64  # bytes: where pieces begin whose numbers can be mapped, as torch.save puts them at multiples of it
+RELEASED = "released"  # instead of a file name: pieces of a base without weights are in the release
+ALIGNED = 64  # bytes: pieces that begin at a multiple can be mapped, because torch.save aligns values to it
 STACKED_LAYERS = re.compile(r"^(?P<stack>(?:\w+\.)*layers)\.(?=\D)")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a weight: a stored tensor, the indices of layer and expert in it, and the pieces that hold it."""
+    """Place of a weight: a stored tensor, the indices of layer and expert in it, and its pieces."""
 
     name: str
     key: str
@@ -58,16 +57,16 @@ class Place:
 class Stored:
     folder: Path
     metadata: Metadata
-    places: dict[str, Place]  # by Megatron's name; of an expert's weight as in a grouped layer: ...linear_fc1.weight7
-    in_memory: dict | None = None  # what digests.read() gives
+    places: dict[str, Place]  # by Megatron's name; experts as in a grouped layer: ...linear_fc1.weight7
+    in_memory: dict | None = None  # result of digests.read()
     seen: set[str] = field(default_factory=set)  # names of the weights that were read
     layouts: dict[tuple, Layout] = field(default_factory=dict)  # of the pieces that were read
     sums: dict[str, str] = field(default_factory=dict)  # of its pieces, or of its files
-    whole: dict[str, bool] = field(default_factory=dict)  # whether a file has its checksum, of those that were read
-    looking: threading.Lock = field(default_factory=threading.Lock)  # held by who looks at a file
-    make: Callable[[MetadataIndex], torch.Tensor] | None = None  # of the release, where no file has a piece
+    whole: dict[str, bool] = field(default_factory=dict)  # by file: whether its checksum is correct
+    looking: threading.Lock = field(default_factory=threading.Lock)  # held while a file is compared
+    make: Callable[[MetadataIndex], torch.Tensor] | None = None  # reads the release
     make_part: Callable[[MetadataIndex, Sequence[int], Sequence[int]], torch.Tensor] | None = None  # a box of it
-    is_new: bool = False  # this process has just written it: its files' own checksums are not looked at again
+    is_new: bool = False  # just written by this process: its checksums are not compared
 
     @property
     def digests(self) -> dict[str, str]:
@@ -79,7 +78,7 @@ def open_checkpoint(folder: Path) -> Stored:
         metadata = FileSystemReader(folder).read_metadata()
     except OSError as error:
         raise Fault(f"{error.filename or folder}: {error.strerror}") from None
-    except Exception as error:  # of any kind, as pickle raises
+    except Exception as error:  # pickle raises any type
         raise Fault(f"{folder / '.metadata'}: damaged ({type(error).__name__}); take another checkpoint") from None
     places = {}
     for key, stored in metadata.state_dict_metadata.items():
@@ -89,18 +88,18 @@ def open_checkpoint(folder: Path) -> Stored:
 
 
 def require_all(stored: Stored) -> None:
-    """Check that the checkpoint holds the weights that training had in memory, and no others, by their names."""
-    known, found = stored.digests.keys(), stored.places.keys()
-    if known and known != found:
+    """Check that the checkpoint has exactly the weights that training had in memory, by name."""
+    known, names = stored.digests.keys(), stored.places.keys()
+    if known and known != names:
         raise Fault(
-            f"{stored.folder}: {len(known - found)} of the {len(known)} tensors that training had in memory are not in "
-            f"it: {enumerate_names(sorted(known - found)) or 'none'}; {len(found - known)} were not in memory: "
-            f"{enumerate_names(sorted(found - known)) or 'none'}"
+            f"{stored.folder}: {len(known - names)} of the {len(known)} tensors that training had in memory are not in "
+            f"it: {enumerate_names(sorted(known - names)) or 'none'}; {len(names - known)} were not in memory: "
+            f"{enumerate_names(sorted(names - known)) or 'none'}"
         )
 
 
 def read(stored: Stored, place: Place) -> torch.Tensor:
-    """Read one weight, put together from the pieces that it was saved in."""
+    """Read one weight, assembled from its pieces."""
     depth = len(place.index)
     in_pieces = [chunk.sizes[depth:] for chunk in place.chunks] != [place.shape]
     whole = torch.empty(place.shape if in_pieces else 0, dtype=place.dtype)
@@ -122,9 +121,9 @@ def read(stored: Stored, place: Place) -> torch.Tensor:
 
 
 def rows(stored: Stored, place: Place) -> list[torch.Tensor]:
-    """Read one weight as blocks of its rows, in their order: the pieces that it was saved in, where they are that.
+    """Read one weight as blocks of its rows, in order: its pieces, if they are blocks of rows.
 
-    Nothing is put together: a vocabulary is more than a file's part may take of memory.
+    Nothing is assembled, because a vocabulary exceeds the memory for a part of a file.
     """
     depth = len(place.index)
     if not place.shape:
@@ -137,13 +136,13 @@ def rows(stored: Stored, place: Place) -> list[torch.Tensor]:
     )
     if not are_rows or ends[-1] != place.shape[0]:
         return [read(stored, place)]
-    found = []
+    blocks = []
     for chunk, first in zip(chunks, ends, strict=False):
         index = tuple(i - start for i, start in zip(place.index, chunk.offsets, strict=False))
-        found.append((_load(stored, place.key, chunk.offsets, index), (first, *(0,) * (len(place.shape) - 1))))
+        blocks.append((_load(stored, place.key, chunk.offsets, index), (first, *(0,) * (len(place.shape) - 1))))
     stored.seen.add(place.name)
-    _check(stored, place.name, found)
-    return [block for block, _ in found]
+    _check(stored, place.name, blocks)
+    return [block for block, _ in blocks]
 
 
 def place_of(stored: Stored, name: str) -> Place:
@@ -153,10 +152,10 @@ def place_of(stored: Stored, name: str) -> Place:
 
 
 def box(stored: Stored, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-    """Read a part of a weight, put together from the pieces that it was saved in."""
+    """Read a part of a weight, assembled from its pieces."""
     place = place_of(stored, name)
     depth, filled = len(place.index), 0
-    found = torch.empty(sizes, dtype=place.dtype)
+    result = torch.empty(sizes, dtype=place.dtype)
     for chunk in place.chunks:
         begins, lengths = chunk.offsets[depth:], chunk.sizes[depth:]
         spans = [
@@ -171,15 +170,15 @@ def box(stored: Stored, name: str, offsets: tuple[int, ...], sizes: tuple[int, .
         target = tuple(
             slice(first - offset, last - offset) for (first, last), offset in zip(spans, offsets, strict=True)
         )
-        found[target] = piece
+        result[target] = piece
         filled += piece.numel()
-    if filled != found.numel():
-        raise Fault(f"{stored.folder}: {name}: {filled} of {found.numel()} elements are stored")
-    return found
+    if filled != result.numel():
+        raise Fault(f"{stored.folder}: {name}: {filled} of {result.numel()} elements are stored")
+    return result
 
 
 def some_rows(stored: Stored, name: str, numbers: Sequence[int]) -> torch.Tensor:
-    """Read these rows of a weight and no others: a vocabulary of several pieces has a GB of them."""
+    """Read only these rows of a weight: a vocabulary has pieces of a GB."""
     width = place_of(stored, name).shape[1:]
     return torch.cat([box(stored, name, (row, *(0,) * len(width)), (1, *width)) for row in numbers])
 
@@ -187,33 +186,33 @@ def some_rows(stored: Stored, name: str, numbers: Sequence[int]) -> torch.Tensor
 def _load_part(
     stored: Stored, key: str, offsets: Sequence[int], index: tuple[int, ...], inside: list[tuple[int, int]]
 ) -> torch.Tensor:
-    """Read a part, (first, count) of each dimension, of what a stored piece has at this index of layer and expert."""
-    where = MetadataIndex(key, offsets)
-    if stored.make_part and stored.metadata.storage_data[where].relative_path == RELEASED:
+    """Read a part, (first, count) of each dimension, of a stored piece at this index of layer and expert."""
+    key_of_piece = MetadataIndex(key, offsets)
+    if stored.make_part and stored.metadata.storage_data[key_of_piece].relative_path == RELEASED:
         begin, count = [*index, *(first for first, _ in inside)], [1] * len(index) + [count for _, count in inside]
-        return stored.make_part(where, begin, count).reshape([count for _, count in inside])
+        return stored.make_part(key_of_piece, begin, count).reshape([count for _, count in inside])
     whole = _load(stored, key, offsets, index)
     return whole[tuple(slice(first, first + count) for first, count in inside)]
 
 
 def _check(stored: Stored, name: str, pieces: list[tuple[torch.Tensor, tuple[int, ...]]]) -> None:
-    """Hold a weight, in pieces with their offsets, against the digest of what training had in memory."""
+    """Compare a weight, in pieces with their offsets, with the digest from training's memory."""
     if not stored.digests:
         return
-    found, expected = digests.text(sum(int(digests.sums(*one)) for one in pieces)), stored.digests[name]
-    if found != expected:
-        same = [other for other, digest in stored.digests.items() if digest == found]
-        what = f"it is that of {same[0]}" if same else "it is of another step or another run, or damaged"
-        raise Fault(f"{stored.folder}: {name} is not the tensor that training had in memory: {what}")
+    actual, expected = digests.text(sum(int(digests.sums(*piece)) for piece in pieces)), stored.digests[name]
+    if actual != expected:
+        same = [other for other, digest in stored.digests.items() if digest == actual]
+        cause = f"it is that of {same[0]}" if same else "it is of another step or another run, or damaged"
+        raise Fault(f"{stored.folder}: {name} is not the tensor that training had in memory: {cause}")
 
 
 def depth(key: str) -> int:
-    """Number of a stored tensor's first dimensions that count layers and experts."""
+    """Return the number of a stored tensor's first dimensions that are indices of layers and experts."""
     return bool(STACKED_LAYERS.match(key)) + (".experts.experts." in key)
 
 
 def name_of(key: str, index: tuple[int, ...]) -> str:
-    """Megatron's name of the weight at this index of layer and expert."""
+    """Return Megatron's name of the weight at this index of layer and expert."""
     name = key.replace(".experts.experts.", ".experts.")
     if STACKED_LAYERS.match(key):
         name = STACKED_LAYERS.sub(rf"\g<stack>.{index[0]}.", name)
@@ -233,12 +232,12 @@ def _places(key: str, stored: TensorStorageMetadata):
 
 
 def _load(stored: Stored, key: str, offsets, index: tuple[int, ...]) -> torch.Tensor:
-    """Read what a stored piece has at this index of layer and expert."""
+    """Read a stored piece at this index of layer and expert."""
     place = stored.metadata.storage_data.get(MetadataIndex(key, offsets))
     if place is None:
         raise Fault(f"{stored.folder}: {key}: the piece at {tuple(offsets)} is in no file")
     if place.relative_path == RELEASED:
-        assert stored.make, f"{stored.folder} holds no weights"  # trainer/weights/conversion/unwritten.py opens it
+        assert stored.make, f"{stored.folder} holds no weights"  # open it with trainer/weights/conversion/unwritten.py
         return stored.make(MetadataIndex(key, offsets))[index]
     path = stored.folder / place.relative_path
     with regular_files.open_regular(path) as f:
@@ -249,12 +248,12 @@ def _load(stored: Stored, key: str, offsets, index: tuple[int, ...]) -> torch.Te
                     raise ValueError("other numbers than were saved")
                 stored.layouts[key, *offsets] = layout
             return mapped_piece.read(f, layout, index)
-        except Exception as error:  # of any kind, as zipfile, pickle and mmap raise
+        except Exception as error:  # zipfile, pickle and mmap raise many types
             raise Fault(f"{path}: damaged where {key} lies ({type(error).__name__}); take another checkpoint") from None
 
 
 def _is_sound(stored: Stored, place: Any, file: BinaryIO, layout: Layout) -> bool:
-    """Whether a piece is what was saved: it has its checksum, or its file has."""
+    """Whether a piece is intact: its checksum is correct, or its file's."""
     name = place.relative_path
     if known := stored.sums.get(file_sums.name(name, place.offset)):
         return file_sums.of(file, place.offset, place.length) == known

@@ -1,4 +1,4 @@
-"""Trained tensors, matched with the released model: where each tensor of an export comes from."""
+"""Trained tensors, matched with the released model: the source of each tensor of an export."""
 
 import json
 import threading
@@ -29,21 +29,21 @@ CONVERT = "python -m trainer.convert"
 
 @dataclass(frozen=True)
 class Trained:
-    """Origin of the exported model's tensors. Those in neither dictionary come from the release."""
+    """Sources of the exported model's tensors. Those in neither dictionary come from the release."""
 
     model: Model
     digest: str  # of the release that the base was made from
-    sums: dict[str, str]  # the released checksums, as the conversion recorded them
+    sums: dict[str, str]  # the released checksums, recorded by the conversion
     stored: Stored
     config: object  # Megatron's
     adapters: dict[str, Adapter | StackedAdapters] = field(default_factory=dict)
     values: dict[str, NewValue | StackedValues] = field(default_factory=dict)
-    copies: dict[str, str] = field(default_factory=dict)  # copy -> original, of tensors that Megatron has once
-    packed: AsTrained | None = None  # of a merge onto the numbers of a packed base
-    last: threading.local = field(default_factory=threading.local)  # the change that a thread has asked for last
+    copies: dict[str, str] = field(default_factory=dict)  # copy -> original, for tensors that Megatron has once
+    packed: AsTrained | None = None  # for a merge onto the values of a packed base
+    last: threading.local = field(default_factory=threading.local)  # the change that a thread read last
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        """The tensor as it has to be written; None for one that is copied from the release."""
+        """Return the tensor to write; None if it is copied from the release."""
         name = self.copies.get(name, name)
         if name in self.values:
             return self.values[name].value(self.stored, self.config, self.model.weights[name])
@@ -55,7 +55,7 @@ class Trained:
         return self._unpacked(self.packed, name) if self.packed and self.packed.has(name) else None
 
     def blocks(self, name: str) -> Iterable[torch.Tensor] | None:
-        """The same in blocks of its rows, one behind another, each of which is gone when the next is asked for."""
+        """Return the same in consecutive blocks of rows; each block is invalid after the next is requested."""
         source = self.copies.get(name, name)
         if source in self.values:
             return self.values[source].blocks(self.stored, self.config, self.model.weights[source])
@@ -65,21 +65,23 @@ class Trained:
         return None if (whole := self.tensor(name)) is None else [whole]
 
     def before(self, part: Part) -> torch.Tensor:
-        """The weight that an adapter is merged onto, the release's way round, or no more than one expert of a stack."""
-        found = self.packed.read(part) if self.packed else None
-        return mapping.read(self.model, part) if found is None else found
+        """Return the weight to merge an adapter onto, in the release's orientation, or one expert of a stack."""
+        unpacked = self.packed.read(part) if self.packed else None
+        return mapping.read(self.model, part) if unpacked is None else unpacked
 
     def rows(self, part: Part) -> ReadRows | None:
-        """The released weight to be read by its rows, where it lies in a file as Megatron has it."""
-        taken = self.packed and self.packed.has(part.name)
-        if taken or part.turned or part.expert is not None or part.name in self.model.packed:
+        """Return a reader of the released weight's rows, if it is stored in Megatron's orientation."""
+        is_packed = self.packed and self.packed.has(part.name)
+        if is_packed or part.turned or part.expert is not None or part.name in self.model.packed:
             return None
         entry = self.model.tensors[part.name]
         path, dtype = self.model.folder / entry.file, DTYPES[entry.dtype]
         return ReadRows(path, entry, dtype, "released", self.sums[part.name])
 
     def change(self, adapter: Adapter) -> Change:
-        """Change of a weight by this adapter. A weight is checked as soon as it is merged, of the same factors."""
+        """Return the change of a weight by this adapter, cached because a merged weight is then checked with the same
+        factors.
+        """
         if getattr(self.last, "adapter", None) is not adapter:
             self.last.adapter, self.last.change = adapter, adapter.change(self.stored, self.config)
         return self.last.change
@@ -89,26 +91,26 @@ class Trained:
         if self.packed is None or not self.packed.has(adapter.part.name):
             return adapter.merged(before, self.change(adapter))
         exact = adapter.merged(before.float(), self.change(adapter))
-        found = exact.to(DTYPES[self.model.weights[adapter.part.name].dtype])
-        self.packed.measure(adapter.part, before, exact, found)
-        return found
+        rounded = exact.to(DTYPES[self.model.weights[adapter.part.name].dtype])
+        self.packed.measure(adapter.part, before, exact, rounded)
+        return rounded
 
     def _unpacked(self, packed: AsTrained, name: str) -> torch.Tensor:
-        """A weight that was packed in training and had no adapter."""
+        """Return a weight that was packed in training and had no adapter."""
         entry = self.model.weights[name]
-        found = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        result = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         for _, part in packed.each(name):
-            before, place = self.before(part), part.of(found)
+            before, place = self.before(part), part.of(result)
             place.copy_(before)
             packed.measure(part, before, before.float(), place)
-        return found
+        return result
 
     def exact(self, name: str) -> torch.Tensor:
-        """The weight in fp32; a merged one is not rounded to the type of the release before."""
+        """Return the weight in fp32; a merged one is not rounded to the release's type first."""
         name = self.copies.get(name, name)
         if name in self.values:
             return self.values[name].value(self.stored, self.config, self.model.weights[name]).float()
-        (adapter,) = self.adapters[name].each  # no stack is rounded to the release's format
+        (adapter,) = self.adapters[name].each  # stacks are never rounded to the release's format
         return adapter.merged(released_tensors.read(self.model, name).float(), self.change(adapter))
 
     def has(self, name: str) -> bool:
@@ -118,23 +120,26 @@ class Trained:
 
 
 def find(run: Run, folder: Path) -> Trained:
-    """Match the trained tensors with the released model: every tensor of both sides must have its counterpart."""
+    """Match the trained tensors with the released model; every tensor of both sides must have its counterpart."""
     bridge = open_bridge(run)
     registry, config = bridge._model_bridge.mapping_registry(), bridge.to_megatron_provider(load_weights=False)
     model, stored = released.read(Path(run.paths.model)), unwritten.open_base(run, folder)
     base = Path(run.paths.base)
-    made, recorded = checkpoints.require(base, "paths.base", CONVERT), json.loads((base / released.SOURCE).read_text())
+    base_mark, recorded = (
+        checkpoints.require(base, "paths.base", CONVERT),
+        json.loads((base / released.SOURCE).read_text()),
+    )
     if recorded.keys() != model.tensors.keys():
         raise Fault(f"{base}: was not made from {model.folder}, whose tensors have other names")
     copies = released.repeated(model)
     sums = {name: row[2] for name, row in recorded.items()}
-    trained = Trained(model, made["digest"], sums, stored, config, copies=copies)
+    trained = Trained(model, base_mark["digest"], sums, stored, config, copies=copies)
     torch_dist.require_all(stored)
     if any(".adapter." in name for name in stored.places | stored.digests):
         trained.adapters.update(merge.find_adapters(stored, registry, model))
     else:
         computed = {name for name in model.weights if released.COMPUTED.search(name)}
-        elsewhere = {*copies, *computed, *made["left_out"]}
+        elsewhere = {*copies, *computed, *base_mark["left_out"]}
         trained.values.update(merge.find_values(stored, registry, model, elsewhere))
     if "adapter" in (run.export.formats or ()) and not trained.adapters:
         raise Fault(f"export.formats: adapter, but {folder} holds none")

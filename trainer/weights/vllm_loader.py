@@ -1,8 +1,8 @@
-"""Loader of a quantised release for vLLM, which then serves the weights that training starts from, in bf16 or fp32.
+"""vLLM's loader of a quantised release, unpacked: vLLM then serves the initial weights of training, in bf16 or fp32.
 
-By itself vLLM would multiply the codes, and round every activation to FP8 as well: other answers than those of the
-model that is trained, and than those of the tuned one, which is exported unpacked. Each process of vLLM unpacks all
-weights and keeps its part. UNPACKED of trainer/serving/engine.py makes every process of vLLM import this file.
+vLLM's own loader would multiply the codes, and also round every activation to FP8: its answers would differ from the
+trained model's, which is exported unpacked. Each process of vLLM unpacks all weights and keeps its part. UNPACKED of
+trainer/serving/engine.py makes every process of vLLM import this file.
 """
 
 from collections.abc import Generator
@@ -19,7 +19,7 @@ from trainer.weights import released, released_tensors
 
 
 class Worker:
-    """Base that vLLM adds to its workers; it adds nothing."""
+    """Base class that vLLM adds to its workers; it is empty."""
 
 
 @register_model_loader("unpacked")
@@ -29,7 +29,7 @@ class Loader(DefaultModelLoader):
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         config = model_config.hf_config
         if getattr(config, quantization.KEY, "") is None:
-            delattr(config, quantization.KEY)  # gpt-oss's class asks whether it is there, and then what is in it
+            delattr(config, quantization.KEY)  # gpt-oss's class reads it if the attribute exists
         return _unpacked(released.read(Path(model_config.model)))
 
 

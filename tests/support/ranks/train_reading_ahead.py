@@ -23,7 +23,7 @@ def main(run: Run) -> None:
     step, seen = ChainedOptimizer.step, []
 
     def counted(self):
-        seen.append(ahead[0].read is not None)
+        seen.append(ahead[0].prefetched is not None)
         return step(self)
 
     next_batch.helps, next_batch.NextBatch, ChainedOptimizer.step = lambda run: True, kept, counted

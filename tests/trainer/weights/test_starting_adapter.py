@@ -108,7 +108,7 @@ def test_another_trainers_unlike_matrices_are_refused(exported, configure, ranks
     tensors[next(key for key in tensors if "q_proj.lora_A" in key)] += 1
     save_file(tensors, foreign / "adapter_model.safetensors")
     refused = ranks("train", configure(name, f"model.adapter={foreign}", f"paths.output={work}/foreign-{name}-output"))
-    assert refused.code == 2 and "differ, and Megatron has one of all" in refused.output
+    assert refused.code == 2 and "differ, but Megatron has one for all" in refused.output
     (foreign / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
     with pytest.raises(Fault, match="is IA3, and LoRA alone can be gone on with"):
         adapters.check(configure(name, f"model.adapter={foreign}"))

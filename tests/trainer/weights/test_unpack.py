@@ -276,7 +276,7 @@ def test_a_shape_that_codes_contradict_is_named(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": INT4}))
     model = released.read(tmp_path)
-    with pytest.raises(Fault, match=r"x.weight_shape is \[64, 63\], and its codes are \[64, 64\]"):
+    with pytest.raises(Fault, match=r"x.weight_shape is \[64, 63\], but its codes are \[64, 64\]"):
         released_tensors.read(model, "x.weight")
 
 

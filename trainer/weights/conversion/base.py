@@ -1,4 +1,4 @@
-"""The converted model, written without ever being in memory: what trainer/convert.py makes, and what can go wrong."""
+"""The converted model, written without ever being in memory as a whole: the implementation of trainer/convert.py."""
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
@@ -34,53 +34,54 @@ _CHECKPOINT = CheckpointConfig(
 
 
 class Conversion:
-    """A release and the Megatron model that it is to fill, with all that is known before a weight is read."""
+    """A release and the Megatron model to fill from it, with everything that is known before a weight is read."""
 
     def __init__(self, run: Run, bridge, model: released.Model, known: dict[str, str] | None):
-        self.model, self.bridge, self.known = model, bridge, known  # the tensors' checksums, where they are known
+        self.model, self.bridge, self.known = model, bridge, known  # checksums of the tensors, or None
         megatron_tensors.show_weights(bridge, model)
         self.chunks = megatron_tensors.build(_provider(run, bridge))
-        self.work: shards.Work | None = None  # the writing, once it has begun
-        wanted = coverage.demand(bridge, self.chunks)
+        self.work: shards.Work | None = None  # set when writing begins
+        demand = coverage.demand(bridge, self.chunks)
         left_out = set() if run.model.mtp else released.of_mtp(model)
-        coverage.check(wanted, model, known or _sums_of_copies(model), left_out)
+        coverage.check(demand, model, known or _sums_of_copies(model), left_out)
         self.left_out = sorted(left_out)
         tasks = self.tasks = megatron_tensors.tasks(bridge, self.chunks)
         self.state = _state(self.chunks)
         stored = [value for value in nested_values(self.state) if isinstance(value, ShardedTensor)]
-        self.stored = {(one.key, one.global_offset) for one in stored}
+        self.stored = {(tensor.key, tensor.global_offset) for tensor in stored}
         self.pieces = megatron_tensors.pieces(tasks, stored)
 
     @cached_property
     def shards(self) -> list[shards.Shard]:
-        made_of = {name: _released_names(task, self.model) for name, task in self.tasks.items()}
-        return shards.cut(self.pieces, made_of, self.model)
+        sources = {name: _released_names(task, self.model) for name, task in self.tasks.items()}
+        return shards.cut(self.pieces, sources, self.model)
 
     @property
     def digest(self) -> str:
         return shards.digest(self.shards)
 
     def values(self) -> Values:
-        given = megatron_tensors.give_shapes(self.chunks)
+        real = megatron_tensors.give_shapes(self.chunks)
         tasks = {
-            name: replace(task, param_weight=given.get(id(task.param_weight), task.param_weight))
+            name: replace(task, param_weight=real.get(id(task.param_weight), task.param_weight))
             for name, task in self.tasks.items()
         }
         return Values(self.bridge, tasks, self.model)
 
     def write(self, partial: Path, noted: Path, weights: bool) -> dict[str, str]:
-        """Write the checkpoint over all ranks; without `weights`, all of it but those.
+        """Write the checkpoint over all ranks; without `weights`, everything else.
 
-        Returns the checksums of all released tensors. settle() waits for the disk.
+        Return the checksums of all released tensors. settle() waits for the disk.
         """
         sums: dict[str, str] = {}
 
         def write(state: dict, folder: Path) -> None:
             objects = [value for value in nested_values(state) if isinstance(value, ShardedObject)]
-            asked = {(one.key, one.global_offset) for one in nested_values(state) if isinstance(one, ShardedTensor)}
-            assert asked == self.stored, "Megatron-Bridge saves other tensors than the model says it has"
+            tensors = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
+            keys = {(tensor.key, tensor.global_offset) for tensor in tensors}
+            assert keys == self.stored, "Megatron-Bridge saves other tensors than the model has"
             work = self.work = shards.Work(folder, self.shards, objects, self.values() if weights else None)
-            sizes = {one.number: one.size + sum(map(self._size, one.tensors)) for one in self.shards}
+            sizes = {shard.number: shard.size + sum(map(self._size, shard.tensors)) for shard in self.shards}
             entries = journal.do(
                 noted,
                 sizes,
@@ -88,7 +89,7 @@ class Conversion:
                 make=lambda number: work.make(number, self.model, self.known),
                 ahead=lambda number: released.read_ahead(self.model, self.shards[number].tensors),
             )
-            sums.update({name: one for entry in entries.values() for name, one in entry["sums"].items()})
+            sums.update({name: checksum for entry in entries.values() for name, checksum in entry["sums"].items()})
             if atomic_folder.rank() == 0:
                 work.finish(entries)
 
@@ -96,7 +97,7 @@ class Conversion:
         return sums
 
     def settle(self) -> None:
-        """Wait until the disk has what this rank has written."""
+        """Wait until the disk has this rank's files."""
         if self.work:
             self.work.wait()
 
@@ -105,7 +106,7 @@ class Conversion:
 
 
 def _provider(run: Run, bridge):
-    """The run's model in one piece, with a vocabulary padded as the run's layout pads it."""
+    """Return the provider of the run's model in one piece, with a vocabulary padded for the run's layout."""
     whole = run.model_copy(update={"layout": Layout(gpus_per_node=run.world)})
     provider = make_provider(whole, bridge)
     provider.make_vocab_size_divisible_by *= run.layout.tp
@@ -121,13 +122,13 @@ def _sums_of_copies(model: released.Model) -> dict[str, str]:
 
 
 def _released_names(task, model: released.Model) -> list[str]:
-    """Names of the released tensors that the parameter is made of, with those of scales."""
+    """Return the released tensors from which the parameter is made, including scales."""
     names = task.mapping.hf_param
     return [part for name in ([names] if isinstance(names, str) else names.values()) for part in model.parts(name)]
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """Megatron-core's way to save, with another writer of tensors."""
+    """Megatron-core's save strategy with another writer of tensors."""
 
     def __init__(self, write):
         super().__init__("torch_dist", 1)
@@ -138,15 +139,17 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 
 def _state(chunks: list) -> dict:
-    """What Megatron-Bridge would save of the model. It takes seconds where a layer has many experts."""
-    asked = {"metadata": model_digests.metadata()}
-    state = checkpointing.generate_state_dict(_CHECKPOINT, chunks, None, None, None, iteration=0, model_sd_kwargs=asked)
+    """Return the state that Megatron-Bridge would save. This takes seconds for layers with many experts."""
+    options = {"metadata": model_digests.metadata()}
+    state = checkpointing.generate_state_dict(
+        _CHECKPOINT, chunks, None, None, None, iteration=0, model_sd_kwargs=options
+    )
     apply_factories(state)
     return state
 
 
 def _save(chunks: list, saved: dict, folder: Path, write) -> None:
-    """Save as Megatron-Bridge's save_megatron_model() does, which takes no strategy."""
+    """Save like Megatron-Bridge's save_megatron_model(), which takes no strategy."""
     state = GlobalState()
     state.cfg = ConfigContainer(
         model=get_model_config(chunks[0]),
@@ -167,6 +170,6 @@ def _save(chunks: list, saved: dict, folder: Path, write) -> None:
 
 
 def record(model: released.Model, sums: dict[str, str], folder: Path) -> None:
-    """Write down what each released tensor was."""
+    """Record the type, shape and checksum of each released tensor."""
     rows = {name: [t.dtype, t.shape, sums[name]] for name, t in model.tensors.items()}
     (folder / released.SOURCE).write_text(json.dumps(rows))

@@ -1,9 +1,9 @@
-"""Tensors of a Megatron model that is not there: what a checkpoint of it holds, and which released tensors make it up.
+"""Tensors of a Megatron model without memory: the contents of its checkpoint, and the released tensors of each.
 
-The model is built on torch's meta device, uncut, where it has shapes and no memory. Megatron-core says under which
-name, and where in it, each part of a parameter is stored; Megatron-Bridge says which released tensors a parameter is
-made of, and how. Both are asked, and nothing is written down here a second time, with one exception: a parameter whose
-rows are those of released tensors, one after another, is read by rows, so a part of it costs no more than the part.
+The model is built on torch's meta device, uncut, with shapes but without memory. Megatron-core gives the name and
+position under which each part of a parameter is stored; Megatron-Bridge gives the released tensors of a parameter, and
+the conversion. Nothing of this is repeated here, with one exception: a parameter whose rows are concatenated rows of
+released tensors is read by rows, so a part of it costs no more than the part.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -32,10 +32,10 @@ AT_ONCE = 2**28  # bytes of a tensor of plain rows that are stored as one piece
 
 @dataclass(frozen=True)
 class Piece:
-    """One entry of a checkpoint: a box of a stored tensor, and where its values lie in a parameter."""
+    """One entry of a checkpoint: a box of a stored tensor, and the position of its values in a parameter."""
 
     item: WriteItem
-    name: str  # of the parameter, as Megatron has it in the whole model
+    name: str  # Megatron's name of the parameter in the whole model
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     start: int
@@ -46,52 +46,56 @@ class Piece:
 
 
 def build(provider) -> list:
-    """Build the model without memory for its parameters. The process groups are there.
+    """Build the model without memory for its parameters. Process groups must exist.
 
-    Transformer Engine's are on meta, and the few others on the CPU, where nothing touches them. All on meta would have
-    torch compute rotary embeddings in Python, with its compiler, whose import takes seconds.
+    Transformer Engine's parameters are on meta, and the few others on the CPU, where they are never touched. With all
+    on meta, torch would compute rotary embeddings in Python with its compiler, whose import takes seconds.
     """
     provider.perform_initialization, provider.init_model_with_meta_device = False, True
     with (
-        mock.patch.dict(os.environ),  # Megatron notes the kind of attention there, and refuses another in this process
-        mock.patch.object(YarnRotaryEmbedding, "_set_cos_sin_cache"),  # a table for each layer; none is stored
+        mock.patch.dict(os.environ),  # Megatron stores the kind of attention there, and refuses another later
+        mock.patch.object(YarnRotaryEmbedding, "_set_cos_sin_cache"),  # a table per layer, which is not stored
     ):
         chunks = provider.provide_distributed_model(wrap_with_ddp=False)
-    provider.init_model_with_meta_device = False  # of the checkpoint's own description
+    provider.init_model_with_meta_device = False  # as in the checkpoint's description
     return chunks
 
 
 def show_weights(bridge, model: Model) -> None:
-    """Show Bridge the names of weights, where the release has codes by others: it leaves out what is not there."""
+    """Give Bridge the names of weights if the release stores codes under other names; it skips absent names."""
     if model.packed:
         bridge.hf_pretrained._state_dict_accessor = StateDict(dict.fromkeys(model.weights))
 
 
 def tasks(bridge, chunks: list) -> dict:
-    """Bridge's conversion of each parameter, by Megatron's name."""
-    found = bridge._model_bridge.build_conversion_tasks(bridge.hf_pretrained, unwrap_model(chunks))
-    return {task.global_param_name: task for task in found if task is not None and task.param_weight is not None}
+    """Return Bridge's conversion of each parameter, by Megatron's name."""
+    every_task = bridge._model_bridge.build_conversion_tasks(bridge.hf_pretrained, unwrap_model(chunks))
+    return {task.global_param_name: task for task in every_task if task is not None and task.param_weight is not None}
 
 
 def pieces(tasks: dict, stored: list[ShardedTensor]) -> list[Piece]:
-    """Entries of a checkpoint, each as a part of a parameter: they share memory, which neither has."""
+    """Return the entries of a checkpoint, each as a part of a parameter. They are matched by their (unallocated)
+    storage.
+    """
     names = {_storage(task.param_weight): name for name, task in tasks.items()}
-    found = []
+    result = []
     for tensor in stored:
         name = names.get(_storage(tensor.data))
-        assert name, f"{tensor.key} is made of no parameter of the model"
-        assert tensor.dtype == tasks[name].param_weight.dtype, f"{tensor.key} is stored in another type than it has"
-        found += _cut(tensor, name)
-    return found
+        assert name, f"{tensor.key} belongs to no parameter of the model"
+        assert tensor.dtype == tasks[name].param_weight.dtype, (
+            f"{tensor.key} is stored in a type other than its parameter's"
+        )
+        result += _cut(tensor, name)
+    return result
 
 
 def give_shapes(chunks: list) -> dict[int, torch.Tensor]:
-    """Put a tensor on the CPU, of one number that counts as all of them, in the place of each that is nowhere.
+    """Replace each tensor without memory by one on the CPU with a single stored value.
 
-    Bridge asks parameters for shape, type and device, and sends what it makes of released tensors to the device.
-    Returns the new ones, by the id() of those that they stand for.
+    Bridge reads shape, type and device of parameters, and sends converted tensors to the device. Return the new
+    tensors, by the id() of those that they replace.
     """
-    given = {}
+    replaced = {}
     for chunk in chunks:
         for module in chunk.modules():
             for table in (module._parameters, module._buffers):
@@ -99,23 +103,23 @@ def give_shapes(chunks: list) -> dict[int, torch.Tensor]:
                     if value is not None and value.is_meta:
                         real = torch.zeros((), dtype=value.dtype).expand(value.shape)
                         real = torch.nn.Parameter(real, False) if table is module._parameters else real
-                        table[name] = given[id(value)] = real
-    return given
+                        table[name] = replaced[id(value)] = real
+    return replaced
 
 
 class Released(Mapping):
-    """Released tensors by name, as Bridge asks for them. Those that it was given are kept until forget()."""
+    """Released tensors by name, for Bridge. Tensors that were read are kept until forget()."""
 
     def __init__(self, model: Model):
         self.model = model
-        self.given: dict[str, torch.Tensor] = {}
+        self.cache: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self.model.weights:
             raise KeyError(name)
-        if name not in self.given:
-            self.given[name] = released_tensors.read(self.model, name)
-        return self.given[name]
+        if name not in self.cache:
+            self.cache[name] = released_tensors.read(self.model, name)
+        return self.cache[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.model.weights)
@@ -124,32 +128,32 @@ class Released(Mapping):
         return len(self.model.weights)
 
     def forget(self) -> None:
-        self.given.clear()
+        self.cache.clear()
 
 
 class Values:
-    """Values of pieces, made when they are asked for. Pieces of one parameter are best asked for one after another."""
+    """Values of pieces, made on request. Request pieces of one parameter one after another."""
 
     def __init__(self, bridge, tasks: dict, model: Model):
         self.bridge, self.tasks, self.released = bridge._model_bridge, tasks, Released(model)
         self.name, self.whole = "", None
 
     def of(self, piece: Piece) -> torch.Tensor:
-        """The piece's values, in memory of their own, as they are to be stored."""
+        """Return a copy of the piece's values, in the stored type."""
         box, dtype = piece.item.tensor_data.chunk.sizes, piece.item.tensor_data.properties.dtype
         return self._of(piece).to(dtype).reshape(box).contiguous()
 
     def part(self, piece: Piece, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """A box of the piece's values, as they would be stored. Of plain rows nothing but the box is read."""
+        """Return a box of the piece's values, in the stored type. Of plain rows only the box is read."""
         before = len(lengths) - len(piece.shape)
         rows = slice(offsets[before], offsets[before] + lengths[before]) if piece.shape else slice(0)
         if piece.shape:
             shape, start = (rows.stop - rows.start, *piece.shape[1:]), piece.start + rows.start * piece.stride[0]
             piece = replace(piece, shape=shape, start=start)
-        found = self._of(piece)
+        values = self._of(piece)
         for dim in range(1, len(piece.shape)):
-            found = found.narrow(dim, offsets[before + dim], lengths[before + dim])
-        return found.to(piece.item.tensor_data.properties.dtype).reshape(tuple(lengths))
+            values = values.narrow(dim, offsets[before + dim], lengths[before + dim])
+        return values.to(piece.item.tensor_data.properties.dtype).reshape(tuple(lengths))
 
     def _of(self, piece: Piece) -> torch.Tensor:
         if piece.name != self.name:
@@ -168,50 +172,52 @@ class Values:
         self.name, self.whole = "", None
 
     def _whole(self, task) -> torch.Tensor:
-        """The parameter, as Bridge makes it. Of a stack of experts, its own is all that is read, and unpacked."""
+        """Return the parameter, converted by Bridge. Of a stack of experts, only the parameter's own is read and
+        unpacked.
+        """
         if stacks_experts(task.mapping):
             number = extract_expert_number_from_param(task.mapping.megatron_param)
-            given = released_tensors.read(self.released.model, task.mapping.hf_param, slice(number, number + 1))
+            source = released_tensors.read(self.released.model, task.mapping.hf_param, slice(number, number + 1))
         else:
-            given = self.bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, self.released)
-        found = task.mapping.hf_to_megatron(given, task.megatron_module)
-        wanted = task.param_weight
-        assert found.shape == wanted.shape, f"{task.global_param_name}: {found.shape} is not {wanted.shape}"
-        found = found.to(wanted.dtype).contiguous()
-        assert not found.isnan().any(), f"{task.global_param_name}: Bridge has not filled it"
-        return found
+            source = self.bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, self.released)
+        value = task.mapping.hf_to_megatron(source, task.megatron_module)
+        parameter = task.param_weight
+        assert value.shape == parameter.shape, f"{task.global_param_name}: {value.shape} is not {parameter.shape}"
+        value = value.to(parameter.dtype).contiguous()
+        assert not value.isnan().any(), f"{task.global_param_name}: Bridge did not fill it"
+        return value
 
     def _rows(self, task, piece: Piece) -> torch.Tensor | None:
-        """The piece as rows of the released tensors that the parameter is a stack of; None if it is no such stack."""
+        """Return the piece as rows of the released tensors whose rows form the parameter; None for other parameters."""
         parts = _stack(task)
         whole, width = task.param_weight.shape, task.param_weight.shape[1:].numel()
         if not parts or not _are_rows(piece, width):
             return None
-        given = self.bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, self.released)
-        given = list(given.values()) if isinstance(given, dict) else [given]
-        if len(given) != len(parts) or any(
-            self.released.given.get(n) is not t for n, t in zip(parts, given, strict=True)
+        sources = self.bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, self.released)
+        sources = list(sources.values()) if isinstance(sources, dict) else [sources]
+        if len(sources) != len(parts) or any(
+            self.released.cache.get(n) is not t for n, t in zip(parts, sources, strict=True)
         ):
-            return None  # it is not the released tensors that Bridge goes on with
-        length = sum(tensor.shape[0] for tensor in given if tensor.shape[1:] == whole[1:])
+            return None  # Bridge continues with other tensors than the released ones
+        length = sum(tensor.shape[0] for tensor in sources if tensor.shape[1:] == whole[1:])
         padded = piece.name.endswith(VOCABULARY) and length < whole[0]
-        if any(tensor.shape[1:] != whole[1:] for tensor in given) or (length != whole[0] and not padded):
+        if any(tensor.shape[1:] != whole[1:] for tensor in sources) or (length != whole[0] and not padded):
             return None
         first = piece.start // max(1, width)
-        stop, found, begin = first + piece.shape[0], [], 0
-        for name, tensor in zip(parts, given, strict=True):
+        stop, pieces, begin = first + piece.shape[0], [], 0
+        for name, tensor in zip(parts, sources, strict=True):
             rows = slice(max(first - begin, 0), min(stop - begin, tensor.shape[0]))
             if rows.start < rows.stop:
                 all_of_it = rows == slice(0, tensor.shape[0])
-                found.append(tensor if all_of_it else released_tensors.read(self.released.model, name, rows))
+                pieces.append(tensor if all_of_it else released_tensors.read(self.released.model, name, rows))
             begin += tensor.shape[0]
         if stop > length:  # Bridge pads a vocabulary with zeros
-            found.append(given[0].new_zeros((stop - max(first, length), *whole[1:])))
-        return found[0] if len(found) == 1 else torch.cat(found)
+            pieces.append(sources[0].new_zeros((stop - max(first, length), *whole[1:])))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _stack(task) -> list[str]:
-    """The released tensors whose rows, one after another, are the parameter's, where the mapping is known for that."""
+    """Return the released tensors whose concatenated rows are the parameter's, if the mapping is known to do that."""
     mapping = task.mapping
     if type(mapping) in PLAIN and getattr(mapping, "permute_dims", None) is None:
         return [mapping.hf_param]
@@ -230,7 +236,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _cut(tensor: ShardedTensor, name: str) -> Iterator[Piece]:
-    """The tensor as it is, or, where it is large, by rows, as tensor parallelism would cut it."""
+    """Yield the tensor whole or, if large, by rows, like a cut for tensor parallelism."""
     data, before = tensor.data, tensor.prepend_axis_num
     offset = tensor.global_offset
     count = -(-data.nbytes // AT_ONCE) if data.ndim > 1 else 1

@@ -1,8 +1,8 @@
-"""Shards of a checkpoint: files of a few hundred megabytes, each made by one process, and kept when that dies.
+"""Shards of a checkpoint: files of a few hundred megabytes, each written by one process, and kept if it dies.
 
-How tensors are cut into shards depends on the model alone, so any number of processes makes the same files. A shard
-that is finished has an entry in a journal beside the files: where each piece lies in it, with its checksum, and the
-checksums of the released tensors that it was made of. A later attempt takes what has an entry and those checksums.
+The model alone determines how tensors are cut into shards, so any number of processes writes the same files. A finished
+shard has an entry in a journal next to the files: the place and checksum of each piece, and the checksums of the
+released tensors from which it was made. A later attempt keeps shards whose entry and checksums are valid.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -33,14 +33,14 @@ from trainer.weights.conversion.summed_stream import SummedStream
 from trainer.weights.released import Model
 
 LARGEST, SMALLEST = 2**28, 2**20
-COUNT = 256  # of a model whose shards are between those two
+COUNT = 256  # of shards, if their size is between these two
 
 
 @dataclass(frozen=True)
 class Shard:
     number: int
     pieces: tuple[Piece, ...]
-    tensors: tuple[str, ...]  # released ones, each of which belongs to one shard
+    tensors: tuple[str, ...]  # released tensors; each belongs to one shard
 
     @property
     def size(self) -> int:
@@ -48,16 +48,17 @@ class Shard:
 
 
 def cut(pieces: list[Piece], made_of: dict[str, list[str]], model: Model) -> list[Shard]:
-    """Shards of the pieces, in their order. All that is made of one released tensor is in one of them.
+    """Cut the pieces into shards, in order. Everything made from one released tensor is in one shard.
 
-    `made_of` are the released tensors of each parameter. Those of none are in shards without pieces, to be read once.
+    `made_of` has the released tensors of each parameter. Unused released tensors get shards without pieces, to be read
+    once.
     """
     whole = sum(piece.size for piece in pieces)
-    wanted = min(max(whole // COUNT, SMALLEST), LARGEST)
+    enough = min(max(whole // COUNT, SMALLEST), LARGEST)
     shards: list[Shard] = []
     for together, names in _groups(pieces, made_of):
         known = tuple(name for name in names if name in model.tensors)
-        if shards and shards[-1].size < wanted:
+        if shards and shards[-1].size < enough:
             last = shards[-1]
             shards[-1] = Shard(last.number, last.pieces + together, last.tensors + known)
         else:
@@ -68,7 +69,7 @@ def cut(pieces: list[Piece], made_of: dict[str, list[str]], model: Model) -> lis
 
 
 def digest(shards: list[Shard]) -> str:
-    """Digest of what is to be written where."""
+    """Return the digest of contents and places of all shards."""
     lines = [
         [shard.number, [[repr(piece.item), piece.name, piece.start] for piece in shard.pieces], shard.tensors]
         for shard in shards
@@ -85,25 +86,25 @@ class Planner(MCoreSavePlanner):
         self.pieces = {piece.item.index: piece for piece in pieces}
 
     def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Plan as torch does, with a proof of the same that takes no time."""
+        """Plan like torch, with a faster proof that pieces cover each tensor."""
         plans, metadata = create_default_global_save_plan(self._dedup_save_plans(all_plans))
         for key, stored in metadata.state_dict_metadata.items():
             if isinstance(stored, TensorStorageMetadata) and not tiling.is_tiled(stored.size, stored.chunks):
-                raise ValueError(f"{key}: its pieces are not all of it")
+                raise ValueError(f"{key}: its pieces do not cover it")
         return plans, metadata
 
     def resolve_data(self, write_item: WriteItem):
         if write_item.type == WriteItemType.BYTE_IO:
             return self.objects[write_item.index.fqn]
-        assert self.values, "a base that is to hold no weights asks for one"
+        assert self.values, "a base without weights has no values"
         return self.values.of(self.pieces[write_item.index])
 
 
 class Writer(FileSystemWriter):
-    """Writer of files as torch's, one a shard. It notes their pieces' checksums, and nothing of when and where."""
+    """Torch's writer of files, one per shard. It records the pieces' checksums, but neither time nor place."""
 
     def __init__(self, folder: Path):
-        # Files are synced beside the work on the next one; nothing is loaded ahead, as tensors are on the CPU.
+        # Files are synced in parallel with the next one; nothing is loaded ahead, because tensors are on the CPU.
         super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
         self.fs = _Checksummed()
 
@@ -112,16 +113,16 @@ class Writer(FileSystemWriter):
 
 
 class Work:
-    """The making of a checkpoint's files in a folder.
+    """Writer of a checkpoint's files into a folder.
 
-    Without `values` there are none of tensors: the metadata say that their pieces lie in the release.
+    Without `values` no files of tensors are written: the metadata point to the release.
     """
 
     def __init__(self, folder: Path, shards: list[Shard], objects: list[ShardedObject], values: Values | None):
         self.folder, self.shards, self.values = folder, shards, values
         self.pool, self.synced = ThreadPoolExecutor(1), []
-        kept = {one.unique_key: [one] for one in objects if is_main_replica(one.replica_id)}
-        contents = mcore_to_pyt_state_dict(kept)
+        main_objects = {item.unique_key: [item] for item in objects if is_main_replica(item.replica_id)}
+        contents = mcore_to_pyt_state_dict(main_objects)
         plans = [SavePlan([piece.item for piece in shard.pieces]) for shard in shards]
         plans.append(SavePlan([WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in contents]))
         self.planner = Planner(contents, (piece for shard in shards for piece in shard.pieces), values)
@@ -130,38 +131,38 @@ class Work:
         self.plans = self.writer.prepare_global_plan(plans)
 
     def is_whole(self, number: int, entry: dict) -> bool:
-        """Whether the shard's file is there as it was written."""
+        """Whether the shard's file is unchanged since it was written."""
         if not self._has_file(number):
             return True
         try:
             with (self.folder / self._name(number)).open("rb") as f:
                 places = zip(entry["places"], entry["sums_of_pieces"], strict=True)
                 return all(file_sums.of(f, *place) == one for place, one in places)
-        except (OSError, LookupError, TypeError, ValueError):  # it is not there, or the entry is of another version
+        except (OSError, LookupError, TypeError, ValueError):  # no file, or an entry of another version
             return False
 
     def make(self, number: int, model: Model, known: dict[str, str] | None) -> dict:
-        """Make a shard, and its entry. `known` are checksums of the released tensors, where they are known."""
+        """Write a shard, and return its entry. `known` are checksums of the released tensors, or None."""
         shard = self.shards[number]
         sums = {name: known[name] for name in shard.tensors} if known else _checksums(model, shard.tensors)
-        made = self._write(number) | {"sums": sums}
+        entry = self._write(number) | {"sums": sums}
         if self._has_file(number):
             self.synced.append(self.pool.submit(sync, self.folder / self._name(number)))
         self._raise_of_synced()
-        return made
+        return entry
 
     def wait(self) -> None:
-        """Wait until the disk has what was written."""
+        """Wait until the disk has all written files."""
         self.pool.shutdown()
         self._raise_of_synced()
 
     def _raise_of_synced(self) -> None:
-        for one in [one for one in self.synced if one.done()]:
-            one.result()
-            self.synced.remove(one)
+        for future in [future for future in self.synced if future.done()]:
+            future.result()
+            self.synced.remove(future)
 
     def finish(self, entries: dict[int, dict]) -> None:
-        """Write what is no tensor, and the metadata that lead to every piece. Rank 0 alone does."""
+        """Write the objects, and the metadata of all pieces. Only rank 0 calls this."""
         last = len(self.shards)
         every = dict(sorted((entries | {last: self._write(last)}).items()))
         results, sums = [], dict[str, str]()
@@ -202,7 +203,7 @@ class Work:
 
 @contextlib.contextmanager
 def _without_archive_sums() -> Iterator[None]:
-    """Have torch write no CRC-32 of a piece, which takes longer than all else of it: a piece has another checksum."""
+    """Make torch write no CRC-32 of a piece, which would take most of the time; pieces have another checksum."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -212,9 +213,9 @@ def _without_archive_sums() -> Iterator[None]:
 
 
 class _Checksummed(FileSystem):
-    """File system of torch's, with the checksums of the pieces of the last file that was written."""
+    """Torch's file system, with the checksums of the pieces of the last written file."""
 
-    sums: dict[int, str]  # by the places where they begin
+    sums: dict[int, str]  # by start offset
 
     @contextlib.contextmanager
     def create_stream(self, path, mode: str) -> Iterator[io.IOBase]:
@@ -227,7 +228,7 @@ class _Checksummed(FileSystem):
                 yield summed
                 stream.flush()
             except Exception as error:
-                if summed.error:  # torch says that writing failed, and not why
+                if summed.error:  # torch reports that writing failed, but not the cause
                     raise summed.error from error
                 raise
             summed.end_piece()
@@ -235,7 +236,7 @@ class _Checksummed(FileSystem):
 
 
 def _groups(pieces: list[Piece], made_of: dict[str, list[str]]) -> list[tuple[tuple[Piece, ...], list[str]]]:
-    """Pieces that have to stay together, with the released tensors that they are made of."""
+    """Return groups of pieces that must stay together, with the released tensors of each group."""
     of_parameter: dict[str, list[Piece]] = {}
     for piece in pieces:
         of_parameter.setdefault(piece.name, []).append(piece)

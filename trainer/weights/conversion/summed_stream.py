@@ -1,4 +1,4 @@
-"""Stream that adds up each piece of a file, and brings it to a place from which its numbers can be mapped."""
+"""Stream that computes a checksum for each piece of a file, and aligns pieces so their values can be mapped."""
 
 import io
 
@@ -8,7 +8,7 @@ from trainer.weights import short_writes, torch_dist
 
 
 class SummedStream(io.IOBase):
-    """Stream that torch writes a file's pieces to."""
+    """Stream to which torch writes a file's pieces."""
 
     def __init__(self, stream: io.IOBase):
         self.stream, self.piece, self.start, self.end, self.error = stream, xxhash.xxh3_128(), 0, 0, None
@@ -17,9 +17,9 @@ class SummedStream(io.IOBase):
     def write(self, data) -> int:
         content = memoryview(data).cast("B")
         try:
-            for some in short_writes.cut(content, self.end):
-                self.piece.update(some)
-                self.stream.write(some)
+            for block in short_writes.cut(content, self.end):
+                self.piece.update(block)
+                self.stream.write(block)
         except OSError as error:
             self.error = error
             raise
@@ -27,7 +27,7 @@ class SummedStream(io.IOBase):
         return len(content)
 
     def tell(self) -> int:
-        """Tell the place, as torch asks for before and after each piece. Readers pass over the zeros behind one."""
+        """Return the position; torch calls this before and after each piece. Readers skip the zeros after a piece."""
         if over := self.end % torch_dist.ALIGNED:
             self.write(bytes(torch_dist.ALIGNED - over))
         self.end_piece()

@@ -1,9 +1,9 @@
-"""A base that holds no weights (convert.to: none), and how it is read as if it held them.
+"""A base without weights (convert.to: none), and readers that present it as one with weights.
 
-Such a base has all that another has but the files of tensors: its metadata say that each piece lies in the release.
-A piece is made when it is asked for, by the code that would have written it (megatron_tensors.py), so that what is read
-is to the last bit what a converted base holds. Megatron's own loader asks for the pieces, at any layout; a rank reads
-what it holds, from mapped files. What the base says of the release is compared with it first.
+Such a base lacks only the files of tensors: its metadata point each piece to the release. A piece is made on request,
+by the code that would have written it (megatron_tensors.py), so its values are bit-identical to those of a converted
+base. Megatron's own loader requests the pieces, at any layout; each rank reads only its part, from mapped files.
+First the release is compared with its description in the base.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -38,17 +38,17 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": 
 
 
 class Pieces:
-    """Pieces of a base, made of the released tensors. Several threads may ask for them."""
+    """Pieces of a base, made from the released tensors. Several threads may request them."""
 
     def __init__(self, run: Run, base: Path):
-        mark = checkpoints.read_mark(base) or {}  # none yet while it is made
+        mark = checkpoints.read_mark(base) or {}  # no mark yet during conversion
         model, source = released.read(Path(run.paths.model)), base / released.SOURCE
         known = {name: row[2] for name, row in json.loads(source.read_text()).items()} if source.exists() else None
         with _one_process():
-            conversion = Conversion(_as_made(run, mark), open_bridge(run), model, known)
+            conversion = Conversion(_as_converted(run, mark), open_bridge(run), model, known)
             self.values = conversion.values()
             groups = ProcessGroupCollection.use_mpu_process_groups()
-            for task in self.values.tasks.values():  # which outlive those of the process
+            for task in self.values.tasks.values():  # they outlive the process's own groups
                 task.mapping.set_process_groups_from_pg_collection(groups)
         self.by_index = {piece.item.index: piece for piece in conversion.pieces}
         self.lock = threading.Lock()
@@ -63,7 +63,7 @@ class Pieces:
 
 
 class Reader(FileSystemReader):
-    """Reader of such a base, for Megatron's loader. What it has to make pieces of goes with the first use."""
+    """Reader of such a base for Megatron's loader. It is used once, and then drops its pieces."""
 
     def __init__(self, folder: Path, pieces: Pieces):
         super().__init__(folder)
@@ -83,7 +83,7 @@ class Reader(FileSystemReader):
 
 
 def open_base(run: Run, folder: Path) -> Stored:
-    """Open a checkpoint, which may be a base that holds no weights."""
+    """Open a checkpoint, which may be a base without weights."""
     stored = torch_dist.open_checkpoint(folder)
     if not _is_unwritten(stored):
         return stored
@@ -92,7 +92,7 @@ def open_base(run: Run, folder: Path) -> Stored:
 
 
 def prepare(run: Run) -> bool:
-    """Have Megatron read the run's base from the release, where it holds no weights. Returns whether that is so."""
+    """Make Megatron read the run's base from the release if the base has no weights. Return whether that is so."""
     base = Path(run.paths.base)
     folder = checkpoints.step_folder(base, 0)
     if not require_release(run):
@@ -102,7 +102,7 @@ def prepare(run: Run) -> bool:
 
 
 def require_release(run: Run) -> bool:
-    """Check that the release is what the run's base says, where that holds no weights. Returns whether that is so."""
+    """Check the release against the run's base if that has no weights. Return whether that is so."""
     base = Path(run.paths.base)
     mark = checkpoints.read_mark(base) or {}
     if "to" not in mark:
@@ -115,8 +115,8 @@ def _is_unwritten(stored: Stored) -> bool:
     return any(place.relative_path == RELEASED for place in (stored.metadata.storage_data or {}).values())
 
 
-def _as_made(run: Run, mark: dict) -> Run:
-    """The run as that which made the base, as far as it decides what is in one."""
+def _as_converted(run: Run, mark: dict) -> Run:
+    """Return the run with the settings of the conversion that affect the contents of a base."""
     layout = Layout(tp=mark.get("tp", run.layout.tp))
     train = run.train.model_copy(update={"precision": mark.get("precision", run.train.precision)})
     model = run.model.model_copy(update={"mtp": mark.get("mtp", run.model.mtp)})
@@ -125,24 +125,24 @@ def _as_made(run: Run, mark: dict) -> Run:
 
 
 def _require_same(model: released.Model, mark: dict, base: Path) -> None:
-    """Check that the release is what the base was made from. Ranks of a host share the reading, if that is needed."""
-    other = released.unlike(base, model.tensors)
-    if not other and model.stamps() != mark["stamps"]:
+    """Check that the base was made from this release. If tensors must be read, the ranks of a host share the work."""
+    changed = released.unlike(base, model.tensors)
+    if not changed and model.stamps() != mark["stamps"]:
         recorded = json.loads((base / released.SOURCE).read_text())
         names = sorted(recorded, key=lambda name: model.tensors[name].size)
         rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         expected = {name: recorded[name][2] for name in names[rank::ranks]}
         sums, _ = released.checksums(model, expected, expected)
-        other = [name for name, checksum in sums.items() if checksum != expected[name]]
-    if other:
-        text = f"{len(other)} tensors are not those that {base} was made from"
-        mended = "download that release again, or make a base of this one: python -m trainer.convert"
-        raise Fault(f"{model.folder}: {text}: {released.enumerate_names(sorted(other))}; {mended}")
+        changed = [name for name, checksum in sums.items() if checksum != expected[name]]
+    if changed:
+        text = f"{len(changed)} tensors are not those that {base} was made from"
+        remedy = "download that release again, or make a base of this one: python -m trainer.convert"
+        raise Fault(f"{model.folder}: {text}: {released.enumerate_names(sorted(changed))}; {remedy}")
 
 
 @contextlib.contextmanager
 def _one_process() -> Iterator[None]:
-    """Have Megatron take this process for the only one, if it has met no others yet."""
+    """Make Megatron treat this process as the only one, unless process groups exist."""
     if distributed.is_initialized():
         yield
         return

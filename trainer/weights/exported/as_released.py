@@ -1,9 +1,9 @@
 """Writer of the merged model in the format of a quantised release: export.quantization=as_released.
 
-Each file keeps its header, byte by byte, and is written in parts (parts.py). Codes and scales of a weight that was not
-trained are copied; those of a trained one are its own again (pack.py), and what rounding lost is added up. Each is read
-back: a copied tensor must have the released checksum, a rounded one the checksum of what was written, and each number
-of a merged weight must lie no farther from what the adapter's factors give, multiplied once more, than the next code.
+Each file keeps its header, byte by byte, and is written in parts (parts.py). Codes and scales of an untrained weight
+are copied; a trained weight is quantised again (pack.py), and the rounding losses are summed. Each tensor is read back:
+a copied one must have the released checksum, a rounded one the checksum of what was written. Each value of a merged
+weight must be within one code of a second computation from the adapter's factors.
 """
 
 # pyright: reportArgumentType=false
@@ -24,18 +24,18 @@ from trainer.weights.quantised.pack import Loss
 from trainer.weights.released import Entry, Model
 from trainer.weights.trained import Trained
 
-Parts = dict[str, torch.Tensor]  # codes and scales, by their names
+Parts = dict[str, torch.Tensor]  # codes and scales, by name
 
 
 @dataclass
 class Rounding:
-    """Trained weights in the release's format, one at a time, and what is lost on the way."""
+    """Trained weights in the release's format, one at a time, and the losses of rounding."""
 
     trained: Trained
     losses: dict[str, Loss] = field(default_factory=dict)
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
     last: tuple[str, Parts] = ("", {})
-    threads: int = 1  # that `last` is of
+    threads: int = 1  # `last` serves one thread
 
     def blocks(self, name: str) -> Iterable[torch.Tensor] | None:
         weight = self.weight(name)
@@ -48,7 +48,7 @@ class Rounding:
 
     @cached_property
     def weights(self) -> dict[str, str]:
-        """Names of quantised weights by those of their codes and scales."""
+        """Return the names of quantised weights by the names of their codes and scales."""
         return {part: name for name, one in self.trained.model.packed.items() for part in one.tensors}
 
     def is_right(self, path: Path, name: str, entry: Entry, written: str) -> bool:
@@ -65,12 +65,12 @@ class Rounding:
         return self.is_near(weight, released_tensors.at(path.parent, replace(entry, file=path.name)))
 
     def notes(self, names: Iterable[str]) -> dict[str, Any]:
-        """Losses by rounding of these tensors' weights."""
+        """Return the rounding losses of these tensors' weights."""
         weights = {self.weight(name) for name in names}
         return {"losses": {name: asdict(self.losses[name]) for name in sorted(weights & self.losses.keys())}}
 
     def parts(self, name: str) -> Parts:
-        """Codes and scales of a trained weight."""
+        """Return codes and scales of a trained weight."""
         if self.last[0] != name:
             packed, model = self.trained.model.packed[name], self.trained.model
             before = released_tensors.read(model, name).float()
@@ -81,39 +81,39 @@ class Rounding:
         return self.last[1]
 
     def is_near(self, name: str, codes: torch.Tensor) -> bool:
-        """Whether these codes are of the merged weight, computed once more in another order."""
-        (adapter,) = self.trained.adapters[self.trained.copies.get(name, name)].each  # no stack is in FP8
+        """Whether these codes represent the merged weight, computed again in another order."""
+        (adapter,) = self.trained.adapters[self.trained.copies.get(name, name)].each  # FP8 has no stacks
         packed = self.trained.model.packed[name]
         change = self.trained.change(adapter)
         before, scales = released_tensors.read(self.trained.model, name), self.scales[name]
         exact = before.to(torch.float32, copy=True)
         expected = low_rank.expected(exact, change.a.float(), change.b.float() * change.scale, change.magnitude)
-        found = unpack.unpack(packed, codes, scales, torch.float32)
+        unpacked = unpack.unpack(packed, codes, scales, torch.float32)
         smallest = unpack.spread(scales.float().view(unpack.grid(packed)), packed, 0, packed.shape[0]) * 2.0**-9
         bound = torch.maximum(expected.abs() / 8, smallest) * 1.001 + 1e-5 * expected.abs().max()
-        # beside the rounding to the type that weights are unpacked to
+        # plus the rounding to the type of unpacked weights
         bound += torch.finfo(before.dtype).eps * expected.abs()
-        return bool(((found - expected).abs() <= bound).all())
+        return bool(((unpacked - expected).abs() <= bound).all())
 
 
 def layouts(model: Model) -> list[Layout]:
-    return [merged_format.as_it_is(model, file) for file in model.files()]
+    return [merged_format.unchanged(model, file) for file in model.files()]
 
 
 def lost(entries: list[dict[str, Any]]) -> dict:
-    """Facts on what rounding has lost, of the weights in these parts."""
+    """Return facts on the rounding losses of the weights in these parts."""
     losses = {name: Loss(**loss) for entry in entries for name, loss in entry["losses"].items()}
     total = sum(losses.values(), Loss())
     worst = max(losses, key=lambda name: losses[name].relative, default="")
-    found = {"weights": len(losses), "error": total.relative, "kept": total.share}
-    return found | ({"worst": {"name": worst, "error": losses[worst].relative}} if worst else {})
+    facts = {"weights": len(losses), "error": total.relative, "kept": total.share}
+    return facts | ({"worst": {"name": worst, "error": losses[worst].relative}} if worst else {})
 
 
-def told(facts: dict) -> str:
+def summary(facts: dict) -> str:
     if not facts["weights"]:
-        return "no quantised weight was trained, all are as released"
+        return "no quantised weight was trained: all are as released"
     worst = f"worst {facts['worst']['error']:.2%}, {facts['worst']['name']}"
     return (
         f"{facts['weights']} trained weights rounded to the release's format, by {facts['error']:.2%} of a weight "
-        f"({worst}); they hold {facts['kept']:.1%} of what training has changed"
+        f"({worst}); they keep {facts['kept']:.1%} of training's change"
     )

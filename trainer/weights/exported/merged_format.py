@@ -1,13 +1,12 @@
 """The merged model in the release's types: the released checkpoint with the trained weights, in the same files.
 
-Each file keeps its header, byte by byte, so every tensor keeps its shape and lies where it lay. Each tensor is read
-back as soon as it is written (parts.py): a weight that was not trained must have the released checksum, a merged weight
-must be what the adapter's factors give when multiplied once more, a new value must be the one written, and nothing may
-be infinite or not a number.
+Each file keeps its header, byte by byte, so every tensor keeps its shape and place. Each tensor is read back after it
+is written (parts.py): an untrained weight must have the released checksum, a merged weight must equal a second
+computation from the adapter's factors, a new value must be the written one, and every value must be finite.
 
-Weights of a quantised release are unpacked: a file then has a header of its own, with the same weights in the same
-order and no scales. Configuration, tokenizer and chat template are copied, and config.json without quantization_config;
-the model card is not: it describes another model.
+Weights of a quantised release are unpacked: the file then has a new header, with the same weights in the same order and
+no scales. Configuration, tokenizer and chat template are copied, config.json without quantization_config. The model
+card is not copied: it describes another model.
 """
 
 # pyright: reportArgumentType=false
@@ -35,13 +34,13 @@ from trainer.weights.released import Entry, Model
 from trainer.weights.released_tensors import DTYPES
 from trainer.weights.trained import Trained
 
-QUANTISED = "hf_quant_config.json"  # ModelOpt's: vLLM would take a model beside it for a quantised one
+QUANTISED = "hf_quant_config.json"  # of ModelOpt; with it, vLLM treats a model as quantised
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".md"}
 
 
 @dataclass(frozen=True)
 class Merged:
-    """Contents of the files, as parts.write() asks for them."""
+    """Contents of the files, for parts.write()."""
 
     trained: Trained
     threads: int = parts.THREADS
@@ -69,13 +68,13 @@ class Merged:
 
 
 def layouts(model: Model) -> list[Layout]:
-    """Files that the merged model has. Those that hold nothing but scales are none of them."""
+    """Return the files of the merged model, without files that contain only scales."""
     files = sorted({model.tensors[model.parts(name)[0]].file for name in model.weights})
-    return [_unpacked(model, file) if model.packed else as_it_is(model, file) for file in files]
+    return [_unpacked(model, file) if model.packed else unchanged(model, file) for file in files]
 
 
 def copy_other_files(model: Model, folder: Path, as_released: bool = False) -> str | None:
-    """Copy configuration, tokenizer and chat template. Returns the SHA-256 of the chat template, if there is one."""
+    """Copy configuration, tokenizer and chat template. Return the SHA-256 of the chat template, if any."""
     for path in other_files(model):
         shutil.copyfile(path, folder / path.name)
         (folder / path.name).chmod(parts.READABLE)
@@ -86,33 +85,33 @@ def copy_other_files(model: Model, folder: Path, as_released: bool = False) -> s
 
 
 def other_files(model: Model) -> list[Path]:
-    """The release's configuration, tokenizer and chat template."""
-    there = [path for path in sorted(model.folder.iterdir()) if path.is_file() and path.suffix not in NOT_COPIED]
-    return [path for path in there if not path.name.startswith(".") and path.name != QUANTISED]
+    """Return the release's configuration, tokenizer and chat template."""
+    files = [path for path in sorted(model.folder.iterdir()) if path.is_file() and path.suffix not in NOT_COPIED]
+    return [path for path in files if not path.name.startswith(".") and path.name != QUANTISED]
 
 
 def holds_merged(trained: Trained, name: str, path: Path, entry: Entry, written: str) -> bool:
-    """Whether what was written lies in the file, and is the released weight of this name, merged with its adapter.
+    """Whether the file has what was written here, and this is the released weight `name` merged with its adapter.
 
-    The bytes that are compared are those whose checksums are: of the file, and of the release.
+    The compared bytes are the same that are checksummed: those of the file, and those of the release.
     """
     adapter = trained.adapters[name]
     before = trained.rows(adapter.part) if isinstance(adapter, Adapter) else None
     if before is None or not isinstance(adapter, Adapter):
-        found = released_tensors.at(path.parent, replace(entry, file=path.name))
+        from_file = released_tensors.at(path.parent, replace(entry, file=path.name))
         is_there = parts.holds(path, entry, written) and parts.is_released(trained, name)
-        return is_there and is_merged(trained, name, found)
-    found = ReadRows(path, entry, DTYPES[entry.dtype], "found")
+        return is_there and is_merged(trained, name, from_file)
+    from_file = ReadRows(path, entry, DTYPES[entry.dtype], "found")
     try:
-        is_right = trained.change(adapter).is_in(found, before)
-    except Fault:  # one of the files ends early: parts.py says which
+        is_right = trained.change(adapter).is_in(from_file, before)
+    except Fault:  # one of the files ends early: parts.py reports which
         return False
-    return is_right and found.has_sum(written) and before.is_recorded
+    return is_right and from_file.has_sum(written) and before.is_recorded
 
 
 def is_merged(trained: Trained, name: str, found: torch.Tensor) -> bool:
-    """Whether this is the released weight of that name, merged with its adapter."""
-    return all(_is_merged(trained, one, one.part.of(found)) for one in trained.adapters[name].each)
+    """Whether this is the released weight `name` merged with its adapter."""
+    return all(_is_merged(trained, adapter, adapter.part.of(found)) for adapter in trained.adapters[name].each)
 
 
 def _is_merged(trained: Trained, adapter: Adapter, found: torch.Tensor) -> bool:
@@ -120,18 +119,18 @@ def _is_merged(trained: Trained, adapter: Adapter, found: torch.Tensor) -> bool:
     return trained.change(adapter).is_in(adapter.part.turn(found), before)
 
 
-def as_it_is(model: Model, file: str) -> Layout:
-    """A released file, with the header that it has."""
-    there = [(name, entry) for name, entry in model.tensors.items() if entry.file == file]
-    rows = dict(sorted(there, key=lambda item: item[1].start))
+def unchanged(model: Model, file: str) -> Layout:
+    """Return a released file with its own header."""
+    entries = [(name, entry) for name, entry in model.tensors.items() if entry.file == file]
+    rows = dict(sorted(entries, key=lambda item: item[1].start))
     with (model.folder / file).open("rb") as f:
         return Layout(file, f.read(next(iter(rows.values())).start), rows)
 
 
 def _unpacked(model: Model, file: str) -> Layout:
-    """The file with weights in the place of codes."""
+    """Return the file with weights in place of codes."""
     of_codes = {one.codes: name for name, one in model.packed.items()}
-    names = [of_codes.get(name, name) for name in as_it_is(model, file).rows]
+    names = [of_codes.get(name, name) for name in unchanged(model, file).rows]
     shapes = {name: (one.dtype, one.shape) for name in names if (one := model.weights.get(name))}
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     places, start = {}, 0

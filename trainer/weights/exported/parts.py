@@ -1,12 +1,11 @@
-"""Writer of a merged model's files: in parts, each by one rank, read back, and kept when the process dies.
+"""Writer of a merged model's files: in parts, each written by one rank, read back, and kept if the process dies.
 
-A part is a run of tensors of one file, of a few hundred megabytes at most, unless a single tensor is larger. How files
-are cut does not depend on the number of ranks. Small weights are made side by side, a large one by itself, so that
-little is in memory. What is finished is noted (trainer/weights/journal.py) with its checksum; a later attempt takes
-what has both.
+A part is a sequence of tensors of one file, of a few hundred megabytes at most, unless a single tensor is larger. The
+cut into parts does not depend on the number of ranks. Small weights are made in parallel, large ones one at a time, to
+limit memory. Finished parts are recorded with their checksum (trainer/weights/journal.py); a later attempt keeps parts
+whose checksum matches.
 
-What is in the files, and whether it is right once it is read back, is a format's to say: merged_format.py and
-as_released.py.
+A format (merged_format.py or as_released.py) determines the contents of the files, and checks what is read back.
 """
 
 # pyright: reportArgumentType=false
@@ -29,17 +28,17 @@ from trainer.weights.exported.storing import Storing
 from trainer.weights.released import Entry, enumerate_names
 from trainer.weights.trained import Trained
 
-READABLE = 0o644  # safetensors makes files that only their owner can read
+READABLE = 0o644  # safetensors makes files readable only by their owner
 LARGEST, SMALLEST = 2**28, 2**20  # bytes of a part
-COUNT = 256  # of an export whose parts are between those two
-SIDE_BY_SIDE = 64 * 2**20  # bytes of weights that are made at once
+COUNT = 256  # of parts, if their size is between these two
+SIDE_BY_SIDE = 64 * 2**20  # bytes of weights made in parallel
 THREADS = 8  # at most
-_writing = threading.Lock()  # the kernel has one at a time write into a file, and the others spin until they may
+_writing = threading.Lock()  # only one thread at a time can write into a file; others would spin in the kernel
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A file: its beginning, and the places of its tensors in order."""
+    """A file: its header, and the places of its tensors in order."""
 
     file: str
     header: bytes
@@ -48,7 +47,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Part:
-    """Tensors of a file that lie one after another."""
+    """Consecutive tensors of a file."""
 
     file: str
     rows: dict[str, Entry] = field(default_factory=dict)
@@ -60,7 +59,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Written:
-    """A tensor that was written: the checksum of what was, and whether it is there and right, read back."""
+    """A written tensor: the checksum of its bytes, and whether it is correct when read back."""
 
     checksum: str
     is_right: bool
@@ -74,44 +73,44 @@ class Format(Protocol):
 
     @property
     def threads(self) -> int:
-        """Number of threads that may ask for tensors side by side."""
+        """Number of threads that may request tensors in parallel."""
         ...
 
     def blocks(self, name: str) -> Iterable[torch.Tensor] | None:
-        """The tensor as it has to be written, in blocks of its rows; None for one that is copied as it is.
+        """Return the tensor to write, in blocks of rows; None if it is copied from the release.
 
-        Each block is gone when the next is asked for.
+        Each block is invalid after the next is requested.
         """
         ...
 
     def is_right(self, path: Path, name: str, entry: Entry, written: str) -> bool:
-        """Whether the file, read back, has the tensor that it should: what was written, which has this checksum.
+        """Whether the file, read back, has the correct tensor; `written` is the checksum of what was written.
 
-        Of one that was copied, whether it has the checksum that the conversion has recorded.
+        A copied tensor must have the checksum that the conversion recorded.
         """
         ...
 
     def weight(self, name: str) -> str:
-        """The weight that the tensor is of, or is a part of."""
+        """Return the weight to which the tensor belongs."""
         ...
 
     def notes(self, names: Iterable[str]) -> dict[str, Any]:
-        """Facts to be noted beside these tensors."""
+        """Return facts to record with these tensors."""
         ...
 
 
-def write(wanted: Format, layouts: list[Layout], folder: Path, noted: Path) -> list[journal.Entry]:
-    """Write all files over all ranks, but for the parts that an earlier attempt has noted. Returns their entries."""
+def write(contents: Format, layouts: list[Layout], folder: Path, journal_folder: Path) -> list[journal.Entry]:
+    """Write all files over all ranks, except parts that an earlier attempt recorded. Return the entries."""
     if atomic_folder.rank() == 0:
         for layout in layouts:
             _begin(layout, folder / layout.file)
     atomic_folder.barrier()
-    cut, model = dict(enumerate(parts(layouts))), wanted.trained.model
+    cut, model = dict(enumerate(parts(layouts))), contents.trained.model
     sizes = {number: part.size for number, part in cut.items()}
     size = sum(sizes.values()) + sum(entry.size for entry in model.tensors.values())
     done = 0
-    # One more than there are cores: a disk is waited for besides.
-    with ThreadPoolExecutor(min(wanted.threads, device.cores() + 1)) as pool, Storing(size) as storing:
+    # One more than cores, because one usually waits for the disk.
+    with ThreadPoolExecutor(min(contents.threads, device.cores() + 1)) as pool, Storing(size) as storing:
 
         def is_whole(number: int, entry: journal.Entry) -> bool:
             part = cut[number]
@@ -121,34 +120,36 @@ def write(wanted: Format, layouts: list[Layout], folder: Path, noted: Path) -> l
         def make(number: int) -> journal.Entry:
             nonlocal done
             part, path = cut[number], folder / cut[number].file
-            entry = _make(wanted, part, path, pool)
-            sources = [model.tensors[name] for name in _released(wanted.trained, part)]
+            entry = _make(contents, part, path, pool)
+            sources = [model.tensors[name] for name in _released(contents.trained, part)]
             spans = [(model.folder / one.file, one.start, one.size) for one in sources]
             storing.begin((path, min(row.start for row in part.rows.values()), part.size), spans)
             before, done = done, done + 1
             tenths = [10 * count * atomic_folder.ranks() // len(cut) for count in (before, done)]
             if tenths[0] < tenths[1] < 10:
-                say(f"export: about {tenths[1]}0 % are written and read back")
+                say(f"export: about {tenths[1]}0 % is written and read back")
             return entry
 
-        entries = journal.do(noted, sizes, is_whole, make, lambda number: _read_ahead(wanted.trained, cut[number]))
-    wanted.trained.stored.seen.update(name for entry in entries.values() for name in entry["seen"])
+        entries = journal.do(
+            journal_folder, sizes, is_whole, make, lambda number: _read_ahead(contents.trained, cut[number])
+        )
+    contents.trained.stored.seen.update(name for entry in entries.values() for name in entry["seen"])
     return [entries[number] for number in sorted(entries)]
 
 
 def parts(layouts: list[Layout]) -> list[Part]:
     whole = sum(entry.size for layout in layouts for entry in layout.rows.values())
-    enough, found = min(max(whole // COUNT, SMALLEST), LARGEST), []
+    enough, result = min(max(whole // COUNT, SMALLEST), LARGEST), []
     for layout in layouts:
-        found.append(Part(layout.file))
+        result.append(Part(layout.file))
         end = len(layout.header)
         for name, entry in layout.rows.items():
-            assert entry.start == end, f"{layout.file}: {name} does not follow the tensor before it"
-            if found[-1].size >= enough:
-                found.append(Part(layout.file))
-            found[-1].rows[name] = entry
+            assert entry.start == end, f"{layout.file}: {name} does not follow the previous tensor"
+            if result[-1].size >= enough:
+                result.append(Part(layout.file))
+            result[-1].rows[name] = entry
             end += entry.size
-    return found
+    return result
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -156,7 +157,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _begin(layout: Layout, path: Path) -> None:
-    """Make the file with its beginning, as long as it is going to be."""
+    """Create the file with its header, in its final length."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("r+b" if path.exists() else "wb") as file:
         file.write(layout.header)
@@ -164,38 +165,38 @@ def _begin(layout: Layout, path: Path) -> None:
     path.chmod(READABLE)
 
 
-def _make(wanted: Format, part: Part, path: Path, pool: ThreadPoolExecutor) -> journal.Entry:
-    """Write a part and check it. Returns its entry: a checksum, and the trained tensors that were read for it."""
-    stored, found = wanted.trained.stored, dict[str, Written]()
+def _make(contents: Format, part: Part, path: Path, pool: ThreadPoolExecutor) -> journal.Entry:
+    """Write a part and check it. Return its entry: a checksum, and the trained tensors that were read for it."""
+    stored, results = contents.trained.stored, dict[str, Written]()
     before = {*stored.seen}
     stored.seen.clear()
     with path.open("r+b", buffering=0) as new:
         for batch in _batches(part.rows):
-            made = pool.map(lambda name: _put(wanted, name, part.rows[name], path, new), batch)
-            found |= zip(batch, made, strict=True)
-        _require_right(wanted, path, [name for name, one in found.items() if not one.is_right])
+            written = pool.map(lambda name: _put(contents, name, part.rows[name], path, new), batch)
+            results |= zip(batch, written, strict=True)
+        _require_right(contents, path, [name for name, result in results.items() if not result.is_right])
     seen = sorted(stored.seen)
     stored.seen.update(before)
-    sums = {name: one.checksum for name, one in found.items()}
-    return {"sum": _sum(sums), "seen": seen} | wanted.notes(part.rows)
+    sums = {name: result.checksum for name, result in results.items()}
+    return {"sum": _sum(sums), "seen": seen} | contents.notes(part.rows)
 
 
-def _put(wanted: Format, name: str, entry: Entry, path: Path, new: BinaryIO) -> Written:
-    """Write a tensor and read it back at once, while a processor has at hand what it is made of."""
-    blocks = wanted.blocks(name)
-    written = _copy(wanted.trained.model, name, entry, new) if blocks is None else _write(name, blocks, entry, new)
-    del blocks  # before another one's are made
-    return Written(written, wanted.is_right(path, name, entry, written))
+def _put(contents: Format, name: str, entry: Entry, path: Path, new: BinaryIO) -> Written:
+    """Write a tensor and read it back at once, while its sources are in the processor's cache."""
+    blocks = contents.blocks(name)
+    written = _copy(contents.trained.model, name, entry, new) if blocks is None else _write(name, blocks, entry, new)
+    del blocks  # free memory before the next tensor
+    return Written(written, contents.is_right(path, name, entry, written))
 
 
 def _write(name: str, blocks: Iterable[torch.Tensor], entry: Entry, new: BinaryIO) -> str:
-    """Write a tensor. Returns its checksum, or that it is not finite."""
+    """Write a tensor. Return its checksum, or "not finite"."""
     found, finite, at, end = xxhash.xxh3_128(), True, entry.start, entry.start + entry.size
     for block in blocks:
         content = as_bytes(block)
         fits = block.shape[1:] == entry.shape[1:] and at + len(content) <= end
-        assert fits, f"{name}: {tuple(block.shape)} is no part of the released {entry.shape}"
-        for start in range(0, len(content), released.BLOCK):  # which stays near the processor
+        assert fits, f"{name}: {tuple(block.shape)} is not a part of the released {entry.shape}"
+        for start in range(0, len(content), released.BLOCK):  # fits into the processor's cache
             some = content[start : start + released.BLOCK]
             found.update(some)
             finite = finite and released.is_finite(some, entry.dtype)
@@ -205,7 +206,7 @@ def _write(name: str, blocks: Iterable[torch.Tensor], entry: Entry, new: BinaryI
 
 
 def _copy(model: released.Model, name: str, entry: Entry, new: BinaryIO) -> str:
-    """Write a tensor as it was released. Returns its checksum."""
+    """Copy a released tensor. Return its checksum."""
     found, old, at = xxhash.xxh3_128(), model.tensors[name], entry.start
     with (model.folder / old.file).open("rb") as file:
         for block in released.blocks(file, old):
@@ -215,35 +216,35 @@ def _copy(model: released.Model, name: str, entry: Entry, new: BinaryIO) -> str:
 
 
 def _write_at(file: BinaryIO, content: memoryview, at: int) -> int:
-    """Write at this place, whatever other threads write elsewhere. Returns how many bytes there are."""
+    """Write at this place while other threads write elsewhere. Return the number of bytes."""
     with _writing:
         short_writes.write_at(file.fileno(), content, at)
     return len(content)
 
 
 def _sum(sums: dict[str, str]) -> str:
-    """One checksum of a part, of those of its tensors."""
+    """Return one checksum of a part, from those of its tensors."""
     return xxhash.xxh3_128_hexdigest("".join(f"{name}={one};" for name, one in sorted(sums.items())).encode())
 
 
 def _read_ahead(trained: Trained, part: Part) -> None:
-    """Have the kernel read what the part is made of, as far as it is the release's."""
+    """Make the kernel read the released tensors of the part."""
     released.read_ahead(trained.model, _released(trained, part))
 
 
 def _released(trained: Trained, part: Part) -> set[str]:
-    """The released tensors that the part is made of."""
+    """Return the released tensors from which the part is made."""
     model = trained.model
     known = [name for name in part.rows if trained.copies.get(name, name) not in trained.values]
     tensors = {tensor for name in known if name in model.weights for tensor in model.parts(name)}
     return tensors | {name for name in known if name in model.tensors}
 
 
-def _require_right(wanted: Format, path: Path, wrong: list[str]) -> None:
-    edited = [name for name in wrong if not is_released(wanted.trained, wanted.weight(name))]
+def _require_right(contents: Format, path: Path, wrong: list[str]) -> None:
+    edited = [name for name in wrong if not is_released(contents.trained, contents.weight(name))]
     if edited:
         raise Fault(
-            f"{wanted.trained.model.folder}: {len(edited)} tensors are not those that the base was converted from: "
+            f"{contents.trained.model.folder}: {len(edited)} tensors are not those that the base was converted from: "
             f"{enumerate_names(edited)}; put the released files back, or convert and train again"
         )
     if wrong:
@@ -251,7 +252,7 @@ def _require_right(wanted: Format, path: Path, wrong: list[str]) -> None:
 
 
 def is_released(trained: Trained, name: str) -> bool:
-    """Whether the release still holds the weight that the base was made from."""
+    """Whether the release still has the weight from which the base was made."""
     model = trained.model
     entries = {part: model.tensors[part] for part in model.parts(name)}
     return all(
@@ -260,12 +261,12 @@ def is_released(trained: Trained, name: str) -> bool:
 
 
 def holds(path: Path, entry: Entry, written: str) -> bool:
-    """Whether what was written at this place of the file, which has this checksum, lies there."""
+    """Whether the file has, at this place, bytes with the checksum of what was written."""
     return _checksum(path, entry) == written
 
 
 def _checksum(path: Path, entry: Entry) -> str:
-    """Checksum of what lies in the file at this place; none where it is not there, or ends early."""
+    """Return the checksum of the file at this place; "" if the file is missing or too short."""
     try:
         return released.checksum(path, entry)
     except (OSError, Fault):
@@ -273,7 +274,7 @@ def _checksum(path: Path, entry: Entry) -> str:
 
 
 def _batches(rows: dict[str, Entry]) -> Iterator[list[str]]:
-    """Cut weights into groups that fit into memory together, however large one of them is."""
+    """Group weights that fit into memory together; a larger weight is a group alone."""
     batch, size = [], 0
     for name, entry in rows.items():
         if batch and size + entry.size > SIDE_BY_SIDE:

@@ -4,15 +4,15 @@ Megatron's fused layers become one adapter per released weight: A is the same, B
 
 Experts. transformers 5 keeps all experts of a layer in two 3D parameters, gate_up_proj and down_proj, which PEFT adapts
 as `target_parameters`. For E experts of rank r the file has, per parameter, A of shape [E * r, in], expert by expert,
-and B of shape [out, r * E], in which the columns of one expert lie E apart. PEFT wraps the two parameters of a module
-one around the other; the inner one, gate_up_proj, is called base_layer. gpt-oss is released so, with gate and up by
-turns, as the rows of B are then.
+and B of shape [out, r * E], in which the columns of one expert are E apart. PEFT nests the wrappers of a module's two
+parameters; the inner one, gate_up_proj, is called base_layer. gpt-oss is released in this form, with alternating rows
+of gate and up; the rows of B alternate in the same way.
 
-Dense layers beside experts. For these architectures PEFT (0.21) takes gate_proj, up_proj and down_proj in
-`target_modules` for the experts' names of transformers 4 and replaces them, so other layers of these names would lose
-their adapters. Their weights are named as `target_parameters` too. PEFT has no DoRA for parameters.
+Dense layers in models with experts. For these architectures PEFT (0.21) treats gate_proj, up_proj and down_proj in
+`target_modules` as transformers 4's names of experts and replaces them, so other layers of these names would lose their
+adapters. Their weights are therefore also named as `target_parameters`. PEFT has no DoRA for parameters.
 
-transformers does not build multi-token-prediction layers, so their adapters cannot be in here: merged/ has them.
+transformers does not build multi-token-prediction layers, so their adapters cannot be included; merged/ has them.
 """
 
 # pyright: reportArgumentType=false
@@ -37,7 +37,7 @@ from trainer.weights.trained import Trained
 EXPERT = re.compile(
     r"(?P<layer>.+)\.(mlp|block_sparse_moe)\.experts\.(?P<number>\d+)\.(?P<leaf>(gate|up|down)_proj|w[123])\.weight$"
 )
-STACK = re.compile(r"(?P<module>.+\.mlp\.experts)\.(?P<leaf>gate_up|down)_proj$")  # of all experts, as gpt-oss has it
+STACK = re.compile(r"(?P<module>.+\.mlp\.experts)\.(?P<leaf>gate_up|down)_proj$")  # gpt-oss's tensor of all experts
 LEAVES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"} | {"w1": "gate", "w3": "up", "w2": "down"}
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -57,18 +57,18 @@ class Row(NamedTuple):
 
 
 def check(trained: Trained) -> None:
-    """Raise a Fault for an adapter that PEFT cannot express."""
+    """Raise a Fault for an adapter that PEFT cannot represent."""
     moe = _has_experts(trained)
     bad = [name for name, one in _expressible(trained).items() if one.each[0].magnitude and _as_parameter(name, moe)]
     if bad:
         raise Fault(
             f"export.formats: PEFT has no DoRA for {released.enumerate_names(bad, 3)}; export as merged only, "
-            "or train linear_qkv and linear_proj alone"
+            "or train only linear_qkv and linear_proj"
         )
 
 
 def write(trained: Trained, folder: Path, source: str) -> list[str]:
-    """Write the adapter. Returns the released names whose adapters are left out."""
+    """Write the adapter. Return the released names whose adapters are left out."""
     adapters, moe = _expressible(trained), _has_experts(trained)
     experts = _experts(adapters)
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def write(trained: Trained, folder: Path, source: str) -> list[str]:
 
 
 def tensors(trained: Trained) -> list[Row]:
-    """Tensors of the file, in order."""
+    """Return the tensors of the file, in order."""
     adapters, rows = _expressible(trained), []
     for name, adapter in adapters.items():
         if isinstance(adapter, Adapter) and not EXPERT.match(name):
@@ -96,18 +96,18 @@ def tensors(trained: Trained) -> list[Row]:
 
 
 def _experts(adapters: Adapters) -> dict[str, dict[int, dict[str, Adapter]]]:
-    """Adapters of experts, by transformers' name of their module, their number and their part."""
-    found: dict[str, dict[int, dict[str, Adapter]]] = defaultdict(dict)
+    """Return the adapters of experts, by transformers' name of their module, their number and their part."""
+    by_module: dict[str, dict[int, dict[str, Adapter]]] = defaultdict(dict)
     for name, adapter in adapters.items():
         if isinstance(adapter, StackedAdapters):
             stack = STACK.match(name)
-            assert stack, f"{name} has experts, and transformers has them in mlp.experts"
-            for number, one in enumerate(adapter.each):
-                found[stack["module"]].setdefault(number, {})[stack["leaf"]] = one
+            assert stack, f"{name} has experts, which transformers expects in mlp.experts"
+            for number, expert_adapter in enumerate(adapter.each):
+                by_module[stack["module"]].setdefault(number, {})[stack["leaf"]] = expert_adapter
         elif match := EXPERT.match(name):
-            module = f"{match['layer']}.mlp.experts"  # transformers' name, where Mixtral's releases have another
-            found[module].setdefault(int(match["number"]), {})[LEAVES[match["leaf"]]] = adapter
-    return found
+            module = f"{match['layer']}.mlp.experts"  # transformers' name; Mixtral's releases use another
+            by_module[module].setdefault(int(match["number"]), {})[LEAVES[match["leaf"]]] = adapter
+    return by_module
 
 
 def _expressible(trained: Trained) -> Adapters:
@@ -145,7 +145,7 @@ def _module_rows(trained: Trained, name: str, adapter: Adapter) -> list[Row]:
 
 
 def module(name: str) -> str:
-    """Name of the module in transformers. OpenAI's own releases of GPT-2 leave out the model's."""
+    """Return the module's name in transformers. OpenAI's releases of GPT-2 omit the model's prefix."""
     return re.sub(r"^h\.", "transformer.h.", name).removesuffix(".weight")
 
 
@@ -172,17 +172,17 @@ def _expert_rows(trained: Trained, name: str, experts: list[dict[str, Adapter]])
 
 
 def _leaves(expert: dict[str, Adapter]) -> dict[str, tuple[str, ...]]:
-    """Parameters of transformers that this expert's adapters change, and the released weights in them."""
+    """Return transformers' parameters that this expert's adapters change, and the released weights in them."""
     leaves = {"gate_up_proj": ("gate_up",) if "gate_up" in expert else ("gate", "up"), "down_proj": ("down",)}
     return {leaf: parts for leaf, parts in leaves.items() if parts[0] in expert}
 
 
 def _shortest(names: set[str], trained: Trained, parts: int) -> list[str]:
-    """Short names to which PEFT's rule (equal, or the end of the full name) gives just these; else the full names."""
+    """Return short names that match only these by PEFT's rule (equal, or the end of the full name), else full names."""
     whole = _expressible_names(trained, names)
     short = {_ending(name, parts) for name in names}
-    meant = {name for name in whole if any(name.endswith("." + ending) for ending in short)}
-    return sorted(short if meant == names else names)
+    matched = {name for name in whole if any(name.endswith("." + ending) for ending in short)}
+    return sorted(short if matched == names else names)
 
 
 def _expressible_names(trained: Trained, names: set[str]) -> set[str]:
@@ -191,20 +191,20 @@ def _expressible_names(trained: Trained, names: set[str]) -> set[str]:
 
 
 def _ending(name: str, parts: int) -> str:
-    """The part of a name behind the layer's number, or the last `parts` of it."""
+    """Return the part of a name after the layer's number, or its last component for modules."""
     inside = re.sub(r"^.*\.layers\.\d+\.|^(transformer\.)?h\.\d+\.", "", name)
     return inside if parts > 1 else inside.rpartition(".")[2]
 
 
 def _config(adapter: Adapter, modules: list[str], parameters: list[str], source: str) -> dict:
     rank = adapter.a.shape[0]
-    found = {
+    config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": source,
         "r": rank,
         "lora_alpha": adapter.alpha,
-        "lora_dropout": 0.0,  # it is for use, and PEFT refuses any other value beside target_parameters
+        "lora_dropout": 0.0,  # for inference; PEFT refuses other values with target_parameters
         "target_modules": modules,
         "use_dora": adapter.magnitude is not None,
         "use_rslora": False,
@@ -212,7 +212,7 @@ def _config(adapter: Adapter, modules: list[str], parameters: list[str], source:
         "fan_in_fan_out": adapter.part.turned and adapter.part.expert is None,
         "inference_mode": True,
     }
-    return found | ({"target_parameters": parameters} if parameters else {})
+    return config | ({"target_parameters": parameters} if parameters else {})
 
 
 def _write_safetensors(path: Path, rows: list[Row]) -> None:

@@ -1,7 +1,7 @@
-"""A thread that has the disk store what was written, beside what is written next.
+"""A thread that flushes written data to the disk while the next data are written.
 
-Where the model and what is made of it do not fit into memory together, the kernel is asked to forget what is done with.
-Else it looks for memory itself, at every page, and forgets the packages of the next command first.
+If the model and the output do not fit into memory together, the kernel is also asked to drop finished pages. Otherwise
+it searches for free memory at every page, and first drops the packages that the next command needs.
 """
 
 import contextlib
@@ -14,11 +14,11 @@ from typing import Self
 
 import psutil
 
-Span = tuple[Path, int, int]  # a file, the first byte, and how many
+Span = tuple[Path, int, int]  # file, first byte, number of bytes
 
 
 class Storing:
-    """The thread, for what is `size` bytes in all, read and written."""
+    """The thread, for `size` bytes in total, read and written."""
 
     def __init__(self, size: int):
         self.forgets = size > psutil.virtual_memory().available
@@ -32,11 +32,11 @@ class Storing:
         self.pool.shutdown(cancel_futures=kind is not None)
 
     def begin(self, written: Span, read: Iterable[Span]) -> None:
-        """Have the disk begin with what was written, out of what was read. That all is stored is not waited for."""
+        """Start flushing the written bytes, made from the bytes in `read`, without waiting for it."""
         self.pool.submit(self._begin, written, [*read])
 
     def _begin(self, written: Span, read: list[Span]) -> None:
-        _forget(written)  # which begins to store what is not stored yet, and waits where the disk is busy
+        _forget(written)  # starts to flush dirty pages, and waits if the disk is busy
         if self.forgets:
             for span in [*self.before, *read]:
                 _forget(span)
@@ -45,7 +45,7 @@ class Storing:
 
 def _forget(span: Span) -> None:
     path, start, size = span
-    if not size:  # to the kernel, 0 is all that follows
+    if not size:  # for the kernel, 0 means up to the end
         return
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)

@@ -1,18 +1,18 @@
-"""Memory that a thread keeps for what it does with one tensor after another.
+"""Memory that a thread reuses for one tensor after another.
 
-To give memory back and ask for it again takes longer than to merge a tensor: the kernel clears it page by page.
+Freeing and allocating memory takes longer than merging a tensor: the kernel clears it page by page.
 """
 
 import threading
 
 import torch
 
-LARGEST = 2**26  # bytes that are kept for the next tensor
+LARGEST = 2**26  # bytes kept for the next tensor
 _kept = threading.local()
 
 
 def take(use: str, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory of so many numbers, of any value. What this thread has taken for the same use before is gone."""
+    """Return uninitialized memory of `count` values. It invalidates this thread's previous memory of the same use."""
     size = count * dtype.itemsize
     memory = getattr(_kept, use, None)
     if memory is None or len(memory) < size:

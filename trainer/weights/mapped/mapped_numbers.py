@@ -1,4 +1,4 @@
-"""Numbers that lie somewhere in a file, mapped into memory: they cost memory where they are touched."""
+"""Values in a file, mapped into memory: they use memory only when they are touched."""
 
 import mmap
 from typing import BinaryIO
@@ -7,14 +7,14 @@ import torch
 
 
 def read(file: BinaryIO, start: int, dtype: torch.dtype, count: int, soon: bool = False) -> torch.Tensor:
-    """Map `count` numbers of a file, from this place on. Writing into them changes no file; `count` is above 0.
+    """Map `count` values of a file from this place on; `count` is above 0. Writing to them does not change the file.
 
-    `soon`: all of them are about to be read, in their order. Where they begin at no multiple of their size, as a header
-    may ask for it and pieces of a checkpoint often do, they are read into memory: torch maps no such numbers.
+    `soon`: all of them will be read soon, in order. Values that are not aligned to their size (allowed by headers,
+    frequent in checkpoints) are read into memory, because torch cannot map them.
     """
     if start % dtype.itemsize:
         return _copy(file, start, dtype, count)
-    before = start % mmap.ALLOCATIONGRANULARITY  # where a mapping may begin
+    before = start % mmap.ALLOCATIONGRANULARITY  # a mapping begins at a multiple of this
     size = before + count * dtype.itemsize
     content = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=start - before)
     if soon:
@@ -23,13 +23,13 @@ def read(file: BinaryIO, start: int, dtype: torch.dtype, count: int, soon: bool 
 
 
 def _copy(file: BinaryIO, start: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-    found = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
-    whole = memoryview(found.numpy())
+    buffer = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
+    whole = memoryview(buffer.numpy())
     file.seek(start)
-    done = 0
-    while done < len(whole):
-        some = file.readinto(whole[done:])  # pyright: ignore[reportAttributeAccessIssue]
-        if not some:
-            raise ValueError(f"ends {len(whole) - done} bytes early")
-        done += some
-    return found.view(dtype)
+    filled = 0
+    while filled < len(whole):
+        size = file.readinto(whole[filled:])  # pyright: ignore[reportAttributeAccessIssue]
+        if not size:
+            raise ValueError(f"ends {len(whole) - filled} bytes early")
+        filled += size
+    return buffer.view(dtype)

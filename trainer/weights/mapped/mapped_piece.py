@@ -1,8 +1,8 @@
-"""A part of a tensor that torch.save wrote somewhere in a file, read without the rest of it.
+"""Access to a part of a tensor that torch.save wrote into a file, without reading the rest of the tensor.
 
-A stored piece holds the weights of all experts of a layer, and reading it whole for each of them would read it as many
-times as there are experts. Only its header is read; the numbers asked for are mapped from the file. torch's own mapping
-wants a file of one tensor, and torch.load takes a millisecond for a header and looks at no checksum; is_sound() does.
+A stored piece has the weights of all experts of a layer; reading it whole for each expert would multiply the work. Only
+its header is read; the requested values are mapped from the file. torch's own mapping needs a file of one tensor, and
+torch.load takes a millisecond for a header and checks no checksum; is_sound() does.
 """
 
 import io
@@ -21,13 +21,13 @@ from trainer.weights.mapped import mapped_numbers
 
 @dataclass(frozen=True)
 class Layout:
-    """Place and order of a stored tensor's numbers; places count from the beginning of the file."""
+    """Place and order of a stored tensor's values; places count from the beginning of the file."""
 
     start: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    first: int  # number of its first element in its storage
+    first: int  # index of its first element in its storage
     size: int  # of the storage, in bytes
 
     @property
@@ -36,7 +36,7 @@ class Layout:
 
 
 class _Window(io.RawIOBase):
-    """A file from `start` on, `length` bytes long, as if it were all of it. It is read past its own buffer."""
+    """`length` bytes of a file from `start` on, presented as a file. Reads bypass the file's buffer."""
 
     def __init__(self, file: BinaryIO, start: int, length: int):
         self.file, self.start, self.length, self.at = file, start, length, 0
@@ -55,14 +55,14 @@ class _Window(io.RawIOBase):
         return self.at
 
     def readinto(self, buffer: Any) -> int:
-        some = memoryview(buffer)[: max(0, self.length - self.at)]
-        count = os.preadv(self.file.fileno(), [some], self.start + self.at)
+        target = memoryview(buffer)[: max(0, self.length - self.at)]
+        count = os.preadv(self.file.fileno(), [target], self.start + self.at)
         self.at += count
         return count
 
 
 class _Description(pickle.Unpickler):
-    """What torch.save says of one tensor. Anything else that a pickle may ask for is refused."""
+    """Torch's description of one tensor. Anything else in the pickle is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in (("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")):
@@ -70,43 +70,43 @@ class _Description(pickle.Unpickler):
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if (module, name) == ("torch.storage", "UntypedStorage"):
-            return torch.uint8  # whose type stands behind the other arguments
+            return torch.uint8  # its type follows the other arguments
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         if module == "torch" and name.endswith("Storage"):
-            return torch.serialization.StorageType(name).dtype  # raises a KeyError of another name
-        raise pickle.UnpicklingError(f"{module}.{name} is no part of a tensor")
+            return torch.serialization.StorageType(name).dtype  # raises a KeyError for other names
+        raise pickle.UnpicklingError(f"{module}.{name} is not part of a tensor")
 
     def persistent_load(self, pid: Any) -> tuple[torch.dtype, int]:
         kind, dtype, key, _, count = pid
         if (kind, key) != ("storage", "0"):
-            raise pickle.UnpicklingError(f"a {kind} {key} is no storage of one tensor")
+            raise pickle.UnpicklingError(f"a {kind} {key} is not the storage of one tensor")
         return dtype, count * dtype.itemsize
 
 
 def _described(
     storage: tuple[torch.dtype, int], first: int, shape: tuple[int, ...], stride: tuple[int, ...], *more: Any
 ) -> tuple[Any, ...]:
-    given = [one for one in more if isinstance(one, torch.dtype)]
-    return given[0] if given else storage[0], tuple(shape), tuple(stride), first, storage[1]
+    dtype = next((value for value in more if isinstance(value, torch.dtype)), storage[0])
+    return dtype, tuple(shape), tuple(stride), first, storage[1]
 
 
 def layout(file: BinaryIO, start: int, length: int) -> Layout:
-    """Read the header of the tensor that lies there. Raises errors of torch and of pickle for anything else."""
+    """Read the header of the tensor at this place. Raises errors of torch and of pickle for anything else."""
     archive: Any = torch._C.PyTorchFileReader(io.BufferedReader(_Window(file, start, length)))
     offset = archive.get_record_offset("data/0")
     described = _Description(io.BytesIO(archive.get_record("data.pkl"))).load()
-    found = Layout(start + offset, *described)
-    if found.elements * found.dtype.itemsize > found.size or offset + found.size > length:
-        raise ValueError("the numbers do not lie in the archive")
-    return found
+    result = Layout(start + offset, *described)
+    if result.elements * result.dtype.itemsize > result.size or offset + result.size > length:
+        raise ValueError("the values are not in the archive")
+    return result
 
 
 def is_sound(file: BinaryIO, start: int, length: int, layout: Layout) -> bool:
-    """Whether the tensor's numbers are those that were saved, by the checksum of the archive that lies there."""
+    """Whether the tensor's values have the checksum in their archive."""
     window: Any = io.BufferedReader(_Window(file, start, length))
     with zipfile.ZipFile(window) as records:
-        record = next(one for one in records.infolist() if one.filename.endswith("/data/0"))
+        record = next(info for info in records.infolist() if info.filename.endswith("/data/0"))
     numbers = mapped_numbers.read(file, layout.start, torch.uint8, layout.size, soon=True) if layout.size else None
     return zlib.crc32(b"" if numbers is None else numbers.numpy()) == record.CRC
 

@@ -1,7 +1,6 @@
-"""A tensor in a file, read by rows into memory that the thread keeps, and summed up while a core has them at hand.
+"""A tensor in a file, read by rows into reused memory, and checksummed while the rows are in the cache.
 
-To map rows costs the kernel as much as to copy them, where they are read once, and they would have to be read once more
-for their checksum.
+Mapping rows that are read once costs the kernel as much as copying them, and they would be read again for the checksum.
 """
 
 import os
@@ -17,10 +16,10 @@ from trainer.weights.mapped import kept_memory
 
 
 class ReadRows:
-    """A tensor of one dimension or more, given by rows, from the first to the last.
+    """A tensor with at least one dimension, read by rows in order.
 
-    Rows are gone when this thread asks for others for the same use. `recorded` is a checksum that theirs is to be
-    compared with, and so of its kind.
+    Rows are invalid after this thread requests others for the same use. `recorded` is the checksum to compare with; it
+    also selects the kind of checksum.
     """
 
     def __init__(self, path: Path, entry: Entry, dtype: torch.dtype, use: str, recorded: str = ""):
@@ -30,19 +29,19 @@ class ReadRows:
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
         first, stop, _ = rows.indices(self.shape[0])
-        assert first == self.read, f"{self.path}: row {first} is asked for behind row {self.read}"
+        assert first == self.read, f"{self.path}: row {first} is requested after row {self.read}"
         width = self.entry.size // self.shape[0]
-        found = kept_memory.take(self.use, (stop - first) * width, torch.uint8)
-        content = found.numpy().data
+        buffer = kept_memory.take(self.use, (stop - first) * width, torch.uint8)
+        content = buffer.numpy().data
         with regular_files.open_regular(self.path) as file:
             _fill(content, file.fileno(), self.entry.start + first * width, self.path)
         self.sum.update(content)
         self.read = stop
-        return found.view(self.dtype).view(stop - first, *self.shape[1:])
+        return buffer.view(self.dtype).view(stop - first, *self.shape[1:])
 
-    def has_sum(self, wanted: str) -> bool:
-        """Whether all rows were given, and have this checksum together."""
-        return self.read == self.shape[0] and self.sum.hexdigest() == wanted
+    def has_sum(self, expected: str) -> bool:
+        """Whether all rows were read and have this checksum together."""
+        return self.read == self.shape[0] and self.sum.hexdigest() == expected
 
     @property
     def is_recorded(self) -> bool:

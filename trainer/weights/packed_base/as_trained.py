@@ -1,16 +1,17 @@
-"""Weights of a packed base as training had them, for a merge onto their numbers (export.merge_onto: packed).
+"""Weights of a packed base with the values of training, for a merge onto them (export.merge_onto: packed).
 
-Training has written down which matrices it kept packed, and how far each lay from the base (quantised/report.py). The
-same codes are read, or made, once more here: of one matrix at a time, whole, and by the names of the release. What they
-stand for has to lie as far from the release as training has found, or they are those of another training.
+Training recorded which matrices it kept packed, and the error of each relative to the base (quantised/report.py). The
+same codes are read, or computed, again here: one matrix at a time, whole, and by the names of the release. Their errors
+must equal the recorded ones; otherwise they belong to another training.
 
-How far the merged model is from the trained one is added up, as it is and as it would be on the released weights.
+The distance of the merged model from the trained one is summed, both for this merge and for one onto the released
+weights.
 """
 
 import json
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from trainer.weights.packed_base.part import Part
 from trainer.weights.quantised import report
 from trainer.weights.released import Model, enumerate_names
 
-NAME = "from-training.jsonl"  # of an export: a line for all, and one for each matrix, the farthest first
-BOUND, LEAST = 0.01, 2.0**-8  # of an error: the base may hold the release in another type
+NAME = "from-training.jsonl"  # in an export: a line for all matrices, then one for each, the farthest first
+BOUND, LEAST = 0.01, 2.0**-8  # tolerance of errors: the base may have another type than the release
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,13 @@ class Sums:
     """Sums of squares over a matrix, in fp32."""
 
     weight: float = 0.0
-    base: float = 0.0  # of what training had, less the released weight
+    base: float = 0.0  # of training's weight minus the released one
     trained: float = 0.0
-    packed: float = 0.0  # of the merged weight, less the trained one
-    released: float = 0.0  # of one that is merged onto the released weight, less the trained one
+    packed: float = 0.0  # of the merged weight minus the trained one
+    released: float = 0.0  # of a merge onto the released weight, minus the trained one
 
     def __add__(self, other: "Sums") -> "Sums":
-        return Sums(*(one + more for one, more in zip(asdict(self).values(), asdict(other).values(), strict=True)))
+        return Sums(*(left + right for left, right in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,11 @@ class AsTrained:
 
     source: Source
     form: Format
-    dtype: torch.dtype  # that training unpacked them to
+    dtype: torch.dtype  # of the weights unpacked in training
     gated: bool
     config: Any  # Megatron's
     model: Model
-    recorded: dict[str, float]  # errors that training has found, by Megatron's names
+    recorded: dict[str, float]  # errors recorded by training, by Megatron's names
     parts: dict[str, dict[int | None, tuple[str, mapping.Part]]]  # of each released weight, by expert
     sums: dict[str, dict[str, Sums]] = field(default_factory=dict)  # by released and by Megatron's names
 
@@ -67,14 +68,14 @@ class AsTrained:
         return name in self.parts
 
     def each(self, name: str) -> list[tuple[str, mapping.Part]]:
-        """Megatron's matrices of a released weight, and what part of it each is."""
+        """Return Megatron's matrices of a released weight, and the part of the weight that each is."""
         return [*self.parts.get(name, {}).values()]
 
     def read(self, part: mapping.Part) -> torch.Tensor | None:
-        """The weight as training had it, the release's way round; None where it was not packed."""
-        if (found := self.parts.get(part.name, {}).get(part.expert)) is None:
+        """Return the weight as in training, in the release's orientation; None if it was not packed."""
+        if (entry := self.parts.get(part.name, {}).get(part.expert)) is None:
             return None
-        name, _ = found
+        name, _ = entry
         count = 2 if self.gated and "linear_fc1" in name else 1
         if part.role in ("gate", "up"):
             numbers = self._matrix(name, ("gate", "up").index(part.role), count)
@@ -83,18 +84,20 @@ class AsTrained:
         return part.turn(numbers.to(self.dtype))
 
     def measure(self, part: mapping.Part, before: torch.Tensor, trained: torch.Tensor, merged: torch.Tensor) -> None:
-        """Add up how far a weight is from the trained one. All are the release's way round; `trained` is in fp32."""
+        """Add the distance of a weight from the trained one. All are in the release's orientation; `trained` is in
+        fp32.
+        """
         name, _ = self.parts[part.name][part.expert]
         released, change = mapping.read(self.model, part), trained - before.float()
         onto_released = (released.float() + change).to(merged.dtype).float()
-        found = (
+        values = (
             released.float(),
             before.float() - released.float(),
             trained,
             merged.float() - trained,
             onto_released - trained,
         )
-        self.sums.setdefault(part.name, {})[name] = Sums(*(float(one.square().sum()) for one in found))
+        self.sums.setdefault(part.name, {})[name] = Sums(*(float(value.square().sum()) for value in values))
 
     def notes(self, names: Iterable[str]) -> dict[str, Any]:
         of_names = {name: self.sums[name] for name in names if name in self.sums}
@@ -111,9 +114,9 @@ class AsTrained:
 
 
 def open_as_trained(run: Run, model: Model, registry: Any, config: Any) -> AsTrained:
-    """Open the base that this run's training had."""
+    """Open the base of this run's training."""
     form, base = format_of(run), Path(run.paths.base)
-    assert form, "model.base says how"
+    assert form, "model.base names a format"
     whole, rows = recorded(run)
     if whole.get("base") != run.model.base:
         text = f"was trained on {whole.get('base')}, and model.base is {run.model.base}"
@@ -133,7 +136,7 @@ def open_as_trained(run: Run, model: Model, registry: Any, config: Any) -> AsTra
 
 
 def recorded(run: Run) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Lines that training wrote down of its packed base: that of all, and those of each matrix."""
+    """Return the rows that training wrote about its packed base: the summary, and those of each matrix."""
     path = Path(run.paths.output) / report.NAME
     try:
         whole, *rows = map(json.loads, path.read_text().splitlines())
@@ -144,21 +147,23 @@ def recorded(run: Run) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def lines(numbers: AsTrained, kind: str, entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Distances from training of all and of each matrix, merged onto either. Raises a Fault for other numbers."""
+    """Return the distances from training, of all and of each matrix. Raise a Fault for weights of another training."""
     sums: dict[str, Sums] = defaultdict(Sums)
     for entry in entries:
         for of_weight in entry["sums"].values():
             for name, one in of_weight.items():
                 sums[name] += Sums(**one)
     _require_same(numbers, sums)
-    found = [{"tensor": name, **_errors(one)} for name, one in sums.items()]
-    found.sort(key=lambda line: (-line["released"], line["tensor"]))
-    whole = {"onto": "packed", "base": kind, "matrices": len(found), **_errors(sum(sums.values(), Sums()))}
-    return [whole, *found]
+    rows = [{"tensor": name, **_errors(one)} for name, one in sums.items()]
+    rows.sort(key=lambda line: (-line["released"], line["tensor"]))
+    whole = {"onto": "packed", "base": kind, "matrices": len(rows), **_errors(sum(sums.values(), Sums()))}
+    return [whole, *rows]
 
 
 def lines_of_training(run: Run) -> list[dict[str, Any]]:
-    """The same of a merge onto the released weights, by what training has said of its base; nothing if it said none."""
+    """Return the same for a merge onto the released weights, from training's report of its base; empty without a
+    report.
+    """
     if not (Path(run.paths.output) / report.NAME).exists():
         return []
     of_all, rows = recorded(run)
@@ -170,27 +175,27 @@ def write(folder: Path, found: list[dict[str, Any]]) -> None:
     write_atomically(folder / NAME, "".join(json.dumps(line) + "\n" for line in found), durable=False)
 
 
-def told(whole: dict[str, Any]) -> str:
+def summary(whole: dict[str, Any]) -> str:
     text = f"merged onto the {whole['onto']} weights, {100 * whole[whole['onto']]:.2g} % from those in training"
     other = f"; onto the released ones it would be {100 * whole['released']:.2g} %" if "packed" in whole else ""
     return f"{text}{other} ({whole['base']}, {whole['matrices']} matrices; {NAME} has each)"
 
 
 def _errors(sums: Sums) -> dict[str, float]:
-    found = {"packed": sums.packed, "released": sums.released}
-    return {name: (one / sums.trained) ** 0.5 if sums.trained else 0.0 for name, one in found.items()}
+    squares = {"packed": sums.packed, "released": sums.released}
+    return {name: (square / sums.trained) ** 0.5 if sums.trained else 0.0 for name, square in squares.items()}
 
 
 def _require_same(numbers: AsTrained, sums: dict[str, Sums]) -> None:
-    """Check that every matrix lies as far from the release as in training, and that none was left out."""
+    """Check that every matrix has the same distance from the release as in training, and that none was left out."""
     errors = {name: (one.base / one.weight) ** 0.5 if one.weight else 0.0 for name, one in sums.items()}
     expected = numbers.recorded
-    other = [
+    changed = [
         f"{name} ({errors[name]:.4%} from the release, and in training {expected[name]:.4%})"
         for name in errors
         if abs(errors[name] - expected[name]) > BOUND * expected[name] + LEAST
     ]
-    other += [f"{name} (in no exported weight)" for name in expected.keys() - errors.keys()]
-    if other:
-        text = f"{len(other)} packed matrices are not those that training had: {enumerate_names(sorted(other))}"
-        raise Fault(f"export.merge_onto: packed, but {text}; paths.base has to be the base of that training")
+    changed += [f"{name} (not in any exported weight)" for name in expected.keys() - errors.keys()]
+    if changed:
+        text = f"{len(changed)} packed matrices are not those that training had: {enumerate_names(sorted(changed))}"
+        raise Fault(f"export.merge_onto: packed, but {text}; paths.base must be the base of that training")

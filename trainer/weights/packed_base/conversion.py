@@ -1,8 +1,8 @@
-"""Conversion of a release to packed files (convert.to: packed): files.py has what they hold, packing.py how it is made.
+"""Conversion of a release to packed files (convert.to: packed); files.py describes them, packing.py makes the codes.
 
-Tensors are cut into files by the model alone, in its order, and the ranks share the files. A matrix at a time is there
-unpacked, made of the release by the code that would have written a base. A file that is finished has an entry in a
-journal, with its checksum and how far each of its matrices lies from the release; a later attempt takes it as it is.
+The model alone determines how tensors are divided into files, in its order, and the ranks share the files. One matrix
+at a time is unpacked, made from the release by the code that would have written a base. A finished file has an entry in
+a journal, with its checksum and the error of each of its matrices relative to the release; a later attempt keeps it.
 """
 
 from dataclasses import asdict, dataclass
@@ -25,7 +25,7 @@ from trainer.weights.packed_base import files, packing, parts
 from trainer.weights.packed_base.part import Part
 from trainer.weights.quantised import report
 
-LARGEST = 2**29  # numbers of a file
+LARGEST = 2**29  # values per file
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,19 @@ class Tensor:
 
 
 @torch.no_grad()
-def write(run: Run, chunks: list, base: Path, noted: Path) -> None:
+def write(run: Run, chunks: list, base: Path, journal_folder: Path) -> None:
     """Write the packed files of a base into its folder, over all ranks. `chunks` are its model, without memory."""
     form, folder = format_of(run), base / files.FOLDER
-    assert form, "model.base says how"
-    atomic_folder.barrier()  # until the first rank has written what leads to the pieces
+    assert form, "model.base names a format"
+    atomic_folder.barrier()  # until rank 0 has written the index of the pieces
     stored = unwritten.open_base(run, checkpoints.step_folder(base, 0))
     units, release = cut(tensors(run, unwrap_model(chunks))), packing.release(run, form, chunks[0].config)
-    described = {one.name for unit in units for one in unit}
+    described = {tensor.name for unit in units for tensor in unit}
     if described != stored.places.keys():
         odd = released.enumerate_names(sorted(described ^ stored.places.keys()))
-        raise Fault(f"{base}: the packed files and the base would hold other tensors: {odd}")
+        raise Fault(f"{base}: the packed files and the base would have different tensors: {odd}")
     folder.mkdir(exist_ok=True)
-    noted.mkdir(exist_ok=True)
+    journal_folder.mkdir(exist_ok=True)
 
     def make(number: int) -> journal.Entry:
         rows: list[report.Row] = []
@@ -63,72 +63,77 @@ def write(run: Run, chunks: list, base: Path, noted: Path) -> None:
             "sum": _checksum(folder / _name(number)),
             "index": index,
             "rows": [asdict(row) for row in rows],
-            "bytes": sum(one.nbytes for name, one in content.items() if name.endswith(files.ENDS)),
+            "bytes": sum(tensor.nbytes for name, tensor in content.items() if name.endswith(files.ENDS)),
         }
 
     entries = journal.do(
-        noted,
-        {number: sum(one.size for one in unit) for number, unit in enumerate(units)},
+        journal_folder,
+        {number: sum(tensor.size for tensor in unit) for number, unit in enumerate(units)},
         lambda number, entry: _checksum(folder / _name(number)) == entry.get("sum"),
         make,
         ahead=lambda number: None,
     )
     if atomic_folder.rank() == 0:
-        every = [entry["index"] for _, entry in sorted(entries.items())]
-        files.write_index(folder, {name: row for index in every for name, row in index.items()})
+        indexes = [entry["index"] for _, entry in sorted(entries.items())]
+        files.write_index(folder, {name: row for index in indexes for name, row in index.items()})
         rows = [report.row_of(row) for entry in entries.values() for row in entry["rows"]]
         report.store(base, run.model.base, rows, sum(entry["bytes"] for entry in entries.values()))
 
 
 def tensors(run: Run, chunks: list) -> list[Tensor]:
-    """All tensors of a base, in the model's order."""
-    found = []
+    """Return all tensors of a base, in the model's order."""
+    result = []
     for chunk in chunks:
         of_chunk = parts.of_chunk(chunk)
         layers = [(layer, names) for _, layer, names in weight.layers(chunk, run) if _is_of_transformer_engine(layer)]
         packed = {parts.storage(layer._parameters[name]) for layer, names in layers for name in names}
-        found += [Tensor(made[0].name, tuple(made), place in packed) for place, made in of_chunk.items()]
-    return found
+        result += [
+            Tensor(tensor_parts[0].name, tuple(tensor_parts), place in packed)
+            for place, tensor_parts in of_chunk.items()
+        ]
+    return result
 
 
 def _is_of_transformer_engine(layer: Any) -> bool:
-    """Whether the layer would ask a weight to unpack itself. Routers, which have no memory here either, do not."""
+    """Whether the layer can use a packed weight. Routers, which have no memory here either, cannot."""
     return any(kind.__module__ == transformer_engine.__name__ for kind in type(layer).__mro__)
 
 
-def cut(every: list[Tensor]) -> list[list[Tensor]]:
-    """Tensors of each file."""
-    found: list[list[Tensor]] = []
+def cut(all_tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Divide the tensors into files."""
+    result: list[list[Tensor]] = []
     size = LARGEST
-    for one in every:
+    for tensor in all_tensors:
         if size >= LARGEST:
-            found.append([])
+            result.append([])
             size = 0
-        found[-1].append(one)
-        size += one.size
-    return found
+        result[-1].append(tensor)
+        size += tensor.size
+    return result
 
 
 def _packed(
     form: Format, source: packing.Packing, unit: list[Tensor], file: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-    """Content of a file, and its rows of the index."""
+    """Return the content of a file, and its rows of the index."""
     content: dict[str, torch.Tensor] = {}
     index: dict[str, dict[str, Any]] = {}
-    for one in unit:
-        if not one.packed:
-            shape = source.shape(one.name)
-            content[one.name] = source.box(one.name, (0,) * len(shape), shape)
-            index[one.name] = files.with_sums({"file": file}, content, one.name)
+    for tensor in unit:
+        if not tensor.packed:
+            shape = source.shape(tensor.name)
+            content[tensor.name] = source.box(tensor.name, (0,) * len(shape), shape)
+            index[tensor.name] = files.with_sums({"file": file}, content, tensor.name)
             continue
-        height = source.height(one.parts[0])
-        found = [source.of_part(part, (height, form.block[1])) for part in one.parts]
-        content[one.name + files.CODES] = torch.cat([codes for codes, _, _ in found])
-        content[one.name + files.SCALES] = torch.stack([scales for _, scales, _ in found])
+        height = source.height(tensor.parts[0])
+        packed_parts = [source.of_part(part, (height, form.block[1])) for part in tensor.parts]
+        content[tensor.name + files.CODES] = torch.cat([codes for codes, _, _ in packed_parts])
+        content[tensor.name + files.SCALES] = torch.stack([scales for _, scales, _ in packed_parts])
         if form.factor_bytes:
-            content[one.name + files.FACTORS] = torch.stack([factor for _, _, factor in found if factor is not None])
-        row = {"file": file, "height": height, "matrices": len(found)}
-        index[one.name] = files.with_sums(row, content, one.name)
+            content[tensor.name + files.FACTORS] = torch.stack(
+                [factor for _, _, factor in packed_parts if factor is not None]
+            )
+        row = {"file": file, "height": height, "matrices": len(packed_parts)}
+        index[tensor.name] = files.with_sums(row, content, tensor.name)
     return content, index
 
 

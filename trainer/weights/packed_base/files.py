@@ -1,12 +1,12 @@
-"""Files of a base that was packed once (convert.to: packed), in the folder of that name in the base.
+"""Files of a base packed once (convert.to: packed), in the folder "packed" of the base.
 
-    index.json          of each tensor its file and checksums; of a packed one the rows of a block, and its matrices
+    index.json          for each tensor its file and checksums; for a packed one also its block height and matrices
     00000.safetensors   tensors by Megatron's names; of a packed one NAME.codes, NAME.scales and, in nvfp4, NAME.factors
 
-Codes are [rows, bytes of a row], as the whole model has them. Scales are [matrices, rows of blocks, blocks of a row]:
-gate and up are two matrices, one below the other, and each has blocks of its own. A part is read without the rest, at
-any layout: of a cut over rows the rows themselves, of one over columns what a page of the disk holds besides. Whoever
-reads a tensor holds all of it against its checksum, once; bases of before have none.
+Codes are [rows, bytes of a row], for the whole model. Scales are [matrices, rows of blocks, blocks of a row]: gate and
+up are two stacked matrices with separate blocks. A part is read without the rest, at any layout: of a cut over rows
+only these rows, of a cut over columns also the rest of each disk page. The first reader of a tensor compares all of it
+with its checksum; older bases have no checksums.
 """
 
 import json
@@ -33,13 +33,13 @@ AGAIN = "remove the base and convert again, or take the artifact anew: python -m
 
 @dataclass(frozen=True)
 class Packed:
-    """Source of the codes that files hold."""
+    """Source of the codes stored in files."""
 
     form: Format
     folder: Path
     index: dict[str, dict[str, Any]]
-    headers: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # of the files that were looked into
-    sound: set[str] | None = field(default_factory=set)  # tensors that have their checksums; None: nobody asks
+    headers: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # of files opened so far
+    sound: set[str] | None = field(default_factory=set)  # tensors with verified checksums; None: no verification
 
     def shape(self, name: str) -> tuple[int, ...]:
         if "height" not in self._row(name):
@@ -48,7 +48,7 @@ class Packed:
         return rows, of_row * 8 // self.form.bits
 
     def height(self, part: Part) -> int:
-        """Rows of the blocks of the part's matrix."""
+        """Return the block height of the part's matrix."""
         row = self._row(part.name)
         if row.get("matrices") != part.matrix[1]:
             text = f"{part.name} is {row.get('matrices', 0)} packed matrices, and the model has {part.matrix[1]}"
@@ -56,17 +56,17 @@ class Packed:
         return row["height"]
 
     def box(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        """A part of a tensor that is not packed."""
+        """Return a part of a tensor that is not packed."""
         if not sizes:
             return self._read(name, name)
         rows = self._read(name, name, slice(offsets[0], offsets[0] + sizes[0]))
-        found = rows[:, *(slice(first, first + size) for first, size in zip(offsets[1:], sizes[1:], strict=True))]
-        if found.shape != sizes:
-            raise Fault(f"{self.folder}: {name}: {found.numel()} of {torch.Size(sizes).numel()} elements are stored")
-        return found
+        result = rows[:, *(slice(first, first + size) for first, size in zip(offsets[1:], sizes[1:], strict=True))]
+        if result.shape != sizes:
+            raise Fault(f"{self.folder}: {name}: {result.numel()} of {torch.Size(sizes).numel()} elements are stored")
+        return result
 
     def of_part(self, part: Part, block: tuple[int, int]) -> Found:
-        """Codes of a part, scales of its blocks, which lie within those of the matrix, and the matrix's factor."""
+        """Return codes of a part, scales of its blocks (within those of the matrix), and the matrix's factor."""
         (top, left), (rows, columns), each = part.offsets, part.sizes, 8 // self.form.bits
         codes = self._read(part.name, part.name + CODES, slice(top, top + rows))
         codes = codes[:, left // each : (left + columns) // each]
@@ -78,7 +78,7 @@ class Packed:
         return codes, scales, factor
 
     def whole(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Codes, scales of each matrix, and their factors, as they were written."""
+        """Return codes, scales of each matrix, and their factors, as stored."""
         parts = (CODES, SCALES, *([FACTORS] if self.form.factor_bytes else []))
         codes, scales, *factors = (self._read(name, name + part) for part in parts)
         return codes, scales, factors[0] if factors else None
@@ -126,13 +126,13 @@ def _checksum(tensor: torch.Tensor, row: dict[str, Any]) -> str:
 
 
 def open_packed(base: Path, form: Format, checked: bool = True) -> Packed:
-    """Open the files of a base that was packed in this format. `checked`: tensors have to have their checksums."""
+    """Open the files of a base packed in this format. `checked`: verify the checksums of tensors."""
     folder = base / FOLDER
-    found = json_object.read(folder / INDEX)
-    rows = [found, *found.values()]
+    index = json_object.read(folder / INDEX)
+    rows = [index, *index.values()]
     if not all(isinstance(row, dict) for row in rows) or not all(map(_names_a_file, rows[1:])):
         raise Fault(f"{folder / INDEX}: does not name a file for each tensor; {AGAIN}")
-    return Packed(form, folder, found, sound=set() if checked else None)
+    return Packed(form, folder, index, sound=set() if checked else None)
 
 
 def _names_a_file(row: dict[str, Any]) -> bool:

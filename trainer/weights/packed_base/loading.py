@@ -1,9 +1,9 @@
-"""A frozen base that lies packed (model.base), put into the layers of a model, one after another.
+"""A packed frozen base (model.base), loaded into the layers of a model one after another.
 
-No rank ever holds its weights unpacked: the model is built without memory for the layers that are packed. Of a base
-that was packed once (convert.to: packed), a rank reads its part of the codes and scales (files.py). Of another, each
-matrix is read, put on the device, packed and dropped (packing.py). The codes are the same. quantised/report.py says how
-far each matrix then lies from the base.
+No rank holds its weights unpacked: the model is built without memory for packed layers. From a base packed once
+(convert.to: packed), a rank reads its part of the codes and scales (files.py). From other bases, each matrix is read,
+moved to the device, packed and dropped (packing.py). The codes are the same. quantised/report.py reports the error of
+each matrix relative to the base.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
@@ -42,9 +42,9 @@ class Source(Protocol):
 
 
 def prepare(run: Run) -> None:
-    """Have Megatron-Bridge build the model without memory for what is packed, and load it by load()."""
+    """Make Megatron-Bridge build the model without memory for packed layers, and load them by load()."""
     base, form, stored = Path(run.paths.base), format_of(run), None
-    assert form, "model.base says how"
+    assert form, "model.base names a format"
     if (checkpoints.read_mark(base) or {}).get("to") != "packed":
         unwritten.require_release(run)
         stored = unwritten.open_base(run, checkpoints.step_folder(base, 0))
@@ -62,19 +62,19 @@ def prepare(run: Run) -> None:
 
 
 def load_anew(run: Run, form: Format, stored: Stored, chunks: list) -> None:
-    """Fill the chunks of a model with what the base holds, packed here."""
-    noted: list[report.Row] = []
+    """Fill the chunks of a model from the base, packing here."""
+    rows: list[report.Row] = []
     release = packing.release(run, form, chunks[0].config)
-    count = load(form, run, packing.Packing(form, stored, release, noted, "cuda"), chunks)
-    report.write(Path(run.paths.output), run.model.base, noted, count)
+    count = load(form, run, packing.Packing(form, stored, release, rows, "cuda"), chunks)
+    report.write(Path(run.paths.output), run.model.base, rows, count)
 
 
 @torch.no_grad()
 def load(form: Format, run: Run, source: Source, chunks: list) -> int:
-    """Fill the chunks of a model. Returns the bytes of what is packed."""
+    """Fill the chunks of a model. Return the bytes of packed weights."""
     dtype, count = precision.dtype(run.train.precision), 0
     for chunk in chunks:
-        # storages are known by their addresses, so the tensors have to stay
+        # storages are identified by address, so the tensors must stay alive
         of_chunk, _held = parts.of_chunk(chunk), [*chunk.parameters(), *chunk.buffers()]
         for _, layer, names in [*weight.layers(chunk, run)]:
             matrices = [of_chunk.pop(parts.storage(layer._parameters[name])) for name in names]
@@ -89,11 +89,11 @@ def load(form: Format, run: Run, source: Source, chunks: list) -> int:
 
 
 def store(form: Format, dtype: torch.dtype, source: Source, matrices: list[list[Part]]) -> weight.Store:
-    """Codes and scales of a layer's matrices, which are all alike."""
-    every = [*itertools.chain(*matrices)]
-    starts = [part.offsets[0] - part.begin(source.shape(part.name)[0]) for part in every]
-    height = gcd(form.block[0], *starts, *(part.start for part in every), *map(source.height, every))
-    width = gcd(form.block[1], *(part.offsets[1] for part in every))
+    """Return codes and scales of a layer's matrices, which have equal shapes."""
+    all_parts = [*itertools.chain(*matrices)]
+    starts = [part.offsets[0] - part.begin(source.shape(part.name)[0]) for part in all_parts]
+    height = gcd(form.block[0], *starts, *(part.start for part in all_parts), *map(source.height, all_parts))
+    width = gcd(form.block[1], *(part.offsets[1] for part in all_parts))
     rows, columns = sum(part.sizes[0] for part in matrices[0]), matrices[0][0].sizes[1]
     kind = torch.float8_e4m3fn if form.kind == "fp8" else torch.uint8
     codes = torch.empty((len(matrices), rows, columns * form.bits // 8), dtype=kind, device="cuda")
@@ -101,10 +101,12 @@ def store(form: Format, dtype: torch.dtype, source: Source, matrices: list[list[
     scales = torch.empty(blocks, dtype=SCALES[form.kind], device="cuda")
     factors = torch.ones((len(matrices), len(matrices[0])), device="cuda") if form.factor_bytes else None
     for number, matrix in enumerate(matrices):
-        assert not form.factor_bytes or len({part.sizes[0] for part in matrix}) == 1, "one below the other, alike"
+        assert not form.factor_bytes or len({part.sizes[0] for part in matrix}) == 1, (
+            "stacked matrices have equal numbers of rows"
+        )
         for place, part in enumerate(sorted(matrix, key=lambda part: part.start)):
-            found, of_blocks, factor = source.of_part(part, (height, width))
-            codes[number, part.start : part.start + part.sizes[0]] = found
+            part_codes, of_blocks, factor = source.of_part(part, (height, width))
+            codes[number, part.start : part.start + part.sizes[0]] = part_codes
             first = part.start // height
             scales[number, first : first + len(of_blocks)] = of_blocks
             if factors is not None:
@@ -113,7 +115,7 @@ def store(form: Format, dtype: torch.dtype, source: Source, matrices: list[list[
 
 
 def _copy(source: Source, part: Part, tensor: torch.Tensor) -> None:
-    """Copy a part into a tensor that is not packed. A vocabulary may have been padded for less tensor parallelism."""
+    """Copy a part into a tensor that is not packed. A vocabulary's padding may differ from the base's."""
     if not tensor.ndim:
         tensor.copy_(source.box(part.name, part.offsets, part.sizes))
         return
@@ -126,9 +128,9 @@ def _copy(source: Source, part: Part, tensor: torch.Tensor) -> None:
 
 
 def _others(chunk: Any, of_chunk: dict[int, list[Part]]) -> Iterator[tuple[torch.Tensor, list[Part]]]:
-    """Tensors that are loaded as they are, each with its parts."""
+    """Yield tensors that are loaded unpacked, each with its parts."""
     for tensor in itertools.chain(chunk.parameters(), chunk.buffers()):
         if not isinstance(tensor, weight.PackedWeight) and parts.storage(tensor) in of_chunk:
             yield tensor.detach(), of_chunk.pop(parts.storage(tensor))
     left = [part.name for of_tensor in of_chunk.values() for part in of_tensor]
-    assert not left, f"{left} are of no tensor of the model"
+    assert not left, f"{left} belong to no tensor of the model"

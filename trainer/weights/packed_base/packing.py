@@ -1,8 +1,8 @@
-"""Codes and scales of parts of a base, packed when they are asked for.
+"""Codes and scales of parts of a base, packed on request.
 
-Blocks are those of whole matrices: where a part begins or ends within one, what is missing of the block is read too, so
-that the codes are the same however a matrix is cut. A release in the same format keeps its codes and scales
-(quantised/released_scales.py). What packing loses is noted, matrix by matrix.
+Blocks belong to whole matrices: if a part begins or ends within one, the rest of the block is read too, so codes do not
+depend on how a matrix is cut. A release in the same format keeps its codes and scales (packed_base/released_scales.py).
+The packing loss of each matrix is recorded.
 """
 
 from dataclasses import dataclass
@@ -27,41 +27,41 @@ from trainer.weights.torch_dist import Stored
 
 @dataclass(frozen=True)
 class Packing:
-    """Source of codes that are made of what a base holds, and the list of what making them loses."""
+    """Source of codes made from a base, with a list of packing losses."""
 
     form: Format
     stored: Stored
     release: released_scales.Release | None
-    rows: list[report.Row] | None  # None where nobody asks what packing loses
+    rows: list[report.Row] | None  # None: losses are not recorded
     device: str
 
     def shape(self, name: str) -> tuple[int, ...]:
         return torch_dist.place_of(self.stored, name).shape
 
     def height(self, part: Part) -> int:
-        """Rows of the blocks of the part's matrix."""
+        """Return the block height of the part's matrix."""
         scales = self._released(part)
         return scales.height(part.matrix[1], self.form.block[0]) if scales else self.form.block[0]
 
     def box(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        """A part of a tensor as the base has it."""
+        """Return a part of a tensor in the base."""
         return torch_dist.box(self.stored, name, offsets, sizes)
 
     def of_part(self, part: Part, block: tuple[int, int]) -> Found:
-        """Codes of a part, scales of its blocks, which lie within those of the matrix, and the matrix's factor."""
+        """Return codes of a part, scales of its blocks (within those of the matrix), and the matrix's factor."""
         scales = self._released(part)
         factor = scales.factor(*part.matrix) if scales else None
         if scales and (factor is not None or not self.form.factor_bytes):
             read = self._read(part.name, part.offsets, part.sizes)
             factor = None if factor is None else factor.to(read.device)
-            found = released_scales.codes(self.form, scales, read, (part.offsets[0], part.offsets[1]), block, factor)
-            if found:
-                self._note(part, read, *found, factor, block, as_released=True)
-                return *found, factor
+            released = released_scales.codes(self.form, scales, read, (part.offsets[0], part.offsets[1]), block, factor)
+            if released:
+                self._note(part, read, *released, factor, block, as_released=True)
+                return *released, factor
         form, (height, width) = self.form, self.shape(part.name)
         begin, whole = part.begin(height), (height // part.matrix[1], width)
         inside = (part.offsets[0] - begin, part.offsets[1])
-        sizes = whole if form.factor_bytes else form.block  # the factor is of the largest number of all
+        sizes = whole if form.factor_bytes else form.block  # the factor depends on the largest value of the matrix
         first = [offset // size * size for offset, size in zip(inside, sizes, strict=True)]
         last = [
             min(length, -(-(offset + count) // size) * size)
@@ -96,22 +96,22 @@ class Packing:
         if self.rows is None:
             return
         factors = None if factor is None else factor.view(1, 1)
-        (found,) = weight.Store(codes[None].contiguous(), scales[None], block, torch.float32, factors).unpack()
-        self.rows.append(report.row(part.name, part.offsets, read, found, as_released))
+        (unpacked,) = weight.Store(codes[None].contiguous(), scales[None], block, torch.float32, factors).unpack()
+        self.rows.append(report.row(part.name, part.offsets, read, unpacked, as_released))
 
 
 def release(run: Run, form: Format, config: Any) -> released_scales.Release | None:
-    """The release, where its config.json says that it is quantised, and some of it is in this format."""
+    """Return the release if its config.json describes a quantisation that includes this format, else None."""
     folder = Path(run.paths.model)
     if not config_json.read(folder / config_json.NAME).get(quantization.KEY):
         return None
     registry = open_bridge(run)._model_bridge.mapping_registry()
-    found = released_scales.Release(released.read(folder), form, registry, config)
-    return found if found.names else None
+    result = released_scales.Release(released.read(folder), form, registry, config)
+    return result if result.names else None
 
 
 def _pack(form: Format, read: torch.Tensor) -> Found:
-    """Codes and scales of whole blocks, and the factor of a whole matrix."""
+    """Return codes and scales of whole blocks, and the factor of a whole matrix."""
     if form.kind == "nvfp4":
         return e2m1.nvfp4(read)
     if form.kind == "mxfp4":

@@ -1,4 +1,4 @@
-"""A part of a matrix, and the codes and scales of one."""
+"""A part of a matrix, and its codes and scales."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,17 @@ Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # codes, scales 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a parameter, and the box of a stored tensor that they are."""
+    """Rows of a parameter, and their box in a stored tensor."""
 
     start: int  # first row in the parameter
     name: str  # Megatron's, in the whole model
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    # Of those that are stored one below the other, as gate and up are: which, of how many.
+    # Index and number of stacked matrices, for example gate and up.
     matrix: tuple[int, int] = (0, 1)
 
     def begin(self, rows: int) -> int:
-        """First row of the part's matrix in the stored tensor, which has so many rows."""
+        """Return the first row of the part's matrix in the stored tensor of `rows` rows."""
         number, count = self.matrix
         return rows // count * number
 
@@ -31,7 +31,7 @@ def cut(
     block: tuple[int, int],
     of_scales: tuple[int, int],
 ) -> torch.Tensor:
-    """Scales of the smaller blocks of a part of a matrix, out of those of its blocks."""
+    """Return the scales of a part's smaller blocks, from those of the matrix's blocks."""
     places = [
         (torch.arange(-(-count // small), device=scales.device) * small + begin) // size
         for count, small, begin, size in zip(sizes, block, offsets, of_scales, strict=True)

@@ -1,8 +1,8 @@
-"""Codes and scales of a quantised release as they are, for a packed base in the same format.
+"""Codes and scales of a quantised release, reused for a packed base in the same format.
 
-A base holds numbers, and rows in another order than the release. The released scales, put in that order, give the
-released codes back to the last bit: a number over its scale is next to its code, as rounding to bf16 moves it by
-far less than codes are apart. That is tried of every part, and a part of which it is not so is packed anew.
+A base holds unpacked values, in another row order than the release. With the released scales in that order, the
+released codes are recovered exactly: a value divided by its scale is close to its code, because rounding to bf16
+changes it much less than codes differ. This is verified for every part; parts that fail are packed again.
 """
 
 from dataclasses import dataclass
@@ -25,20 +25,22 @@ from trainer.weights.released import Model
 class Scales:
     """Scales of a Megatron weight's rows, for each block of columns, and how many rows share them."""
 
-    rows: torch.Tensor  # in the format's own type
-    source: torch.Tensor  # number of the released row of scales
-    dtype: torch.dtype  # the type that the release is unpacked to
-    factors: torch.Tensor | None = None  # of the scales of each row, in formats that have them
+    rows: torch.Tensor  # in the format's type
+    source: torch.Tensor  # index of the released row of scales
+    dtype: torch.dtype  # of the unpacked release
+    factors: torch.Tensor | None = None  # of each row's scales, in formats with factors
 
     def factor(self, number: int, matrices: int) -> torch.Tensor | None:
-        """Factor of the scales of one of these matrices; None where its rows have several."""
+        """Return the factor of the scales of one of these matrices; None if its rows have several."""
         if self.factors is None:
             return None
         rows = self.factors.view(matrices, -1)[number]
         return rows[0] if bool((rows == rows[0]).all()) else None
 
     def height(self, matrices: int, most: int) -> int:
-        """Rows of a block, if as many as possible have one row of scales in each of these matrices."""
+        """Return the largest block height (a divisor of `most` by powers of 2) that has one row of scales in each
+        block.
+        """
         of_matrices = self.source.view(matrices, -1)
         while most > 1 and not all(bool((part == part[:, :1]).all()) for part in of_matrices.split(most, 1)):
             most //= 2
@@ -54,24 +56,24 @@ class Release:
 
     @cached_property
     def names(self) -> set[str]:
-        """Released weights in the format that is asked for."""
+        """Return the released weights in this format."""
         return {name for name, packed in self.model.packed.items() if is_same(packed.scheme, self.form)}
 
     def scales(self, name: str, rows: int) -> Scales | None:
-        """Scales of this weight's rows; None where not all that it is made of is released in this format."""
-        last = self._last  # several threads may ask
+        """Return the scales of this weight's rows; None unless all of it is released in this format."""
+        last = self._last  # a copy, because several threads may call this
         if last[0] != name:
             self._last = last = name, self._found(name, rows)
         return last[1]
 
     def _found(self, name: str, rows: int) -> Scales | None:
-        from trainer.weights import mapping  # which imports Megatron-Bridge
+        from trainer.weights import mapping  # imports Megatron-Bridge
 
         try:
             parts = mapping.parts(self.registry, name) if self.names else None
-        except Fault:  # of a mapping that is not known by rows
+        except Fault:  # the mapping is not by rows
             return None
-        # codes lie in the rows that Megatron has, also those of a stack, whose weights are the other way round
+        # Rows of codes are Megatron's rows, also in a stack, whose weights are transposed.
         if not parts or any(part.name not in self.names or part.turned != (part.expert is not None) for part in parts):
             return None
         of_rows, source, begin, dtype = {}, torch.full((rows,), -1), 0, torch.float32
@@ -81,7 +83,7 @@ class Release:
             released = part.of(released_tensors.at(self.model.folder, self.model.tensors[packed.scales]))
             scales = released.to(kind)
             if scales.dtype != released.dtype and not torch.equal(scales.float(), released.float()):
-                return None  # its type holds more than the format's does
+                return None  # the released type is more precise than the format's
             numbers = part.rows(torch.arange(rows), self.config)
             if len(numbers) != part.shape(packed.shape)[0]:
                 return None
@@ -103,25 +105,25 @@ def codes(
     block: tuple[int, int],
     factor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Codes of a box of a Megatron weight at this place, and scales of its blocks; None if others would be needed."""
+    """Return codes of a box of a Megatron weight, and scales of its blocks; None if the released ones do not fit."""
     (top, left), (rows, columns) = offsets, read.shape
     of_rows = scales.rows[top : top + rows].to(read.device)
     columns_of = (torch.arange(columns, device=read.device) + left) // form.block[1]
     in_fp32 = of_codes.in_fp32(of_rows) if factor is None else of_codes.in_fp32(of_rows) * factor
     spread = in_fp32[:, columns_of]
-    found = _codes(form, read, spread)
-    whole = of_codes.numbers(found, form.kind) * spread
+    result = _codes(form, read, spread)
+    whole = of_codes.numbers(result, form.kind) * spread
     if not torch.equal(whole.to(scales.dtype).to(read.dtype), read):
         return None
     places = torch.arange(0, columns, block[1], device=read.device) + left
-    return found, of_rows[:: block[0]][:, places // form.block[1]]
+    return result, of_rows[:: block[0]][:, places // form.block[1]]
 
 
 def _factor(model: Model, packed: Packed) -> torch.Tensor:
-    """The factor of a weight's scales. One to divide by becomes its reciprocal, or the next one that does the same.
+    """Return the factor of a weight's scales. A divisor becomes its reciprocal, or a neighbour with the same results.
 
-    Scales over a number are not always those times its reciprocal, to the last bit. Of the products with codes, which
-    are rounded to the type of the weights, there are few: some number next to the reciprocal gives all of them.
+    Division is not always bit-identical to multiplication with the reciprocal. But products with codes are rounded to
+    the type of the weights, and there are few of them: some value next to the reciprocal gives all of them.
     """
     factor = released_tensors.at(model.folder, model.tensors[packed.factor]).reshape(()).clone()
     if not packed.scheme.divides:
@@ -131,14 +133,14 @@ def _factor(model: Model, packed: Packed) -> torch.Tensor:
     products = lambda spread: (torch.tensor(E2M1)[:, None] * spread).to(dtype)  # noqa: E731
     near = (1 / factor).view(torch.int32)
     for step in (0, 1, -1, 2, -2, 3, -3):
-        found = (near + step).view(torch.float32)
-        if torch.equal(products(scales * found), products(scales / factor)):
-            return found
-    return 1 / factor  # where products differ, they are packed anew
+        candidate = (near + step).view(torch.float32)
+        if torch.equal(products(scales * candidate), products(scales / factor)):
+            return candidate
+    return 1 / factor  # parts whose products differ are packed again
 
 
 def _codes(form: Format, read: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
-    """The codes next to these numbers."""
+    """Return the codes closest to these values."""
     numbers = read.float() / spread
     if form.kind == "fp8":
         return numbers.to(torch.float8_e4m3fn)

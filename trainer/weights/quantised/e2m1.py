@@ -3,26 +3,25 @@
     nvfp4(weight) -> codes, scales, factor     groups of 16, scales in e4m3, and a factor in fp32 for the whole matrix
     mxfp4(weight) -> codes, scales             groups of 32, scales that are powers of 2, by their exponent (e8m0)
 
-Two codes are in a byte, the even column's in the low bits. Nothing is calibrated, and NVFP4 is that of ModelOpt:
-the factor is the matrix's largest number over 6 * 448, and a group's scale its largest over 6 and the factor, to the
-nearest in e4m3. A scale of MXFP4 is the smallest that cuts nothing off. Numbers go to the nearest code, and those in
-the middle to the even one.
+A byte has two codes, the even column's in the low bits. Nothing is calibrated. NVFP4 is like ModelOpt's: the factor is
+the matrix's largest value over 6 * 448, and a group's scale is its largest value over 6 and the factor, rounded to
+e4m3. A scale of MXFP4 is the smallest without clipping. Values are rounded to the nearest code, ties to even.
 """
 
 import torch
 
-NVFP4, MXFP4 = 16, 32  # numbers of a row that share a scale
+NVFP4, MXFP4 = 16, 32  # values of a row that share a scale
 TOP, TOP_OF_SCALES = 6.0, 448.0
 LEAST = 2.0**-9  # of e4m3
-NOTHING = 1e-30  # a matrix whose largest number is smaller counts as zeros
+NOTHING = 1e-30  # a matrix with a smaller maximum counts as zeros
 BIAS = 127  # of e8m0's exponents
-# Between codes. Those below which lies an even code are the number before, so that the middle falls to the even one.
+# Midpoints between codes. Above an odd code they are one float lower, so ties go to the even code.
 _HALVES = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 _HALVES[1::2] = torch.nextafter(_HALVES[1::2], torch.zeros(3))
 
 
 def nvfp4(weight: torch.Tensor, top: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scales and factor; the factor is that of a larger matrix, if `top` is its largest number."""
+    """Return codes, scales and factor; the factor is that of a larger matrix if `top` is its largest value."""
     largest = _largest(weight, NVFP4)
     top = largest.amax() if top is None else top
     factor = torch.where(top > NOTHING, _divided(top, TOP * TOP_OF_SCALES), 1.0)
@@ -40,24 +39,24 @@ def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def next_to(numbers: torch.Tensor) -> torch.Tensor:
-    """Codes next to numbers over their scales; of zeros with the sign that they have."""
+    """Return the codes closest to values divided by their scales; zeros keep their sign."""
     codes = torch.bucketize(numbers.abs().contiguous(), _HALVES.to(numbers.device), out_int32=True).to(torch.uint8)
     codes |= numbers.signbit().to(torch.uint8) << 3
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
 def _codes(weight: torch.Tensor, scales: torch.Tensor, group: int) -> torch.Tensor:
-    found = weight.float() / _spread(scales, group, weight.shape[1])
-    return next_to(torch.where(found == 0, 0.0, found))  # a zero has no sign
+    scaled = weight.float() / _spread(scales, group, weight.shape[1])
+    return next_to(torch.where(scaled == 0, 0.0, scaled))  # a zero has no sign
 
 
 def _divided(numbers: torch.Tensor, by: float) -> torch.Tensor:
-    """Quotients as a CPU has them: on a GPU torch multiplies by the reciprocal of a number that is no tensor."""
+    """Divide as on a CPU: on a GPU torch multiplies by the reciprocal if the divisor is not a tensor."""
     return numbers / torch.full_like(numbers, by)
 
 
 def _largest(weight: torch.Tensor, group: int) -> torch.Tensor:
-    """The largest number of each group; the last one of a row may be shorter."""
+    """Return the largest magnitude of each group; the last group of a row may be shorter."""
     rows, columns = weight.shape
     whole = torch.nn.functional.pad(weight.float().abs(), (0, -columns % group))
     return whole.view(rows, -1, group).amax(-1)

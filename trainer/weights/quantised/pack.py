@@ -1,23 +1,23 @@
-"""Weights as codes and scales, in the format of a release: the other way round of unpack.py.
+"""Weights as codes and scales, in the format of a release: the inverse of unpack.py.
 
-    pack(packed, weight) -> codes, scales              of a weight that was never quantised; each number to the nearest
+    pack(packed, weight) -> codes, scales              of a weight that was never quantised; each value to the nearest
 
-Of a trained weight in FP8, change() gives the codes and scales next to the released ones:
+For a trained weight in FP8, change() returns codes and scales close to the released ones:
 
-- A number that training left as it was keeps its code.
-- A number that has changed is rounded up or down at random, up with the share of the way that it has gone from one code
-  to the next. To the nearest, it would fall back to its code: what an adapter adds to a weight is a hundredth of it and
-  less, and FP8's codes are 6 to 12 % apart. At random, what many numbers add up to is kept, and noise is added instead.
-- A block that has outgrown its scale gets twice of it, as often as needed: FP8's codes of the others stay exact so.
+- A value that training did not change keeps its code.
+- A changed value is rounded up or down at random, up with a probability equal to its relative distance from the lower
+  code. Rounding to the nearest would restore the old code: an adapter changes a weight by a hundredth or less, and
+FP8's   codes are 6 to 12 % apart. Random rounding keeps the sum of many values, and adds noise.
+- A block that exceeds its scale gets a doubled scale, repeatedly if needed: other FP8 codes stay exact.
 
-The random numbers come from the weight's name, so the same training gives the same bytes. In 4 bits the noise would be
-19 % of a weight, for a change of half a percent (FP8: 2 %), so change() is not of those.
+The random numbers depend on the weight's name, so the same training gives the same bytes. In 4 bits the noise would be
+19 % of a weight, for a change of half a percent (FP8: 2 %), so change() does not support 4 bits.
 """
 
 # pyright: reportArgumentType=false
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -25,25 +25,20 @@ from conf.model_files.quantization import Packed, Scheme
 from trainer.weights.quantised.unpack import spans, spread
 
 FP8 = torch.finfo(torch.float8_e4m3fn)
-MANTISSA, LOWEST = 3, -6  # bits of FP8's mantissa, and the exponent below which codes no longer come closer
+MANTISSA, LOWEST = 3, -6  # bits of FP8's mantissa, and its smallest normal exponent
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Sums of squares over the numbers of trained weights, in fp32."""
+    """Sums of squares over the values of trained weights, in fp32."""
 
     weight: float = 0.0
-    error: float = 0.0  # of what the codes say, from the trained weight
-    change: float = 0.0  # of the trained weight, from the released one
+    error: float = 0.0  # of the codes' values minus the trained weight
+    change: float = 0.0  # of the trained weight minus the released one
     kept: float = 0.0  # product of that change and of the codes'
 
     def __add__(self, other: "Loss") -> "Loss":
-        return Loss(
-            self.weight + other.weight,
-            self.error + other.error,
-            self.change + other.change,
-            self.kept + other.kept,
-        )
+        return Loss(*(left + right for left, right in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def relative(self) -> float:
@@ -52,15 +47,15 @@ class Loss:
 
     @property
     def share(self) -> float:
-        """Share of what training has changed that the codes hold."""
+        """Share of training's change that the codes keep."""
         return self.kept / self.change if self.change else 1.0
 
 
 def pack(packed: Packed, weight: torch.Tensor, kind: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes next to a weight's numbers, and scales that are numbers of this type."""
+    """Return the codes closest to a weight's values, and scales that this type can represent."""
     scheme = packed.scheme
     largest = _largest_of_blocks(weight.float(), scheme)
-    # By a tensor: on a GPU torch multiplies by the reciprocal of a number, and a scale would be another than on a CPU.
+    # Divide by a tensor: on a GPU torch multiplies by the reciprocal of a number, and scales would differ from a CPU's.
     scales = torch.where(largest > 0, largest / torch.full_like(largest, _top(scheme)), 1.0).to(kind).float()
     numbers = weight.float() / spread(scales, packed, 0, packed.shape[0])
     if scheme.kind == "int":
@@ -71,7 +66,7 @@ def pack(packed: Packed, weight: torch.Tensor, kind: torch.dtype = torch.float32
 def change(
     name: str, packed: Packed, codes: torch.Tensor, scales: torch.Tensor, by: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Loss]:
-    """Codes and scales of a released weight that training has changed `by` so much, and what is lost on the way."""
+    """Return codes and scales of a released weight that training changed by `by`, and the loss."""
     scheme, kind = packed.scheme, scales.dtype
     assert scheme.kind == "fp8"
     random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -86,13 +81,13 @@ def change(
         outgrown = _largest_of_blocks(target, scheme) / (scales.float()[rows] * _top(scheme))
         times = torch.exp2(outgrown.clamp(min=1).log2().ceil())
         factor = spread(times, of_span, 0, stop - start)
-        found = _rounded(before / factor + by[start:stop] / (old * factor), random)
+        rounded = _rounded(before / factor + by[start:stop] / (old * factor), random)
         new_scales[rows] = (scales.float()[rows] * times).to(kind)
         kept = (by[start:stop] == 0) & (factor == 1)
-        found = torch.where(kept, before, found)
-        held = found * old * factor
+        rounded = torch.where(kept, before, rounded)
+        held = rounded * old * factor
         loss += _loss(target, held, before * old, by[start:stop])
-        new_codes[start:stop] = found.to(codes.dtype)
+        new_codes[start:stop] = rounded.to(codes.dtype)
     return new_codes, new_scales, loss
 
 
@@ -100,16 +95,16 @@ def _span(packed: Packed, start: int, stop: int) -> Packed:
     return Packed(packed.scheme, (stop - start, packed.shape[1]), packed.codes, packed.scales)
 
 
-def _loss(target: torch.Tensor, held: torch.Tensor, before: torch.Tensor, by: torch.Tensor) -> Loss:
+def _loss(target: torch.Tensor, written: torch.Tensor, before: torch.Tensor, by: torch.Tensor) -> Loss:
     def product(one: torch.Tensor, other: torch.Tensor) -> float:
         return float((one.double() * other.double()).sum())
 
-    error = held - target
-    return Loss(product(target, target), product(error, error), product(by, by), product(held - before, by))
+    error = written - target
+    return Loss(product(target, target), product(error, error), product(by, by), product(written - before, by))
 
 
 def _rounded(numbers: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """Each number as a code of FP8 on either side of it, the nearer one more often."""
+    """Round each value to one of the two neighbouring FP8 codes, the closer one more often."""
     exponent = torch.frexp(numbers).exponent - 1
     steps = torch.exp2((exponent.clamp(min=LOWEST) - MANTISSA).float())
     below = (numbers / steps).floor()
@@ -128,7 +123,7 @@ def _top(scheme: Scheme) -> float:
 
 
 def _largest_of_blocks(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """The largest number of each block; the last blocks may be shorter."""
+    """Return the largest magnitude of each block; the last blocks may be shorter."""
     rows, columns = weight.shape
     height, width = min(scheme.block[0], rows), min(scheme.block[1], columns)
     whole = torch.nn.functional.pad(weight.abs(), (0, -columns % width, 0, -rows % height))
@@ -136,7 +131,7 @@ def _largest_of_blocks(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 
 
 def _joined(numbers: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Integers put together, as many as 32 bits hold."""
+    """Pack integers, as many as 32 bits hold."""
     each = 32 // scheme.bits
     apart = (numbers + 2 ** (scheme.bits - 1)).view(numbers.shape[0], -1, each)
     places = torch.arange(0, each * scheme.bits, scheme.bits, dtype=torch.int32, device=numbers.device)

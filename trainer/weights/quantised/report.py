@@ -1,10 +1,10 @@
-"""Report of a packed base: how far each matrix lies from the base, in a file and a line of the log.
+"""Report of a packed base: the error of each matrix relative to the base, in a file and a line of the log.
 
-    packed-base.jsonl    of the run, or of a base that was packed once: a line for all, and one for each matrix, the
-                         worst first
+    packed-base.jsonl    of the run, or of a base packed once: a line for all matrices, then one for each, the worst
+                         first
 
-Errors are relative: the root of squares summed over the matrix, of what codes say less what the base holds, over the
-base's own. A matrix that several ranks hold a part of counts once, with all of its parts.
+Errors are relative: the root of the squares summed over the matrix, of the codes' values minus the base's, divided by
+the same of the base's values. A matrix distributed over several ranks counts once, with all its parts.
 """
 
 import json
@@ -25,53 +25,53 @@ NAME = "packed-base.jsonl"
 
 @dataclass(frozen=True)
 class Row:
-    """A part of a matrix: its place, and sums of squares over its numbers."""
+    """A part of a matrix: its place, and sums of squares over its values."""
 
     name: str  # Megatron's
     offsets: tuple[int, ...]
     numbers: int
     weight: float
     error: float
-    as_released: bool  # codes and scales are those of the release
+    as_released: bool  # whether codes and scales are the release's
 
 
-def row(name: str, offsets: tuple[int, ...], given: torch.Tensor, packed: torch.Tensor, as_released: bool) -> Row:
-    """Compare the numbers of codes, in fp32, with those that they were made of."""
-    given = given.float()
-    weight, error = torch.stack((given.square().sum(), (packed - given).square().sum())).tolist()
-    return Row(name, offsets, given.numel(), weight, error, as_released)
+def row(name: str, offsets: tuple[int, ...], original: torch.Tensor, packed: torch.Tensor, as_released: bool) -> Row:
+    """Compare the values of codes, in fp32, with the originals."""
+    original = original.float()
+    weight, error = torch.stack((original.square().sum(), (packed - original).square().sum())).tolist()
+    return Row(name, offsets, original.numel(), weight, error, as_released)
 
 
-def row_of(noted: dict[str, Any]) -> Row:
-    """A row as JSON has it."""
-    return Row(**{**noted, "offsets": tuple(noted["offsets"])})
+def row_of(record: dict[str, Any]) -> Row:
+    """Return a row from its JSON form."""
+    return Row(**{**record, "offsets": tuple(record["offsets"])})
 
 
-def write(folder: Path, base: str, mine: list[Row], packed_bytes: int) -> None:
-    """Write the file and say the line, from rank 0, once all ranks have sent their rows."""
-    if everyone := _gathered((mine, packed_bytes)):
-        _write(folder, summary(base, [row for rows, _ in everyone for row in rows], [count for _, count in everyone]))
+def write(folder: Path, base: str, own: list[Row], packed_bytes: int) -> None:
+    """Write the file and log the line, on rank 0, after all ranks have sent their rows."""
+    if of_ranks := _gathered((own, packed_bytes)):
+        _write(folder, summary(base, [row for rows, _ in of_ranks for row in rows], [count for _, count in of_ranks]))
 
 
 def store(folder: Path, base: str, rows: Iterable[Row], packed_bytes: int) -> None:
-    """Write the file of a base that was packed once, and say the line. One rank alone does."""
+    """Write the file of a base packed once, and log the line. Only one rank calls this."""
     _write(folder, summary(base, rows, [packed_bytes]))
 
 
 def repeat(base: Path, folder: Path, packed_bytes: int) -> None:
-    """Write the file of a base that was packed once again, with the bytes of these ranks, and say the line."""
-    if everyone := _gathered(packed_bytes):
+    """Write the file of a base packed once again, with the bytes of these ranks, and log the line."""
+    if of_ranks := _gathered(packed_bytes):
         whole, *rows = map(json.loads, (base / NAME).read_text().splitlines())
-        _write(folder, [whole | {"bytes_of_ranks": everyone}, *rows])
+        _write(folder, [whole | {"bytes_of_ranks": of_ranks}, *rows])
 
 
-def _gathered(mine: Any) -> list[Any]:
-    """What all ranks have, on rank 0; nothing on the others."""
+def _gathered(own: Any) -> list[Any]:
+    """Return all ranks' values on rank 0; an empty list on the others."""
     if not distributed.is_initialized():
-        return [mine]
-    everyone: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyone, mine)
-    return [] if distributed.get_rank() else everyone
+        return [own]
+    values: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, own)
+    return [] if distributed.get_rank() else values
 
 
 def _write(folder: Path, found: list[dict[str, Any]]) -> None:
@@ -81,10 +81,10 @@ def _write(folder: Path, found: list[dict[str, Any]]) -> None:
 
 
 def summary(base: str, rows: Iterable[Row], packed_bytes: list[int]) -> list[dict[str, Any]]:
-    """Sums of all matrices, and those of each. Copies of a part on several ranks count once."""
+    """Return sums over all matrices, and those of each. Copies of a part on several ranks count once."""
     matrices: dict[str, list[Row]] = {}
-    for one in {(row.name, row.offsets): row for row in rows}.values():
-        matrices.setdefault(one.name, []).append(one)
+    for part_row in {(row.name, row.offsets): row for row in rows}.values():
+        matrices.setdefault(part_row.name, []).append(part_row)
     lines = [
         {
             "tensor": name,

@@ -1,8 +1,9 @@
-"""Quantised weights unpacked: conf/model_files/quantization.py has the formats, released_tensors.py reads the parts.
+"""Unpack quantised weights: conf/model_files/quantization.py describes the formats, released_tensors.py reads the
+parts.
 
-Of the numbers in fp32, a few rows are in memory at a time. The products are in fp32 and rounded once, to the type that
-config.json names, as transformers does; where a weight ends within a block, its last block is shorter, as in
-DeepSeek-V3's own code, and where transformers 5.12 raises an error or shares the scales out evenly.
+Only a few rows at a time are in fp32. Products are in fp32 and rounded once, to the type in config.json, as in
+transformers. If a weight ends within a block, its last block is shorter, as in DeepSeek-V3's own code; transformers
+5.12 raises an error or distributes the scales evenly.
 """
 
 # pyright: reportArgumentType=false
@@ -13,13 +14,13 @@ import torch
 
 from conf.model_files.quantization import E2M1, MX, Packed, Scheme, blocks
 
-AT_ONCE = 2**24  # numbers in fp32
+AT_ONCE = 2**24  # fp32 values at a time
 
 
 def unpack(
     packed: Packed, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, first: int = 0
 ) -> torch.Tensor:
-    """The weight, or so many rows from the first on as there are codes of. The scales are those of all rows."""
+    """Return the weight, or the rows of `codes` from `first` on. The scales are those of all rows."""
     scheme = packed.scheme
     if scheme.kind == "mxfp4":
         return _unpack_mxfp4(codes, scales[first : first + len(codes)], dtype)
@@ -33,13 +34,13 @@ def unpack(
 
 
 def grid(packed: Packed) -> tuple[int, int]:
-    """Rows and columns of scales."""
+    """Return the rows and columns of scales."""
     rows, columns = (blocks(size, block) for size, block in zip(packed.shape, packed.scheme.block, strict=True))
     return rows, columns
 
 
 def spans(packed: Packed, first: int, last: int):
-    """Parts of these rows, each small enough to be in fp32 at once; all but the first begin with a block."""
+    """Yield parts of these rows, each small enough for fp32; all but the first begin with a block."""
     height = min(packed.scheme.block[0], packed.shape[0]) or 1
     step = max(1, AT_ONCE // max(1, height * packed.shape[1])) * height
     while first < last:
@@ -49,7 +50,7 @@ def spans(packed: Packed, first: int, last: int):
 
 
 def spread(scales: torch.Tensor, packed: Packed, start: int, stop: int) -> torch.Tensor:
-    """Scales of these rows, one for each number of them."""
+    """Return the scales of these rows, one per value."""
     (height, width), columns = packed.scheme.block, packed.shape[1]
     of_rows = torch.arange(start, stop, device=scales.device) // height
     of_columns = torch.arange(columns, device=scales.device) // width
@@ -57,7 +58,7 @@ def spread(scales: torch.Tensor, packed: Packed, start: int, stop: int) -> torch
 
 
 def integers(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Integers of rows that are packed into 32 bits, the first in the lowest, each above its smallest."""
+    """Return integers of rows that are packed into 32 bits, the first in the lowest bits, stored without sign."""
     places = torch.arange(0, 32 // scheme.bits * scheme.bits, scheme.bits, dtype=torch.int32)
     apart = (codes.unsqueeze(-1) >> places) & (2**scheme.bits - 1)
     return apart.flatten(1) - 2 ** (scheme.bits - 1)
