@@ -1,8 +1,8 @@
-"""The supported release of the nearest size, to offer instead of a model that is not converted here.
+"""The supported release of the nearest size, as an alternative to an unsupported model.
 
     closest(config) -> "the closest supported model ... is Qwen/Qwen3-4B"
 
-Sizes are rounded billions of parameters. The model's own size is an estimate by its config.json.
+Sizes are rounded billions of parameters. The size of the unsupported model is an estimate from its config.json.
 """
 
 from math import log

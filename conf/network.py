@@ -1,20 +1,20 @@
 """Environment variables of training on GPUs over several hosts, each with its reason; presets for kinds of networks.
 
     python -m conf.network                              the presets
-    python -m conf.network ib-h100 [CONF] [--gpu b200]  what a run on such a network gets, and why
+    python -m conf.network ib-h100 [CONF] [--gpu b200]  the environment of a run on such a network, with reasons
 
-environment(run, gpu) is what a rank starts with: what every run on GPUs gets, and the preset that gang.network names.
-Whatever the host's environment has already wins: a site knows its adapters, traffic classes and subnets, and what is
-theirs (NCCL_IB_HCA, NCCL_IB_TC, NCCL_IB_GID_INDEX, NCCL_SOCKET_IFNAME) is set on its workers. Variables beat
-/etc/nccl.conf as well, so that a preset has only what NCCL 2.28 does not find out by itself.
+environment(run, gpu) has the variables of every run on GPUs, and those of the preset in gang.network. Variables of the
+host's environment take precedence: site-specific ones (NCCL_IB_HCA, NCCL_IB_TC, NCCL_IB_GID_INDEX, NCCL_SOCKET_IFNAME)
+are set on its workers. Variables also override /etc/nccl.conf, so a preset has only settings that NCCL 2.28 does not
+detect.
 
-rank_order(places) is the order of hosts: those under one switch are neighbours, as pipeline and data parallel groups
-talk to neighbours most. A host's place is GANG_PLACE of its environment (of its Prefect worker, or by slurm.export and
-kubernetes.env), else SLURM_TOPOLOGY_ADDR, which Slurm sets where it knows the network (TopologyPlugin=topology/tree);
-with kubernetes.topology it is the number of the pod, as Kueue puts neighbours next to one another.
-Within a host the local rank is the number of the GPU on the bus (CUDA_DEVICE_ORDER), so that
-rank i of each host sits on the same rail: NCCL then meets it over one switch, and all-to-all goes through NVLink to the
-GPU of the right rail (PXN, on by default).
+rank_order(places) is the order of hosts: hosts under one switch are neighbours, as pipeline and data parallel groups
+communicate most with neighbours. A host's place is GANG_PLACE in its environment (of its Prefect worker, or by
+slurm.export and kubernetes.env), else SLURM_TOPOLOGY_ADDR, which Slurm sets if it knows the network
+(TopologyPlugin=topology/tree); with kubernetes.topology it is the number of the pod, as Kueue places neighbours next to
+each other. Within a host the local rank is the number of the GPU on the bus (CUDA_DEVICE_ORDER). Rank i of each host is
+therefore on the same rail: NCCL connects them over one switch, and all-to-all uses NVLink to the GPU of the right rail
+(PXN, on by default).
 
 Not covered: TCP's kernel parameters, traffic classes of RoCE, SHARP, AMD's and Intel's networks.
 """
@@ -46,7 +46,7 @@ class Setting:
 class Preset:
     means: str
     settings: tuple[Setting, ...]
-    adapters: int | None = None  # RDMA devices of a host, where the kind of host has a number
+    adapters: int | None = None  # RDMA devices per host, if this kind of host has a fixed number
     network: float | None = None  # GB/s per GPU and direction, by the data sheet
 
 
@@ -56,14 +56,14 @@ class Preset:
 # on 8 subnets.
 PRESETS = {
     "ib-h100": Preset(
-        "InfiniBand, an adapter per GPU on its own rail, as DGX and HGX of H100, H200 and B200 have it",
+        "InfiniBand with an adapter and a rail per GPU, as in DGX and HGX with H100, H200 and B200",
         (
             # [nccl] NCCL_NET: "doesn't automatically fall back on the internal IB or Socket implementation"
-            Setting(
-                "NCCL_NET", "IB", "fail where InfiniBand is not there, instead of training a tenth as fast over TCP"
-            ),
+            Setting("NCCL_NET", "IB", "fail without InfiniBand, instead of training at a tenth of the speed over TCP"),
             # [nccl] NCCL_CROSS_NIC: "suited for networks with per NIC switches (rails)"; 2, the default, tries to
-            Setting("NCCL_CROSS_NIC", "0", "stay on a rail: traffic between rails goes through the spine and collides"),
+            Setting(
+                "NCCL_CROSS_NIC", "0", "stay on a rail: traffic between rails passes through the spine and collides"
+            ),
         ),
         adapters=8,
         network=50,
@@ -72,16 +72,14 @@ PRESETS = {
         "RDMA over Ethernet, several paths between hosts",
         (
             # [nccl] NCCL_NET, as above
-            Setting("NCCL_NET", "IB", "fail where RDMA is not there, instead of falling back to TCP"),
+            Setting("NCCL_NET", "IB", "fail without RDMA, instead of falling back to TCP"),
             # [nccl] "useful on multi-level fabrics which need multiple queue pairs to have good routing entropy";
             # Google's gIB sets 4, [ibm] 16 for 8 separate subnets
             Setting("NCCL_IB_QPS_PER_CONNECTION", "4", "Ethernet sends a queue pair over one path: several use more"),
             # [nccl] 1 splits each message, which "may cause a visible latency degradation"; 0 takes queue pairs in turn
             Setting("NCCL_IB_SPLIT_DATA_ON_QPS", "0", "whole messages in turn, as all-to-all has many small ones"),
             # [ibm] 22; [nccl] 2 minutes until an error, 30 s by default
-            Setting(
-                "NCCL_IB_TIMEOUT", "22", "a link that flaps for a minute is waited for; a dead host is seen anyway"
-            ),
+            Setting("NCCL_IB_TIMEOUT", "22", "wait for a link that flaps for a minute; a dead host is noticed anyway"),
         ),
         network=50,
     ),
@@ -95,7 +93,7 @@ PRESETS = {
                 "FI_EFA_USE_HUGE_PAGE", "0", "data loaders and checkpoint writers are forked, which huge pages break"
             ),
             # [aws] micro-benchmarks/nccl-tests
-            Setting("NCCL_SOCKET_IFNAME", "^lo,docker,veth", "ranks first meet over the host's own interface"),
+            Setting("NCCL_SOCKET_IFNAME", "^lo,docker,veth", "ranks first connect over the host's main interface"),
             # Not set, [ofi]: FI_PROVIDER and NCCL_PROTO are for plugins up to 1.5, FI_EFA_USE_DEVICE_RDMA up to 1.6,
             # FI_EFA_FORK_SAFE is set by the plugin itself, RDMAV_FORK_SAFE breaks newer kernels.
         ),
@@ -110,7 +108,7 @@ PRESETS = {
             Setting(
                 "FI_EFA_USE_HUGE_PAGE", "0", "data loaders and checkpoint writers are forked, which huge pages break"
             ),
-            Setting("NCCL_SOCKET_IFNAME", "^lo,docker,veth", "ranks first meet over the host's own interface"),
+            Setting("NCCL_SOCKET_IFNAME", "^lo,docker,veth", "ranks first connect over the host's main interface"),
         ),
         adapters=8,
         network=50,
@@ -119,10 +117,10 @@ PRESETS = {
         "GB200 or GB300 NVL72: 18 hosts of 4 GPUs on one NVLink, InfiniBand between racks",
         (
             # [nccl] NCCL_MNNVL_ENABLE: 1 fails where it cannot be; 2, the default, falls back
-            Setting("NCCL_MNNVL_ENABLE", "1", "fail where IMEX is not set up, instead of using InfiniBand in the rack"),
+            Setting("NCCL_MNNVL_ENABLE", "1", "fail without IMEX, instead of using InfiniBand in the rack"),
             # [nccl] "This feature also requires NCCL CUMEM support"
-            Setting("NCCL_CUMEM_ENABLE", "1", "memory of another host is mapped by CUDA's cuMem calls alone"),
-            Setting("NCCL_NET", "IB", "between racks, as ib-h100"),
+            Setting("NCCL_CUMEM_ENABLE", "1", "only CUDA's cuMem calls map memory of another host"),
+            Setting("NCCL_NET", "IB", "between racks, like ib-h100"),
         ),
         adapters=4,
         network=50,
@@ -141,14 +139,14 @@ PRESETS = {
     ),
 }
 
-# What the five older systems set and this one does not, and why.
+# Variables that the five older systems set and this one does not, with reasons.
 LEFT_OUT = {
-    "NVTE_FUSED_ATTN=0": "megatron-core sets it for the attention that is chosen, and stops where it finds another "
-    "value; without the package flash-attn it would leave the slow attention only",
-    "NCCL_ALGO=Ring": "for results that repeat to the last bit; NCCL's choice is faster",
-    "NCCL_TIMEOUT=3600": "no variable of NCCL's or torch's",
-    "NCCL_DEBUG=INFO": "thousands of lines per rank; WARN is set, and names what fails",
-    "NCCL_HOSTID": "NCCL takes host name and boot id; set it where containers of one host differ in these",
+    "NVTE_FUSED_ATTN=0": "megatron-core sets it for the chosen attention, and stops at another value; without the "
+    "package flash-attn only the slow attention would remain",
+    "NCCL_ALGO=Ring": "for bitwise repeatable results; NCCL's choice is faster",
+    "NCCL_TIMEOUT=3600": "not a variable of NCCL or torch",
+    "NCCL_DEBUG=INFO": "thousands of lines per rank; WARN is set, and names failures",
+    "NCCL_HOSTID": "NCCL uses host name and boot id; set it if containers of one host differ in these",
     "NCCL_ASYNC_ERROR_HANDLING": "the old name of TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "TORCHDYNAMO_DISABLE=1": "the trainer sets it on a CPU; on a GPU compiled activations are faster",
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True": "the trainer sets it itself, on one host as well",
@@ -156,10 +154,10 @@ LEFT_OUT = {
 
 
 def environment(run: Run, gpu: str | None) -> dict[str, str]:
-    """Environment variables that a rank of this run starts with.
+    """Environment variables of a rank of this run.
 
-    `gpu` is one of conf/planner/hardware.py's names, or the name that the GPU's driver gives. None means a CPU, which
-    needs none of them.
+    `gpu` is a name of conf/planner/hardware.py, or the driver's name of the GPU. None means a CPU, which needs no
+    variables.
     """
     return {setting.name: setting.value for setting in settings(run, gpu)}
 
@@ -168,17 +166,16 @@ def settings(run: Run, gpu: str | None) -> list[Setting]:
     """Settings of a run, each with its reason. A later one replaces an earlier one of the same name."""
     if gpu is None:
         return []
-    found = {setting.name: setting for setting in (*_of_any(run), *_of_model(run.layout, is_blackwell(gpu)))}
+    all_of_run = [*_of_any(run), *_of_model(run.layout, is_blackwell(gpu))]
     if run.gang.network and run.layout.nodes > 1:
-        chosen = PRESETS[run.gang.network]
-        found |= {setting.name: setting for setting in chosen.settings}
+        all_of_run += PRESETS[run.gang.network].settings
         if run.moe.dispatcher == "flex":
-            found |= {setting.name: setting for setting in _of_flex(run.gang.network == "nvl72")}
-    return list(found.values())
+            all_of_run += _of_flex(run.gang.network == "nvl72")
+    return list({setting.name: setting for setting in all_of_run}.values())
 
 
 def sockets(interface: str = "lo") -> dict[str, str]:
-    """Variables that have ranks listen on one interface. On the loopback interface no other host can connect."""
+    """Variables that make ranks listen on one interface only; no other host can connect to the loopback interface."""
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
@@ -193,39 +190,37 @@ def is_blackwell(gpu: str) -> bool:
 
 
 def _of_any(run: Run) -> Iterator[Setting]:
-    """Settings of every run on GPUs. They make sure that failures are found quickly, once, and with their cause."""
-    # [torch] 3 = SkipCleanUp, torch's own default; torchrun would set 1, which first calls ncclCommAbort
+    """Settings of every run on GPUs, with which failures are noticed quickly, once, and with their cause."""
+    # [torch] 3 = SkipCleanUp, torch's default; torchrun would set 1, which first calls ncclCommAbort
     yield Setting(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", "end at an error at once: aborting NCCL first may hang itself"
     )
-    # [torch] default 480; longer than gang.stall_seconds, whose watch names the rank that is behind
+    # [torch] default 480; longer than gang.stall_seconds, as that watch names the late rank
     beat = str(round(max(300, 2 * run.gang.stall_seconds)))
     yield Setting(
-        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", beat, "a rank stuck in a call of CUDA's ends, if nothing else saw it"
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", beat, "end a rank that hangs in a CUDA call, if nothing else notices it"
     )
     # [torch] the flight recorder, by the names that torch 2.11 wants; an entry takes about 1 KB
     yield Setting("TORCH_FR_BUFFER_SIZE", "2000", "remember the last collectives of each rank")
-    yield Setting(
-        "TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "write them down when one runs out of time: shows who did not come"
-    )
-    yield Setting("TORCH_FR_DUMP_TEMP_FILE", f"{run.paths.logs}/collectives-", "where; the rank is appended")
+    yield Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "write them at a timeout: they show the missing rank")
+    yield Setting("TORCH_FR_DUMP_TEMP_FILE", f"{run.paths.logs}/collectives-", "their path; the rank is appended")
     # [torch] default 15000; seen on 2 H200: written after 8 s, both ranks still there after 50 s; with 5000 for 24 s
     yield Setting("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "5000", "and then end, after four times as long")
-    yield Setting("NCCL_DEBUG", "WARN", "a line for what fails, which tells the cause of a failure; default: none")
+    yield Setting("NCCL_DEBUG", "WARN", "a line for each error, with its cause; default: none")
     # [bridge] COMMON_PERF_ENV_VARS, in all recipes
-    yield Setting("TORCH_NCCL_HIGH_PRIORITY", "1", "communication is waited for by all: its kernels go first")
+    yield Setting("TORCH_NCCL_HIGH_PRIORITY", "1", "all ranks wait for communication: its kernels run first")
     # Transformer Engine 2.20: on Hopper, in bf16, widths of whole 128s; elsewhere it starts a product an expert
     yield Setting("NVTE_USE_CUTLASS_GROUPED_GEMM", "1", "one kernel for all experts: the host starts less")
-    # [torch] default /tmp/torchinductor_USER, which goes with a container; Triton keeps its own below it
+    # [torch] default /tmp/torchinductor_USER, which is lost with a container; Triton's cache is below it
     kept = f"{run.paths.kernels}/inductor"
-    yield Setting("TORCHINDUCTOR_CACHE_DIR", kept, "what a first step compiles is there for the next start")
+    yield Setting("TORCHINDUCTOR_CACHE_DIR", kept, "keep compiled kernels of the first step for the next start")
     yield Setting("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "local rank i is GPU i of every host, on the same rail")
     if run.train.overlap_tp:
-        # [te] else its buffers want NVLink multicast, which not every host lets a container have
+        # [te] otherwise its buffers need NVLink multicast, which not every host allows in a container
         yield Setting("UB_SKIPMC", "1", "buffers between tensor-parallel ranks are shared by CUDA IPC")
     if run.train.cuda_graphs:
-        # [core] asks for it beside the allocator's expandable segments
-        yield Setting("NCCL_GRAPH_REGISTER", "0", "buffers of CUDA graphs are not NCCL's to register")
+        # [core] requires it together with the allocator's expandable segments
+        yield Setting("NCCL_GRAPH_REGISTER", "0", "NCCL does not register buffers of CUDA graphs")
 
 
 def _of_model(layout: Layout, blackwell: bool) -> Iterator[Setting]:
@@ -236,7 +231,7 @@ def _of_model(layout: Layout, blackwell: bool) -> Iterator[Setting]:
         yield Setting("CUDA_DEVICE_MAX_CONNECTIONS", "32", "streams do not wait for one another")
     elif layout.tp > 1 or layout.cp > 1:
         # [core] asserts it for tp or cp before Blackwell
-        why = "kernels start in the order of their calls, so that tp and cp communication overlaps"
+        why = "kernels start in the order of their calls, and tp and cp communication overlaps"
         yield Setting("CUDA_DEVICE_MAX_CONNECTIONS", "1", why)
     if layout.world > 1:
         # [bridge] 20 in 441 of 452 recipes; one of the older systems 16
@@ -249,7 +244,7 @@ def _of_model(layout: Layout, blackwell: bool) -> Iterator[Setting]:
 
 
 def _of_flex(rack: bool) -> Iterator[Setting]:
-    """Settings that DeepEP's HybridEP reads; their source is [bridge]."""
+    """Settings for DeepEP's HybridEP; their source is [bridge]."""
     yield Setting("USE_MNNVL", "1" if rack else "0", "whether NVLink joins hosts")
     yield Setting("NVLINK_DOMAIN_SIZE", "72" if rack else "8", "GPUs that NVLink joins")
 
@@ -257,7 +252,7 @@ def _of_flex(rack: bool) -> Iterator[Setting]:
 def rank_order(places: Mapping[str, str]) -> list[str]:
     """Sort hosts by their place, such as a rack or Slurm's SLURM_TOPOLOGY_ADDR ("spine.leaf.host"), then by name.
 
-    Numbers count as numbers, so that host10 comes after host9.
+    Numbers in names are compared as numbers: host10 comes after host9.
     """
     return sorted(places, key=lambda host: (_natural(places[host]), _natural(host)))
 

@@ -3,9 +3,9 @@
     chance(gains) -> float       of paired differences: the new score of each row minus the old one
     warning(run, rows) -> str    about too few held-out rows; "" if they show a gain of NOTABLE
 
-Under the hypothesis that both models are equal, each difference could as well have the opposite sign (sign-flip test).
-Rows that are right or wrong differ by one amount and are counted exactly: this is McNemar's test. Other differences get
-random signs, DRAWS times, from a fixed seed. The test is one-sided.
+If both models are equal, each difference could also have the opposite sign (sign-flip test). Rows that are right or
+wrong all differ by the same amount and are counted exactly: this is McNemar's test. Other differences get random signs,
+DRAWS times, from a fixed seed. The test is one-sided.
 """
 
 import random
@@ -16,8 +16,8 @@ from math import ceil, comb, log2
 from conf.schema.run import Run
 
 DRAWS = 10_000
-NOTABLE = 0.1  # a gain that an evaluation has to show
-HELD_OUT = "held_out/"  # begins metrics of the test split
+NOTABLE = 0.1  # a gain that an evaluation should be able to show
+HELD_OUT = "held_out/"  # prefix of metrics of the test split
 
 
 def chance(gains: Sequence[float]) -> float:
@@ -28,7 +28,7 @@ def chance(gains: Sequence[float]) -> float:
         count = max(better, len(apart) - better)
         return sum(comb(len(apart), k) for k in range(count, len(apart) + 1)) / 2 ** len(apart)
     sizes = [abs(gain) for gain in apart]
-    # A sum with random signs is as large as the true one if the sizes with a plus are.
+    # A sum with random signs reaches the true sum if the sizes with a plus reach `least`.
     least = (sum(sizes) + abs(sum(apart))) / 2 - 1e-9 * sum(sizes)
     draw = random.Random(0)
     signs = (map(int, f"{draw.getrandbits(len(sizes)):0{len(sizes)}b}") for _ in range(DRAWS))
@@ -36,17 +36,17 @@ def chance(gains: Sequence[float]) -> float:
 
 
 def fewest(confidence: float) -> int:
-    """Rows that have to become right for a gain outside noise, if no row becomes wrong."""
+    """Rows that must become right for a significant gain, if no row becomes wrong."""
     return ceil(-log2(1 - confidence))
 
 
 def needed(gain: float, confidence: float) -> int:
-    """Rows that show this share of right answers more at best: if no row becomes wrong."""
+    """Rows with which this gain in the share of right answers is significant, if no row becomes wrong."""
     return ceil(round(fewest(confidence) / gain, 9))
 
 
 def warning(run: Run, rows: int | None) -> str:
-    """Line about an evaluation of too few of the `rows` that are held out; None = nobody knows how many."""
+    """Warning about too few held-out `rows` for the evaluation; "" if they are enough or their number is unknown."""
     metric, confidence = run.promote.metric, run.promote.confidence
     if not (confidence and run.evaluate.tasks and metric.startswith(HELD_OUT)) or rows is None:
         return ""

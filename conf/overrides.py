@@ -1,6 +1,6 @@
 """Typed changes to a named configuration: the keys that a form or a command line may set on top of conf/NAME.yaml.
 
-Changes has the sections and keys of conf/schema/run.py, all of them optional; none is declared here again.
+Changes has the sections and keys of conf/schema/run.py, all of them optional, and derived from it.
 """
 
 # pyright: reportArgumentType=false
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, create_model
 from conf.load import names, read_overrides
 from conf.schema.run import sections
 
-# A form offers the names; Python and the command line take a file as well.
+# A form offers the names; Python and the command line also accept a file.
 Name = Annotated[str, WithJsonSchema({"type": "string", "enum": names()})]
 # Keys that are parameters of a flow, as most runs set no others.
 SHORT = {
@@ -30,11 +30,11 @@ CLOSED = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 def plain(schema: dict[str, Any]) -> None:
-    """Leave null out of what a form offers for a key: what is not set is left out.
+    """Remove null from a form's schema of a key, as a form omits keys without a value.
 
-    A number then is one field, and a wrong one is refused with the limit that it breaks. As one of several alternatives
-    it would be "not valid under any of the given schemas". A boolean keeps its null: a switch that nobody has touched
-    would be sent as off.
+    A number is then a single field, and an invalid one is refused with its limit. As one of several alternatives it
+    would be "not valid under any of the given schemas". A boolean keeps null, as an untouched switch would be sent as
+    off.
     """
     if "description" in schema:
         schema["description"] = marked(schema["description"])
@@ -50,7 +50,7 @@ def plain(schema: dict[str, Any]) -> None:
 
 
 def marked(text: str) -> str:
-    """A description as Markdown, in which forms show it: a star or an underscore stays one."""
+    """A description with escapes for Markdown, in which forms show it."""
     return re.sub(r"([\\`*_{}\[\]<>#|~])", r"\\\1", text)
 
 
@@ -65,7 +65,7 @@ def _optional(kind: type[BaseModel]) -> type[BaseModel]:
     return create_model(kind.__name__, __doc__=kind.__doc__, __config__=CLOSED, **fields)
 
 
-# Where things lie is the flow's own affair.
+# The flow sets all paths.
 CHANGEABLE = {name: _optional(kind) for name, kind in sections().items() if name != "paths"}
 Changes = create_model(  # pyright: ignore[reportCallIssue]
     "Changes",
@@ -84,21 +84,20 @@ Changes = create_model(  # pyright: ignore[reportCallIssue]
 def as_overrides(changes: Any, **short: Any) -> list[str]:
     """Write each change as key=value, and then each parameter of `short` that is set.
 
-    Changes may be such lines already. In a form a null says nothing; in a dict, as from_overrides() makes it, a null is
-    a value.
+    Changes may also be a text of such lines. In a form null means unset; in a dict of from_overrides() it is a value.
     """
-    own = [f"{SHORT[name]}={json.dumps(value)}" for name, value in short.items() if value is not None]
+    parameters = [f"{SHORT[name]}={json.dumps(value)}" for name, value in short.items() if value is not None]
     if isinstance(changes, str):
-        return [*filter(None, map(str.strip, changes.splitlines())), *own]
-    found = changes.model_dump(mode="json", exclude_none=True) if isinstance(changes, BaseModel) else changes or {}
+        return [*filter(None, map(str.strip, changes.splitlines())), *parameters]
+    nested = changes.model_dump(mode="json", exclude_none=True) if isinstance(changes, BaseModel) else changes or {}
     values: dict[str, Any] = {}
-    for name, value in found.items():
+    for name, value in nested.items():
         values |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
-    return [*(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()), *own]
+    return [*(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()), *parameters]
 
 
 def from_overrides(overrides: Iterable[str]) -> dict[str, Any]:
-    """Values of key=value texts by section. They are read as conf.load reads them, which has accepted them."""
+    """Values of valid key=value texts by section, parsed as in conf.load."""
     values, _, _ = read_overrides(overrides)
     changes: dict[str, Any] = {}
     for key, value in values.items():

@@ -1,4 +1,4 @@
-"""Rewards of one's own, as far as they can be held against rules before anything runs: hours of training come first.
+"""Checks of a user's own rewards before anything runs, since a reward is first called after hours of training.
 
     place("rewards.py:mine")    -> path and name         of a file that need not be there
     function("rewards.py:mine") -> name and source       of a file that Python can read, and that has the name
@@ -68,7 +68,7 @@ def function(named: str, called_with: Sequence[str] = ()) -> tuple[str, str]:
 
 
 def _require_fit(path: str, name: str, takes: ast.arguments, called_with: Sequence[str]) -> None:
-    """Raise a Fault where a call with these arguments, by their names, would raise TypeError."""
+    """Raise a Fault if a call with these keyword arguments would raise TypeError."""
     if not called_with:
         return
     by_place, by_name = [*takes.posonlyargs, *takes.args], {one.arg for one in (*takes.args, *takes.kwonlyargs)}

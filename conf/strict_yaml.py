@@ -1,4 +1,4 @@
-"""Strict reader of YAML 1.2: duplicate keys are reported, nothing is merged, and no objects are made."""
+"""Strict reader of YAML 1.2: it reports duplicate keys, merges nothing, and creates no objects."""
 
 import re
 from collections.abc import Hashable
@@ -10,8 +10,8 @@ import yaml
 from contract import regular_files
 from contract.faults import ConfigError, Fault
 
-LARGEST = 2**18  # bytes of a configuration; 2 s of reading
-MANY = 20  # lines about keys that stand there twice
+LARGEST = 2**18  # bytes of a configuration, which take 2 s to parse
+MANY = 20  # lines about duplicate keys
 UNFIT = (ValueError, KeyError, AttributeError, TypeError, IndexError, ArithmeticError)
 RESOLVERS = {
     "null": r"~|null|Null|NULL|",
@@ -24,7 +24,7 @@ RESOLVERS = {
 class Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self.duplicates: list[tuple[int, str, int]] = []  # line, key, line where it stood first
+        self.duplicates: list[tuple[int, str, int]] = []  # line, key, line of its first occurrence
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         first: dict[str, int] = {}
@@ -37,7 +37,7 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Leave merge keys, which YAML 1.2 no longer has, as unknown tags: maps merged in maps grow without a limit."""
+        """Treat merge keys, which YAML 1.2 no longer has, as unknown tags: nested merges would grow without limit."""
 
 
 class Dumper(yaml.SafeDumper):

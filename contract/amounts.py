@@ -1,4 +1,4 @@
-"""Numbers of bytes, spans of time and prices, as people read them."""
+"""Readable formats of numbers of bytes, spans of time and prices."""
 
 from __future__ import annotations  # flows/doctor.py runs on Python 3.8
 
@@ -6,7 +6,7 @@ UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 def size(count: float) -> str:
-    """Format a number of bytes in the unit that fits: 716.0 GB, 1.2 MB, 12 B."""
+    """Format a number of bytes with a suitable unit: 716.0 GB, 1.2 MB, 12 B."""
     for unit in UNITS[:-1]:
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,7 +1,7 @@
 """Marks of complete checkpoints. A mark is written last, and lists every file with its size.
 
-Megatron's own tracker file names the newest checkpoint, not whether all of it is there. A mark is renamed into place
-after every rank has written and synced; whatever has none is the rest of a save that was cut short.
+Megatron's tracker file names the newest checkpoint, but does not show whether it is complete. A mark is renamed into
+place after every rank has written and synced; a folder without a mark is the rest of an interrupted save.
 """
 
 import json
@@ -15,11 +15,11 @@ from contract.files import is_partial, write_atomically
 from contract.output_marks import MARKER
 
 MARK = "complete.json"
-MEANS = "ema"  # folder of a checkpoint that holds the moving mean of its weights
+MEANS = "ema"  # folder of a checkpoint with the moving mean of its weights
 
 
 def mark(folder: Path, **facts) -> None:
-    """Declare the checkpoint in this folder complete. The mark keeps `facts` beside the list of files."""
+    """Declare the checkpoint in this folder complete. The mark contains `facts` and the list of files."""
     paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and not is_partial(path.name))
     files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
     for name in (MARK, MARKER):
@@ -28,17 +28,17 @@ def mark(folder: Path, **facts) -> None:
 
 
 def read_mark(folder: Path) -> dict | None:
-    """The facts in the mark of a complete checkpoint; None where the mark or a file that it lists is missing or cut."""
+    """The facts in the mark of a complete checkpoint; None if the mark or a listed file is missing or truncated."""
     try:
         facts = json_object.read(folder / MARK)
         whole = all((folder / name).stat().st_size == size for name, size in facts["files"].items())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):  # another's file, or an edited one
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):  # another program's file, or an edited one
         return None
     return facts if whole else None
 
 
 def require(folder: Path, what: str, remedy: str) -> dict:
-    """The facts of a checkpoint that a command needs. Raises a Fault with the remedy where it is not complete."""
+    """The facts of a checkpoint that a command needs. Raises a Fault with the remedy if it is not complete."""
     if not folder.is_dir():
         raise Fault(f"{folder}: no such folder; {what} is made by {remedy}")
     facts = read_mark(folder)
@@ -53,22 +53,22 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def best(folder: Path) -> tuple[int, float] | None:
-    """Step and loss of the complete checkpoint with the lowest validation loss; None where none has been validated."""
+    """Step and loss of the complete checkpoint with the lowest validation loss; None if none has been validated."""
     marks = {step: read_mark(path) or {} for step, path in _iterations(folder)}
     losses = {step: mark.get("validations", {}).get("loss") for step, mark in marks.items()}
-    found = [(step, loss) for step, loss in sorted(losses.items()) if loss is not None]
-    return min(found, key=lambda one: one[1], default=None)
+    validated = [(step, loss) for step, loss in sorted(losses.items()) if loss is not None]
+    return min(validated, key=lambda pair: pair[1], default=None)
 
 
 def remove_older(folder: Path, keep: int, best: int | None) -> None:
-    """Delete complete checkpoints but the newest so many, and the best one."""
+    """Delete all complete checkpoints except the `keep` newest and the best one."""
     for step in complete_steps(folder)[:-keep]:
         if step != best:
             shutil.rmtree(step_folder(folder, step))
 
 
 def remove_incomplete(folder: Path) -> list[str]:
-    """Delete what an interrupted save left behind, so that the disk does not fill with it. Returns the names."""
+    """Delete the rests of interrupted saves, which would fill the disk. Returns their names."""
     broken = [path for _, path in _iterations(folder) if read_mark(path) is None]
     for path in broken:
         shutil.rmtree(path)
@@ -82,5 +82,5 @@ def step_folder(folder: Path, step: int) -> Path:
 def _iterations(folder: Path):
     if not folder.is_dir():
         return []
-    found = ((re.fullmatch(r"iter_(\d+)", path.name), path) for path in folder.iterdir())
-    return [(int(match[1]), path) for match, path in found if match]
+    matches = ((re.fullmatch(r"iter_(\d+)", path.name), path) for path in folder.iterdir())
+    return [(int(match[1]), path) for match, path in matches if match]

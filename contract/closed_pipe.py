@@ -1,10 +1,10 @@
-"""End of a command whose output nobody reads any more, as behind `| head -1`: quiet, whatever was still to be printed.
+"""Quiet end of a command whose output is no longer read, as in `command | head -1`.
 
     with quiet():
         sys.exit(main())
 
-A command that prints ends with the exit code that a shell gives for SIGPIPE. One that has done its work keeps its own
-code. The signal itself would also end a process whose network connection breaks.
+A command that is still printing ends with the shell's exit code for SIGPIPE. A command that has done its work keeps its
+exit code. The signal itself would also end a process whose network connection breaks.
 """
 
 from __future__ import annotations  # flows/doctor.py runs on Python 3.8
@@ -24,7 +24,7 @@ def quiet() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        if not drop_unread():  # it is of a connection
+        if not drop_unread():  # the broken pipe is a network connection
             raise
         sys.exit(CODE)
     finally:
@@ -32,18 +32,18 @@ def quiet() -> Iterator[None]:
 
 
 def drop(stream: TextIO) -> None:
-    """Send what is still written to a stream to nobody."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    """Discard everything that is still written to a stream."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def drop_unread() -> bool:
-    """Send what is still written to standard output and error to nobody, where nobody reads it. Returns whether so."""
-    gone = [stream for stream in (sys.stdout, sys.stderr) if stream and _is_unread(stream)]
-    for stream in gone:
+    """Discard further output of standard output and error if they have no reader. Returns whether one has none."""
+    unread = [stream for stream in (sys.stdout, sys.stderr) if stream and _is_unread(stream)]
+    for stream in unread:
         drop(stream)
-    return bool(gone)
+    return bool(unread)
 
 
 def _is_unread(stream: TextIO) -> bool:
@@ -51,5 +51,5 @@ def _is_unread(stream: TextIO) -> bool:
         watched = select.poll()
         watched.register(stream.fileno(), 0)
         return any(event & select.POLLERR for _, event in watched.poll(0))
-    except (OSError, ValueError):  # it is no file, or closed
+    except (OSError, ValueError):  # not a file, or closed
         return False

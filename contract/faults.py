@@ -1,7 +1,7 @@
 """Exceptions for work that cannot be done: a fault, or an order to stop.
 
-A fault lies with the person who started the work, with the host or with a service. It is shown as one line on stderr
-with exit code 2, without a stack trace.
+A fault is a problem of the user's input, of the host or of a service. It is shown as one line on stderr with exit code
+2, without a stack trace.
 """
 
 from __future__ import annotations  # flows/doctor.py runs on Python 3.8
@@ -9,13 +9,13 @@ from __future__ import annotations  # flows/doctor.py runs on Python 3.8
 import os
 from errno import EACCES, EDQUOT, ELOOP, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM, EROFS
 
-WRITER_DIED = "Worker failure"  # megatron-core's words; it passes on the kind of the writer's error, not its text
+WRITER_DIED = "Worker failure"  # megatron-core's message, which contains the kind of the writer's error, not its text
 CANNOT_WRITE = (EACCES, EPERM, EROFS)
 HOST = (EACCES, EDQUOT, ENOSPC, EROFS, ELOOP, ENAMETOOLONG, ENOTDIR)
 
 
 class Fault(ValueError):
-    """A problem that the caller can mend. The message says what is wrong, with the value, and what would be right."""
+    """A problem that the user can fix. The message has the problem, the value, and a remedy."""
 
 
 class ConfigError(Fault):
@@ -30,10 +30,9 @@ class Stopped(RuntimeError):
 
 
 def line_of(error: BaseException) -> str | None:
-    """The line to show for an error that is no defect of this program; None for a defect.
+    """The line to show for an error that is not a defect of this program; None for a defect.
 
-    When a disk fills up while Megatron saves, the error is one of Megatron's own. It holds the first error, or only its
-    text.
+    If a disk fills up during a save, Megatron raises another error, which contains the original error or only its text.
     """
     seen: BaseException | None = error
     while seen is not None:

@@ -1,8 +1,8 @@
-"""Files that are whole or not there: written beside their place, then renamed.
+"""Atomic writes of files: written under a temporary name, then renamed.
 
-A write that is not durable survives the death of its process. One that is durable survives a power cut as well: the
-content is on the disk before the name leads to it, and so is the name before the call returns.
-docs/adr/0015-durable-writes.md says which are durable and why.
+A write that is not durable survives the death of its process. A durable write also survives a power failure: the
+content is on the disk before the rename, and the new name before the call returns. docs/adr/0015-durable-writes.md has
+the list of durable writes and the reasons.
 """
 
 import contextlib
@@ -14,21 +14,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-# What a process that was killed may leave beside a file; the name is short, so that a long one can be written as well.
+# Temporary file that a killed process may leave; it has only a part of the file's name, which may be long.
 _PARTIAL = re.compile(r"\..{1,50}\.[0-9a-f]{8}\.partial", re.DOTALL)
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes | str, *, durable: bool) -> None:
-    """Give a file this content. Whatever goes wrong, it holds all of the new content or what it held before."""
+    """Write a file. After any error it has its complete old or its complete new content."""
     with open_atomically(path, durable=durable) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
 @contextlib.contextmanager
 def open_atomically(path: str | os.PathLike[str], *, durable: bool) -> Iterator[BinaryIO]:
-    """Open a file that gets its name, and replaces an older one, when the block ends without an error.
+    """Open a file that replaces `path` when the block ends without an error.
 
-    A file that is replaced hands on its mode. An error of the operating system names `path`.
+    The mode of a replaced file is kept. Errors of the operating system name `path`.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name[:50]}.{secrets.token_hex(4)}.partial")
@@ -55,12 +55,12 @@ def open_atomically(path: str | os.PathLike[str], *, durable: bool) -> Iterator[
 
 
 def is_partial(name: str) -> bool:
-    """Whether a file has the name of one that was being written."""
+    """Whether this is the name of an unfinished file."""
     return _PARTIAL.fullmatch(name) is not None
 
 
 def sync(path: Path) -> None:
-    """Put a file's content, whoever wrote it, or the names of a folder on the disk."""
+    """Flush a file's content, or the names of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

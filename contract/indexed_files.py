@@ -1,4 +1,4 @@
-"""Files of Megatron's indexed data sets: PREFIX.bin has tokens, PREFIX.idx where each document begins."""
+"""Files of Megatron's indexed data sets: PREFIX.bin has the tokens, PREFIX.idx the beginning of each document."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePath
@@ -11,14 +11,14 @@ HEADER, VERSION = b"MMIDIDX\x00\x00", 1  # of an .idx file
 
 
 def is_prefix(path: Path) -> bool:
-    """Whether both files have this prefix. A folder may have its name too, which megatron-core keeps its cache in."""
+    """Whether both files have this prefix. A folder may have the same name, for megatron-core's cache."""
     return all(path.with_name(path.name + ending).is_file() for ending in (BIN, IDX)) if path.name else False
 
 
 def of(path: Path) -> list[Path]:
-    """List the files of every data set that a path names: a folder, a prefix or one of the files.
+    """List the files of every data set at a path: a folder, a prefix or one of the files.
 
-    In a folder only .idx says that there is one: a .bin alone is something else, such as weights.
+    In a folder only an .idx file counts: a .bin without one is something else, such as weights.
     """
     if path.is_dir() and not is_prefix(path):
         inside = map(PurePath, regular_files.below(path))
@@ -28,7 +28,7 @@ def of(path: Path) -> list[Path]:
 
 
 def both[File: PurePath](files: Iterable[File], there: Callable[[File], bool] = Path.is_file) -> list[File]:
-    """List the two files of each data set that these are of, in the order of the .bin files. Others do not count."""
+    """List both files of each data set that these files belong to, in the order of the .bin files."""
     prefixes = {file.with_suffix("") for file in files if file.suffix in (BIN, IDX)}
     pairs = sorted((prefix.with_name(prefix.name + BIN), prefix.with_name(prefix.name + IDX)) for prefix in prefixes)
     for pair in pairs:

@@ -1,7 +1,7 @@
-"""Strict reader of JSON with an object at its top; everything else is a Fault of one line.
+"""Strict reader of a JSON object; everything else is a Fault of one line.
 
-Python's own reader takes more: NaN and Infinity, a key twice, half a surrogate pair. The libraries that read a file
-after us may refuse it, or read something else from it.
+Python's reader also accepts NaN and Infinity, repeated keys and halves of surrogate pairs. Other libraries that read
+the same file may refuse it, or read other values.
 """
 
 import json
@@ -17,7 +17,7 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class _Refused(ValueError):
-    """A value that JSON does not have."""
+    """A value that is not valid JSON."""
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -45,13 +45,13 @@ def parse(content: bytes, shown: str) -> dict[str, Any]:
 
 
 def kind(value: Any) -> str:
-    """The name that JSON has for the type of a value."""
+    """JSON's name for the type of a value."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
 
 def show(value: Any) -> str:
-    """A value as text for a message. It stays one line however long the value is."""
+    """A value as a short text for a message, in one line."""
     text = json.dumps(value, ensure_ascii=True, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -77,6 +77,6 @@ def _number(text: str) -> float:
 
 
 def _integer(text: str) -> int:
-    if len(text) > 100:  # Python refuses to read thousands of digits, and nothing counts so far
+    if len(text) > 100:  # Python refuses thousands of digits, and no valid value is that large
         raise _Refused(f"the number {text[:20]}... is too large")
     return int(text)

@@ -1,17 +1,17 @@
-"""Marks of output folders: only what this project has made may be replaced, and paths of one command may not collide.
+"""Marks of output folders: only this project's output may be replaced, and the paths of one command must not overlap.
 
-    problems(place, BASE)           lines that say why no converted model may be put there; none where one may
-    meetings(inputs, outputs)       lines for paths that coincide, contain one another, or are links to such
-    begin(folder, BASE)             makes the folder and marks it, before anything else is written into it
-    put_in_place(made, place, BASE) gives a finished folder its name; what had the name before is removed
-    remove(folder, BASE)            removes a folder, if it is one of these
+    problems(place, BASE)           lines with reasons why a converted model must not be written there; empty if it may
+    meetings(inputs, outputs)       lines for paths that are equal, contain one another, or are links to such paths
+    begin(folder, BASE)             creates the folder and marks it, before anything else is written into it
+    put_in_place(made, place, BASE) gives a finished folder its name, and removes the previous folder
+    remove(folder, BASE)            removes a folder, if it is output of this kind
 
-A folder is known by its mark: the file that is written last into what is whole (complete.json, prepared.json), or the
-file MARKER, which is written first, so that half-made output is known too. Output that is replaced as a whole may hold
-nothing but what its mark lists: a file that somebody has put beside is named, and nothing is replaced. Training and
-evaluation write into their folder and leave all other files there alone.
+A folder is recognised by its mark: the file that is written last into complete output (complete.json, prepared.json),
+or the file MARKER, which is written first and marks unfinished output. Output that is replaced as a whole may contain
+only files that its mark lists: if there is another file, the message names it and nothing is replaced. Training and
+evaluation write into their folder and ignore all other files in it.
 
-Not covered: whoever puts a file into a folder in the moment in which it is removed.
+Not covered: a file that is added at the moment in which its folder is removed.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ from contract.faults import Fault
 from contract.files import is_partial, sync, write_atomically
 
 MARKER = ".finetune"
-OWNER = ".owner."  # contract/ownership.py: who writes there now
-PARTIAL = ".partial"  # beside an output that is replaced as a whole: where it is made
-JOURNAL = "unfinished"  # a folder in there, with a file for each part that is finished
-ASIDE = ".replaced"  # where the one before waits, on a file system that cannot exchange two names
+OWNER = ".owner."  # contract/ownership.py: the process that writes there now
+PARTIAL = ".partial"  # suffix of the folder in which output is made that is replaced as a whole
+JOURNAL = "unfinished"  # its folder with a file for each finished part
+ASIDE = ".replaced"  # suffix of the previous output, on a file system that cannot exchange two names
 LONGEST = 255 - len("-preparing")  # bytes of a name
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -42,14 +42,14 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of output, and the mark that it is known by."""
+    """A kind of output, and its mark."""
 
     what: str
     maker: str  # the module that makes it
-    mark: str = ""  # a JSON file that tells what is whole
+    mark: str = ""  # a JSON file that marks complete output
     keys: frozenset[str] = frozenset()  # of that file
-    whole: bool = True  # replaced as a whole, by a folder that is made beside it
-    names: tuple[str, ...] = ()  # patterns of what the maker writes at the top, where the mark does not list it
+    whole: bool = True  # replaced as a whole, by a folder that is made next to it
+    names: tuple[str, ...] = ()  # patterns of the maker's files at the top, if the mark does not list them
     other_marks: tuple[tuple[str, frozenset[str]], ...] = ()  # pattern, and keys of the first line
 
 
@@ -101,23 +101,23 @@ PARITY = Kind("what training says of fixed prompts", "trainer.train", keys=froze
 
 
 class Foreign(Fault):
-    """The place is taken by something that this project has not made."""
+    """The path contains something that this project has not made."""
 
 
 def problems(place: str | Path, kind: Kind) -> Iterator[str]:
-    """Reasons why this kind of output may not be put there. Each line begins with the path."""
+    """Reasons why this kind of output must not be written there. Each line begins with the path."""
     lines = _unusable(Path(place)) or _in_the_way(Path(place), kind) or _read_only(Path(place), kind)
     yield from (f"{place}: {line}" for line in lines)
 
 
 def check_one(place: Path, kind: Kind) -> None:
-    """Raise Foreign where an output that no key names may not be put there."""
+    """Raise Foreign if an output must not be written there, for outputs without a key."""
     if lines := [*problems(place, kind)]:
         raise Foreign("\n".join(lines))
 
 
 def take(folder: Path, kind: Kind) -> Path:
-    """Make the folder, mark it as this project's and return it; a fault if something else is there."""
+    """Create the folder, mark it as this project's and return it; a fault if it contains something else."""
     check_one(folder, kind)
     begin(folder, kind)
     return folder
@@ -128,9 +128,9 @@ def meetings(
     outputs: Mapping[str, str | Path],
     nested: Collection[tuple[str, str]] = (),
 ) -> Iterator[tuple[str, str]]:
-    """Outputs that would destroy another path, and how. `nested` are pairs of which the first may lie in the second.
+    """Outputs that would overwrite another path, with the reason. In pairs of `nested` the first may be in the second.
 
-    Folders are compared by device and inode as well, so that mounts and names that differ in case alone count.
+    Folders are also compared by device and inode, to detect mounts and names that differ only in case.
     """
     spots = {name: _Spot.of(path) for name, path in outputs.items()}
     pairs = []
@@ -151,21 +151,21 @@ def meetings(
 
 
 def begin(folder: Path, kind: Kind) -> None:
-    """Make the folder, marked as this kind of output before anything else is in it. Several may do so at once."""
-    folder = Path(os.path.realpath(folder))  # a link to what is not there yet is followed
+    """Create the folder, marked as this kind of output before anything else is written. It may run concurrently."""
+    folder = Path(os.path.realpath(folder))  # follows a link whose target does not exist yet
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / MARKER, json.dumps({"what": kind.what, "maker": kind.maker}) + "\n", durable=False)
 
 
 def finished(folder: Path) -> None:
-    """Remove the first mark, as the mark of a complete output is there."""
+    """Remove the mark of unfinished output, after the mark of complete output was written."""
     (folder / MARKER).unlink(missing_ok=True)
 
 
 def put_in_place(made: Path, place: Path, kind: Kind) -> None:
-    """Give a finished folder its name. At every moment the name leads to the old folder or to the new one.
+    """Give a finished folder its name, which always refers to the old or the new folder.
 
-    Both folders are on one file system.
+    Both folders must be on one file system.
     """
     if not os.path.lexists(place):
         made.rename(place)
@@ -178,20 +178,20 @@ def put_in_place(made: Path, place: Path, kind: Kind) -> None:
 
 
 def recover(place: Path, kind: Kind) -> None:
-    """Give an output its name back, if a crash in the middle of an exchange has left it without."""
+    """Restore the name of an output after a crash in the middle of an exchange."""
     aside = place.with_name(place.name + ASIDE)
     if not os.path.lexists(place) and aside.is_dir() and is_made(aside, kind):
         aside.rename(place)
 
 
 def remove(folder: Path, kind: Kind) -> None:
-    """Remove the folder, if it is there and is this kind of output. The mark goes last, so that a rest is known."""
+    """Remove the folder, if it exists and is this kind of output. The mark is removed last and identifies a rest."""
     if not os.path.lexists(folder):
         return
     if lines := _in_the_way(folder, kind):
         raise Foreign(f"{folder}: {lines[0]}")
     if any(folder.iterdir()) and not (folder / MARKER).exists():
-        with contextlib.suppress(OSError):  # a full disk: what is removed makes room
+        with contextlib.suppress(OSError):  # a full disk: removing makes space
             begin(folder, kind)
     for entry in [entry for entry in folder.iterdir() if entry.name != MARKER]:
         if entry.is_dir() and not entry.is_symlink():
@@ -203,7 +203,7 @@ def remove(folder: Path, kind: Kind) -> None:
 
 
 def is_made(folder: Path, kind: Kind) -> bool:
-    """Whether the folder bears a mark of this kind, of this version or of an earlier one."""
+    """Whether the folder has a mark of this kind, of this version or an earlier one."""
     if _holds(folder / MARKER, frozenset({"what"})).get("what") == kind.what:
         return True
     if kind.mark and _holds(folder / kind.mark, kind.keys):
@@ -212,7 +212,7 @@ def is_made(folder: Path, kind: Kind) -> bool:
 
 
 def _unusable(place: Path) -> list[str]:
-    """Reasons why the path itself, or something that stands where its folders would be, cannot be used."""
+    """Reasons why the path itself, or one of its parent folders, cannot be used."""
     if "\0" in str(place):
         return ["holds a null character"]
     limits = dict.fromkeys(place.parts[:-1], 255) | {place.name: LONGEST}
@@ -224,14 +224,14 @@ def _unusable(place: Path) -> list[str]:
     real = Path(os.path.realpath(place))
     if real.is_symlink():
         return ["a link that leads back to itself"]
-    there = _existing(real)
-    if there != real and not there.is_dir():
-        return [f"{there} is a file, so nothing can lie inside it; name a folder"]
+    parent = _existing(real)
+    if parent != real and not parent.is_dir():
+        return [f"{parent} is a file, so nothing can lie inside it; name a folder"]
     return []
 
 
 def _in_the_way(place: Path, kind: Kind) -> list[str]:
-    """Lines for things at this place that are not this kind of output."""
+    """Lines for content of this path that is not this kind of output."""
     real = Path(os.path.realpath(place))
     if not os.path.lexists(real):
         return []
@@ -266,24 +266,24 @@ def _holds_logs(folder: Path) -> bool:
 
 
 def _beside(folder: Path, kind: Kind) -> list[str]:
-    """Files in a folder of this kind that its maker has not put there, as far as the mark tells."""
+    """Files in a folder of this kind that its maker has not written, as far as the mark shows."""
     if kind.names:
         known = (*kind.names, f"{MARKER}*")
         names = (entry.name for entry in folder.iterdir() if not is_partial(entry.name))
         return sorted(name for name in names if not any(fnmatch(name, pattern) for pattern in known))
     mark = _holds(folder / kind.mark, kind.keys)
     if not mark or (folder / MARKER).exists():
-        return []  # half-made: what is to come in there is not known yet
-    files = mark["files"] if isinstance(mark["files"], list | dict) else ()  # of a damaged mark: nothing is known
+        return []  # unfinished: its files are not known yet
+    files = mark["files"] if isinstance(mark["files"], list | dict) else ()  # a damaged mark lists no files
     listed = {kind.mark, f"{kind.mark}{PARTIAL}", *(name for name in files if isinstance(name, str))}
-    found = []
+    present = []
     for here, _, names in os.walk(folder):
-        found += [os.path.relpath(os.path.join(here, name), folder) for name in names]
-    return sorted(name for name in found if name not in listed and not name.startswith(MARKER) and not _is_rest(name))
+        present += [os.path.relpath(os.path.join(here, name), folder) for name in names]
+    return sorted(name for name in present if name not in listed and not name.startswith(MARKER) and not _is_rest(name))
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a file of an output's folder is this project's own, and no output."""
+    """Whether a file of an output's folder is an internal file of this project."""
     return name.startswith((MARKER, OWNER)) or is_partial(name)
 
 
@@ -308,12 +308,12 @@ _CHOOSE = "name another place, or move that elsewhere"
 
 @dataclass(frozen=True)
 class _Spot:
-    """A path, and everything by which another path can collide with it."""
+    """A path, with the data that show whether another path overlaps with it."""
 
     path: str
     real: Path
     id: tuple[int, int] | None
-    above: frozenset[tuple[int, int]]  # of the folders in which it lies
+    above: frozenset[tuple[int, int]]  # ids of its parent folders
 
     @classmethod
     def of(cls, path: str | Path) -> "_Spot":
@@ -330,10 +330,10 @@ class _Spot:
 
 def _id(path: Path) -> tuple[int, int] | None:
     try:
-        facts = path.stat()
+        status = path.stat()
     except (OSError, ValueError):
         return None
-    return facts.st_dev, facts.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _existing(path: Path) -> Path:
@@ -356,9 +356,9 @@ def _some(names: list[str]) -> str:
 
 
 def _exchange(made: Path, place: Path, kind: Kind) -> None:
-    """Exchange both names, in one step where the file system can do that.
+    """Exchange both names, in one step if the file system supports it.
 
-    It takes two steps elsewhere; recover() mends a crash between them.
+    Otherwise it takes several steps; recover() repairs a crash between them.
     """
     done = LIBC.renameat2(AT_FDCWD, os.fsencode(made), AT_FDCWD, os.fsencode(place), RENAME_EXCHANGE)
     if done == 0:

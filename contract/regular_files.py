@@ -1,6 +1,6 @@
-"""Open and read files that a caller has named. Only regular ones are read, as a FIFO or a device may block for ever.
+"""Open and read files at a user's paths. Only regular files are read, as a FIFO or a device may block for ever.
 
-Whatever is wrong with such a path is a Fault that names it.
+Every problem with such a path is a Fault that names it.
 """
 
 import os
@@ -18,13 +18,13 @@ KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-LARGEST = 100_000_000  # bytes read whole; the safetensors library allows that many for a header
+LARGEST = 100_000_000  # bytes of a file that is read into memory; safetensors' limit for a header
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; a link to one counts."""
+    """Open a file, or a link to one, for reading."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # of a FIFO this does not wait
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it does not wait for a FIFO
     except FileNotFoundError:
         raise Fault(f"{path}: no such file") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -38,25 +38,25 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read(path: Path, largest: int = LARGEST) -> bytes:
-    """Read a whole file of at most so many bytes."""
+    """Read a file of at most `largest` bytes."""
     with open_regular(path) as file:
         try:
-            found = file.read(largest + 1)
+            content = file.read(largest + 1)
         except OSError as error:
             raise Fault(f"{path}: {error.strerror}") from None
-    if len(found) > largest:
-        raise Fault(f"{path}: larger than {largest} bytes, the most that is read of such a file")
-    return found
+    if len(content) > largest:
+        raise Fault(f"{path}: larger than {largest} bytes, the limit for such a file")
+    return content
 
 
 def whole(path: str) -> str:
-    """The path as a configuration keeps it: absolute and without `..`. Links stay, except before a `..`."""
+    """The path for a configuration: absolute and without `..`. Links are resolved only before a `..`."""
     place = Path(path).expanduser().absolute()
     return str(place.resolve() if ".." in place.parts else place)
 
 
 def is_there(path: Path) -> bool:
-    """Whether anything has this name, a broken link included. Unlike Path.exists() this raises for no name."""
+    """Whether a file, folder or link has this name. Unlike Path.exists() it never raises, and accepts broken links."""
     try:
         os.lstat(path)
     except (OSError, ValueError):
@@ -65,23 +65,23 @@ def is_there(path: Path) -> bool:
 
 
 def below(folder: Path) -> list[str]:
-    """List all that lies in a folder and in folders within it, and is no folder itself, by names relative to it.
+    """List all files below a folder, by names relative to it.
 
-    Hidden folders and links to folders are left out. What cannot be listed is a Fault: files may be missed there.
+    Hidden folders and links to folders are skipped. A folder that cannot be listed is a Fault, as it may contain files.
     """
 
     def refuse(error: OSError) -> NoReturn:
         raise Fault(f"{error.filename}: {error.strerror}; what lies in it cannot be seen")
 
-    found = list[str]()
+    files = list[str]()
     for here, subfolders, names in os.walk(folder, onerror=refuse):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        found += [Path(here, name).relative_to(folder).as_posix() for name in names]
-    return found
+        files += [Path(here, name).relative_to(folder).as_posix() for name in names]
+    return files
 
 
 def or_meant(path: Path) -> str:
-    """The end of a line about a path that is not there: what lies beside it under a like name, if anything."""
+    """The end of a message about a missing path: similar names in the same folder, if any."""
     try:
         while not path.parent.is_dir():
             path = path.parent

@@ -1,4 +1,4 @@
-"""A model that is to be served, as a file: tasks/serving writes it, trainer/serve.py reads it."""
+"""Description of a served model, as a file that tasks/serving writes and trainer/serve.py reads."""
 
 import json
 from dataclasses import asdict, dataclass, fields
@@ -8,16 +8,16 @@ from contract import json_object
 from contract.faults import Fault
 from contract.files import write_atomically
 
-KEY = "VLLM_API_KEY"  # the variable of the environment with the key that callers have to send
-# Settings of a request that names none: those of every evaluation, not those of the model's generation_config.json.
+KEY = "VLLM_API_KEY"  # environment variable with the key that clients must send
+# Default settings of requests: those of every evaluation, not those of the model's generation_config.json.
 DEFAULTS = {"temperature": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model with its form, its precision and the address that it is served at."""
+    """A model with its form, its precision and its address."""
 
-    name: str  # that callers ask for
+    name: str  # of the model in requests
     model: str  # folder in Hugging Face's format: the merged model, or the base of the adapter
     data: str  # folder of the prepared data, with the template
     precision: str  # fp32 or bf16
@@ -25,9 +25,9 @@ class ServedModel:
     port: int
     kernels: str  # folder for what vLLM compiles
     adapter: str | None = None  # folder in PEFT's format
-    quantization: str | None = None  # as evaluate.quantization has it
-    length: int | None = None  # tokens of a question and its answer; None: as many as memory holds
-    gpus: int | None = None  # None: all that this host's environment leaves
+    quantization: str | None = None  # a value of evaluate.quantization
+    length: int | None = None  # tokens of a question and its answer; None: limited by memory
+    gpus: int | None = None  # None: all visible GPUs of this host
     trust_remote_code: bool = False
 
     def write(self, path: Path) -> None:
@@ -35,7 +35,7 @@ class ServedModel:
 
     @classmethod
     def read(cls, path: Path) -> "ServedModel":
-        found = json_object.read(path)
-        if unknown := found.keys() ^ {field.name for field in fields(cls)}:
-            raise Fault(f"{path}: {', '.join(sorted(unknown))}: missing, or no key of a served model")
-        return cls(**found)
+        values = json_object.read(path)
+        if wrong := values.keys() ^ {field.name for field in fields(cls)}:
+            raise Fault(f"{path}: {', '.join(sorted(wrong))}: missing, or not a key of a served model")
+        return cls(**values)

@@ -1,13 +1,12 @@
-"""Signs of life of a rank: files that it writes once a second, and that whoever watches it on its host reads.
+"""Signs of life of a rank: files that it writes once a second, for the process that watches it on its host.
 
-FOLDER, in the environment of a rank, names their folder. rank<N>.json holds rank, pid, phase, the last step, how long
-the usual step takes, and the moments of all this by the host's monotonic clock. error<N>.json is what a rank dies of,
-by its own account.
+The environment variable FOLDER names their folder. rank<N>.json has rank, pid, phase, the last step, the usual duration
+of a step, and the times of these by the host's monotonic clock. error<N>.json has the error that ends a rank.
 """
 
 FOLDER = "LIFE_FOLDER"
-MEASURED = ("training", "answering")  # phases whose usual step a rank knows
-OVER = "over"  # the phase of a rank that has made all that it was to make
+MEASURED = ("training", "answering")  # phases with a usual duration of a step
+OVER = "over"  # the phase of a rank that has finished its work
 
 
 def sign(rank: int | str) -> str:

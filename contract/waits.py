@@ -1,10 +1,10 @@
-"""Limits on waits for servers, and a line on stderr after some seconds: who is waited for, and until when.
+"""Limits on waits for servers, with a line on stderr after some seconds that names the server and the limit.
 
     within(60, call, "s3://bucket at http://host:9000", "then the request is sent again")
     limited(client, 60, "MLflow at http://host:5000", "then this command ends")     the same for each of its methods
 
-Libraries limit the time between two bytes, and a server that sends one byte at a time exceeds no such limit. So a call
-runs in a thread that is left to itself at the limit.
+Libraries limit only the time between two bytes, which a server that sends single bytes never exceeds. A call therefore
+runs in a thread that is abandoned at the limit.
 """
 
 import contextvars
@@ -18,7 +18,7 @@ from typing import Any
 from contract.faults import Fault
 
 NOTICE = 3.0  # seconds until the first line
-AGAIN = 30.0  # seconds between two lines about one server, however many threads wait for it
+AGAIN = 30.0  # seconds between two lines about one server, for all threads together
 
 _noticed: dict[str, float] = {}
 
@@ -31,7 +31,7 @@ def within[T](seconds: float, call: Callable[[], T], who: str, then: str) -> T:
     def run() -> None:
         try:
             outcome.append((True, context.run(call)))
-        except BaseException as error:  # raised in the thread that waits
+        except BaseException as error:  # raised in the waiting thread
             outcome.append((False, error))
 
     thread = threading.Thread(target=run, daemon=True, name=f"wait for {who}")
@@ -54,7 +54,7 @@ def limited(server: Any, seconds: float, who: str, then: str) -> Any:
 
 
 class _Limited:
-    """An object with limits on its methods. One beyond them is a Fault."""
+    """An object with time limits on its methods. A call that exceeds its limit is a Fault."""
 
     def __init__(self, server: Any, *limits: Any):
         self._server, self._limits = server, limits
@@ -66,7 +66,7 @@ class _Limited:
             try:
                 return within(seconds, functools.partial(method, *args, **keys), who, then)
             except TimeoutError as error:
-                raise Fault(f"{error}; see whether it runs, and try again") from None
+                raise Fault(f"{error}; check whether it runs, and try again") from None
 
         return call
 

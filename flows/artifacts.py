@@ -49,7 +49,7 @@ PLACE = re.compile(rf"({'|'.join(STAGES)})/[0-9a-f]{{16}}")
 GANG = re.compile(r"train-[0-9a-f]{16}")
 DAY = 86400.0  # seconds
 CHANGES = 4  # shown
-# The stages that a proof reads, by the key of paths that names what they made; the last that there is counts.
+# The stages that a proof reads, by the key of `paths` for their artifact; the last one that exists counts.
 OF_BASE = {"model": ("download",), "base": ("convert",)}
 PLACES = {"base": OF_BASE, "export": OF_BASE | {"output": ("train", "reinforce"), "export": ("export",)}}
 
@@ -106,7 +106,7 @@ def _conf(made: Artifact) -> str:
 
 
 def _score(made: Artifact) -> str:
-    """The most telling figures of what was made."""
+    """The most important figures of the artifact."""
     result = made.result
     metrics = result.get("metrics")
     if isinstance(metrics, dict):
@@ -121,7 +121,7 @@ def _score(made: Artifact) -> str:
 
 
 def _changes(was: Stage, now: Stage, everything: dict[str, Artifact]) -> list[str]:
-    """Differences of the configuration, looked for in what both were made from as well."""
+    """Differences of the configuration, also between the inputs of both."""
     found = [line for line in artifact.differences(was, now) if not line.startswith("input ")]
     for name in {**was.inputs, **now.inputs}:
         old, new = was.inputs.get(name), now.inputs.get(name)
@@ -167,7 +167,7 @@ def verify(store: Store, several: list[Artifact], damaged: Sequence[str] = ()) -
 
 
 def prove(store: Store, made: Artifact) -> int:
-    """Prove a base or an export against the release, in a process of its own. Of other stages there is nothing to."""
+    """Prove a base or an export against the release, in a separate process. Other stages have no proof."""
     command = {"convert": "base", "export": "export"}.get(made.stage.name)
     if command is None:
         return 0
@@ -190,7 +190,7 @@ def prove(store: Store, made: Artifact) -> int:
 
 
 def _sources(store: Store, made: Artifact) -> dict[str, Artifact]:
-    """What it was made from, and that was made from, by stage; of several, the nearest."""
+    """Direct and indirect inputs by stage; of several of one stage, the nearest."""
     everything = {one.stage.fingerprint: one for one in artifact.every(store)}
     found: dict[str, Artifact] = {}
     pending = [made]
@@ -224,7 +224,7 @@ def collect(store: Store, days: float | None, delete: bool) -> int:
         freed += bytes_there
         print(f"{'removes' if delete else 'would remove'} {key}  {size(bytes_there)}")
         if delete:
-            store.remove(f"{key}/{artifact.RECORD}")  # first: from here on it is no artifact
+            store.remove(f"{key}/{artifact.RECORD}")  # first: without its record the folder is not an artifact
             store.delete(f"{key}/files")
             store.remove(f"{key}/lease.json")
     if foreign:
@@ -271,7 +271,7 @@ def _with_inputs(keys: set[str], everything: dict[str, Artifact]) -> set[str]:
 
 
 def _older_than(store: Store, days: float, making: set[str]) -> list[str]:
-    """Old runs, without those that make something now: a long training may read what it was given weeks ago."""
+    """Old runs, except active ones: a long training may still read inputs that are weeks old."""
     runs = {name: _note(store, f"runs/{name}") for name in store.keys("runs")}
     limit = time.time() - days * DAY
     return [name for name, run in runs.items() if run["started"] < limit and making.isdisjoint(run["artifacts"])]
@@ -313,7 +313,7 @@ def _tree(made: Artifact, everything: dict[str, Artifact], depth: int) -> str:
 
 def _one(store: Store, part: str) -> Artifact:
     everything = artifact.every(store)
-    part = part.rstrip("/")  # a shell puts one behind the name of a folder
+    part = part.rstrip("/")  # a shell's completion appends one to the name of a folder
     found = [made for made in everything if made.key.startswith(part) or made.stage.fingerprint.startswith(part)]
     if len(found) != 1:
         there = ", ".join(made.key for made in found) or "none; python -m flows.artifacts list shows what there is"

@@ -188,7 +188,7 @@ def remembered(name: str) -> str:
 
 
 def read_deployed(client: SyncPrefectClient, name: str) -> dict[str, str]:
-    """Digests of what this deployment set last; none where that is not known."""
+    """Digests of the values that this deployment set last; empty if unknown."""
     own, of_all = (client.read_variable_by_name(variable) for variable in (remembered(name), DEPLOYED))
     if own and isinstance(own.value, dict):
         return own.value

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refused(fault)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever reads this has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
@@ -110,7 +110,7 @@ def _followed(board: Board, sources: list[Log], tail: int | None) -> Iterator[st
     shown: Log | None = None
     started = tail is None
     while True:
-        over = _closed(board)  # asked before the logs are: what is said last is shipped before that
+        over = _closed(board)  # read before the logs: the last lines are shipped before the attempt is closed
         for log in sources:
             lines = list(log.lines()) if started else log.tail(tail or 0)
             lines += log.unended() if over else []
@@ -125,7 +125,7 @@ def _followed(board: Board, sources: list[Log], tail: int | None) -> Iterator[st
 
 
 def _gathered(board: Board) -> tuple[Host, ...]:
-    """Hosts of an attempt, once all have come; none where the attempt ends before."""
+    """Hosts of an attempt once all have joined; empty if the attempt ends before."""
     told = False
     while not (hosts := _hosts(board)):
         if _closed(board):

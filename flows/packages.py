@@ -54,7 +54,7 @@ def locked(lock: dict[str, Any], extra: str) -> dict[str, str]:
     """Version by name of every package that `uv sync --extra EXTRA` installs on linux x86_64."""
     project = next(package for package in lock["package"] if "." in package["source"].values())
     packages = {}
-    for package in lock["package"]:  # a dependency names the version only where the lock holds several
+    for package in lock["package"]:  # a dependency names the version only if the lock holds several
         packages[package["name"], package["version"]] = packages[package["name"], None] = package
     environment = {
         "extra": f"extra-{len(project['name'])}-{project['name']}-{extra}",  # uv's name for one of conflicting extras

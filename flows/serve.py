@@ -86,9 +86,9 @@ def serve(model: str, host: str = HOST, port: int = PORT, adapter: bool = False,
 
 
 def prepare(name: str, host: str, port: int, adapter: bool, length: int | None) -> tuple[Sources, ServedModel]:
-    """Find what is to be served, and bring it to this host."""
+    """Find the model to serve, and download it to this host."""
     _require_key(host)
-    if not 1 <= port < 2**16:  # the system would choose one for 0, which nobody could be told of
+    if not 1 <= port < 2**16:  # for 0 the system would choose a port, which could not be printed beforehand
         raise Fault(f"--port: {port} is no port, from 1 to {2**16 - 1}")
     if length is not None and length < 2:
         raise Fault(f"--length: {length} leaves no token for an answer behind a question; 2 at least")
@@ -114,7 +114,7 @@ def run(sources: Sources, served: ServedModel, say: Say, stop: Callable[[], bool
 
 
 def check(sources: Sources, served: ServedModel, say: Say, ended: threading.Event) -> int:
-    """Ask what the evaluation asked, and return the exit code. A server that is not there is started, and ended."""
+    """Ask the questions of the evaluation, and return the exit code. If no server runs, one is started and ended."""
     if sources.evaluation is None:
         raise Fault(f"{sources.named.title}: the store has no evaluation of {sources.named.export.key} to compare with")
     store, cache = open_run_store(), runs_folder() / "cache"
@@ -135,7 +135,7 @@ def check(sources: Sources, served: ServedModel, say: Say, ended: threading.Even
     else:
         server.require_free(served.host, served.port)
         _keep(f"{sources.named.title}, to be checked", served, say, ended.is_set, compare)
-    if not told:  # somebody has ended it before it answered
+    if not told:  # it was ended before it answered
         return 1
     what = (
         f"{len(asked)} questions of {sources.evaluation.key}, greedy, {sources.settings['max_tokens']} tokens at most"

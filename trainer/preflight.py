@@ -30,7 +30,7 @@ from conf.planner.hardware import by_device
 from conf.schema.run import Run
 from contract.faults import Fault
 from trainer.hosts import products
-from trainer.hosts.health import of_gpu, of_host, taken
+from trainer.hosts.health import of_gpu, of_host, used_by_others
 from trainer.hosts.host_verdict import Expected, as_dict, misfits, rounds, unique
 from trainer.patches import store_address
 from trainer.startup import entry
@@ -72,7 +72,7 @@ def measure(run: Run) -> dict[str, Any]:
     if kind == "gpu":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
-        rank["taken"] = taken(local)
+        rank["taken"] = used_by_others(local)
     store_address.install()
     within = datetime.timedelta(seconds=WITHIN)
     backend = "cpu:gloo,cuda:nccl" if kind == "gpu" else "gloo"
@@ -183,7 +183,7 @@ def _judged(run: Run, of_ranks: list[tuple[dict, dict | None]], per_host: int) -
     out = sorted({misfit.host for misfit in unfit if misfit.leave_out})
     return {
         "ok": not unfit,
-        "lines": [misfit.told(names.index(misfit.host)) for misfit in unfit],
+        "lines": [misfit.report(names.index(misfit.host)) for misfit in unfit],
         "leave_out": out,
         "nodes": [names.index(name) for name in out],
         "misfits": [as_dict(misfit) for misfit in unfit],

@@ -203,7 +203,7 @@ def _measure(
     """Return the exit code, the measurements of every rank, and the record of a rank that ran out of memory."""
     dump(run, folder / "run.yaml")
     command = [sys.executable, "-m", "trainer.measure", str(folder / "run.yaml")]
-    code = subprocess.run(command, env=os.environ | environment, preexec_fn=_die_with_parent).returncode
+    code = subprocess.run(command, env=os.environ | environment, preexec_fn=end_with_parent).returncode
     ranks, exhausted = (_read(Path(run.paths.output) / name) for name in (RESULT, EXHAUSTED))
     return (min(code, 2) if code >= 0 else 128 - code), ranks or [], exhausted
 
@@ -231,10 +231,6 @@ def _profiled(run: Run, facts: ModelFacts, ranks: list[dict[str, Any]], keeps: P
     measured = [_seconds(run, rank) for rank in ranks]
     usual = statistics.median(max(seconds) for seconds in zip(*measured, strict=False))
     return report.report(keeps, {"name": run.name, "seconds": usual, "layers_times_microbatches": each})
-
-
-def _die_with_parent() -> None:
-    end_with_parent()
 
 
 def _read(path: Path) -> Any:

@@ -16,6 +16,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import pkgutil
 import sys
 from functools import cache, lru_cache
@@ -30,6 +31,7 @@ from conf.families.parts.tensors import Tensor
 from conf.model_files import config_json
 
 GROUP = "finetune.families"
+PLACE = "FINETUNE_FAMILY"  # environment variable: place of one more family, for commands that read no run
 NOT_FAMILIES = ("parts", "unsupported")
 OTHER = Family(architecture="", model_type="", read=(), serving=None)
 
@@ -56,6 +58,7 @@ def every() -> dict[str, Family]:
     found = [info.name for info in pkgutil.iter_modules(__path__) if info.name not in NOT_FAMILIES]
     modules = [importlib.import_module(f"{__name__}.{name}") for name in found]
     modules += [entry.load() for entry in importlib.metadata.entry_points(group=GROUP)]
+    modules += [module(os.environ[PLACE])] if os.environ.get(PLACE) else []
     families = [module.FAMILY for module in modules]
     return {family.model_type: family for family in families}
 

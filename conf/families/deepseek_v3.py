@@ -28,7 +28,7 @@ SMALL = TINY_SIGMOID | dict(
     rms_norm_eps=1e-6,
     rope_parameters=SCALED | dict(beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
     # transformers ranks groups by their best 2 experts, Megatron by their best num_experts_per_tok / topk_group: that
-    # quotient has to be 2, as it is in the release.
+    # quotient must be 2, as in the release.
     n_group=2,
     topk_group=1,
     num_nextn_predict_layers=0,

@@ -7,7 +7,7 @@ from conf.families.parts.family import DEFAULT, HEADS, PLAIN, SILU, TINY, Balanc
 from conf.families.parts.keys import llama_facts
 
 ON_CPU = "scoring_func: on a CPU vLLM has sigmoid scores of experts only in groups, and MiniMax-M2 has no groups"
-EXPERTS_IN = "vLLM has MiniMax-M2's experts in block_sparse_moe, where no adapter of transformers has them"
+EXPERTS_IN = "vLLM has MiniMax-M2's experts in block_sparse_moe, but adapters of transformers have them in mlp"
 SMALL = TINY | dict(
     intermediate_size=64,  # of an expert
     num_local_experts=8,

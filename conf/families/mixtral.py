@@ -5,7 +5,7 @@ from functools import partial
 from conf.families.parts import tensors
 from conf.families.parts.family import DEFAULT, PLAIN, SILU, TINY, YARN, Balance, Family, Serving, rope
 
-EXPERTS_IN = "vLLM has Mixtral's experts in block_sparse_moe, where no adapter of transformers has them"
+EXPERTS_IN = "vLLM has Mixtral's experts in block_sparse_moe, but adapters of transformers have them in mlp"
 
 FAMILY = Family(
     architecture="MixtralForCausalLM",

@@ -39,7 +39,7 @@ FP8 = "F8_E4M3"
 CODES = {"fp8": FP8, "int": "I32", "mxfp4": "U8", "nvfp4": "U8"}  # their type, by kind
 OF_SCALES = {"mxfp4": ("U8",), "nvfp4": (FP8,)}
 PLAIN = ".weight"  # what also ends the names of weights that are not quantised
-# Of a module beside its weight: scales of activations, and of the keys and values that a server keeps.
+# Further tensors of a module: scales of activations, and of the keys and values that a server stores.
 ASIDE = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 # quantization_config of tiny://KIND-fp8 and so on, which trainer.tiny makes; in blocks that fit such small weights.
 OF_TINY: dict[str, dict[str, Any]] = {
@@ -240,7 +240,7 @@ def parameters(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
 
 
 def of_tiny(source: str) -> tuple[str, str]:
-    """Kind of a tiny model, and the format that its weights are quantised in; "" where they are not."""
+    """Kind of a tiny model, and the format of its quantised weights; "" if they are not quantised."""
     for form in sorted(OF_TINY, key=len, reverse=True):
         if source.endswith(f"-{form}"):
             return source.removesuffix(f"-{form}"), form

@@ -70,7 +70,7 @@ def _fit(path: Path, ids: dict[str, int], rows: int | None) -> dict[str, int]:
 
 
 def _check_new(named: dict[str, Path], ids: dict[str, int], rows: int) -> None:
-    """Check that special tokens that the vocabulary lacks have rows: transformers gives them ids behind all others."""
+    """Check that special tokens missing in the vocabulary have rows: transformers assigns them ids after all others."""
     new = [token for token in named if token not in ids]
     if new and max(ids.values(), default=-1) + len(new) >= rows:
         raise Fault(

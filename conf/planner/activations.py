@@ -61,7 +61,7 @@ def tokens(run: Run, facts: ModelFacts) -> Tokens:
     local = whole // layout.tp if layout.sp else whole
     uneven = IMBALANCE if layout.ep > 1 and not run.moe.force_balance else 1.0
     routed = local * facts.top_k * layout.etp if facts.experts else 0
-    # on average half of what is filled up to
+    # on average, padding fills half of this
     filled = facts.experts // layout.ep * precision.MULTIPLE[train.fp8] // 2 if train.fp8 and facts.experts else 0
     return Tokens(whole, local, routed, int(routed * uneven) + filled, 4 if train.precision == "fp32" else 2)
 
@@ -101,7 +101,7 @@ def parts(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
         found |= _moe(run, facts, t)
     if run.model.dropout:
         found["dropout"] = 2 * t.local * facts.hidden
-    if run.train.cuda_graphs:  # a graph reads its input where it was recorded
+    if run.train.cuda_graphs:  # a graph reads its input at a fixed address
         found["recorded"] = t.local * facts.hidden * t.byte
     if mtp:  # the embedding and the hidden state, normed, joined and projected to one
         found["mtp"] = t.local * facts.hidden * t.byte * 5
@@ -215,7 +215,7 @@ def _lora(run: Run, t: Tokens, name: str, rows: int, out: int) -> int:
 
 
 def _norms(train: Train, facts: ModelFacts, t: Tokens, kind: str) -> int:
-    """Bytes that norms keep: the layer's input and the sum behind attention.
+    """Bytes that norms keep: the layer's input and the sum after attention.
 
     Before experts, they keep the norm's output too.
     """

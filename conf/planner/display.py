@@ -27,7 +27,7 @@ BAR = 30  # characters for all of a GPU's memory
 DRAWN = {"weights": "W", "gradients": "G", "optimizer": "O", "adapters": "A", "copies": "F", "activations": "a"}
 BESIDES = ("logits", "dispatch", "working", "buffers", "context", "margin")
 SUGGESTED = 3
-MUCH, FEW = 10**12, 2  # bytes of checkpoints that are worth a word, and how many are enough to go on from
+MUCH, FEW = 10**12, 2  # bytes of checkpoints that are worth a warning, and how many are enough to resume
 COLUMNS = ("hosts", "GPUs", "GB a GPU", "GB a host", "GB disk", "time", "USD")  # of a stage
 WITHOUT = "evaluate.tasks=[] trains and exports it without evaluation, and promotes nothing"
 
@@ -128,7 +128,7 @@ def _by_rank(plan: Plan) -> list[list[parameters.Stage]]:
 def _bar(stage: StageMemory) -> str:
     """The bar of a stage.
 
-    Each part is drawn up to where it ends, so that a part that rounds to nothing does not shift the others. A ! stands
+    Each part is drawn up to its end: a part that rounds to nothing does not shift the others. A ! stands
     for memory that is missing.
     """
     text, end = "", 0
@@ -157,7 +157,7 @@ def _time_lines(plan: Plan) -> Iterator[str]:
 
 
 def length(plan: Plan) -> str:
-    """Steps, hours and price of the training, and what was assumed of its data."""
+    """Steps, hours and price of the training, and assumptions about its data."""
     time, epochs = plan.time, plan.run.train.epochs
     of = "" if epochs is None else f"{epochs:g} epoch{'s' * (epochs != 1)}"
     if plan.steps is None:
@@ -278,7 +278,7 @@ def evaluation(plan: Plan) -> Iterator[str]:
 
 
 def answers(plan: Plan) -> Iterator[str]:
-    """Lines on vLLM beside reinforcement learning."""
+    """Lines on vLLM next to reinforcement learning."""
     one = plan.rollout
     if one is None or not plan.gpu.cuda:
         return
@@ -296,7 +296,7 @@ def answers(plan: Plan) -> Iterator[str]:
 
 
 def _of_vllm(one: Rollout, gpu: str) -> str:
-    """GPUs that vLLM has, each of which holds what is said behind them."""
+    """GPUs of vLLM; the text after them says what each one holds."""
     if not one.alone:
         count = one.engines * one.way.tp
         return f"the first {count} {gpu}, each" if count > 1 else f"the first {gpu}"

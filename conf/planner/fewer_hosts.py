@@ -75,7 +75,7 @@ def less_memory(run: Run) -> str:
 
 
 def _limits(run: Run) -> tuple[ModelFacts | None, Gpu | None]:
-    """Facts of the model and of the GPU, as far as they are known and hardware.gate makes them count."""
+    """Facts of the model and of the GPU, if they are known and hardware.gate makes them count."""
     try:
         return facts_of(run), of(run) if run.hardware.gate == "stop" else None
     except ConfigError:

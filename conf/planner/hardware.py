@@ -49,7 +49,7 @@ GB = 10**9
 # What training gets of a data sheet's figure between GPUs; of a GPU's own, see conf/planner/rates.py.
 LINK = 0.8  # NVLink: NCCL's bus bandwidth for 100 MB and more
 NETWORK = 0.8  # InfiniBand or RoCE with all hosts busy at once
-ALL_TO_ALL = 0.6  # of link and network: many small messages, of which the largest is waited for
+ALL_TO_ALL = 0.6  # of link and network: many small messages, and all wait for the largest
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Gpu:
 
     @property
     def transposes(self) -> bool:
-        """Whether a product in FP8 wants its operands laid out one way only, so that weights are kept in both."""
+        """Whether a product in FP8 needs one layout of its operands; weights are then kept in both layouts."""
         return self.capability < 10 or 12 <= self.capability < 13
 
 
@@ -204,7 +204,7 @@ def cpu_flops() -> float:
 
 
 def of(run: Run, gpus: int | None = None) -> Gpu:
-    """The kind of GPU that the run is planned for. `gpus` is the total number, where that is not the layout's."""
+    """The kind of GPU that the run is planned for. `gpus` is the total number, if it differs from the layout's."""
     named = next((word for word in run.name.split("-") if word in NAMES), None)
     usual = CPU.name if str(run.model.source).startswith("tiny://") else "h100"
     gpu = priced(read(run.hardware.gpu or named or usual, "hardware.gpu"), run.hardware.price)
@@ -269,7 +269,7 @@ def priced(gpu: Gpu, price: float | None) -> Gpu:
     if price is None:
         return gpu
     if not isfinite(price) or price < 0:
-        raise ConfigError(f"price: {price} is no price in USD per GPU and hour; it must be at least 0")
+        raise ConfigError(f"price: {price} is not a price in USD per GPU and hour; it must be at least 0")
     return replace(gpu, price=price)
 
 

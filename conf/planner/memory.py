@@ -4,8 +4,8 @@
     asking(run, facts, gpu)    the same of a model that is asked of rows, and not trained
 
 Megatron's rules of allocation hold. conf/planner/states.py has what lies with the parameters,
-conf/planner/activations.py what passes through them. A rank is fullest in the backward pass of a layer, or at the loss.
-Where that is more, it is fullest in the step of the optimizer or while weights are loaded.
+conf/planner/activations.py what passes through them. A rank uses most memory in the backward pass of a layer, at the
+loss, in the step of the optimizer or while weights are loaded.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from conf.schema.run import Layout, Run
 # Not torch's to see, and read off an H200 (benchmarks/gpu/calibrate.py): CUDA's context with the code of cuBLAS,
 # Transformer Engine and attention, and the buffers of a communicator of NCCL's, of one rank alone and of several.
 CONTEXT, NCCL_ALONE, NCCL_GROUP = int(0.74e9), int(0.45e9), int(0.51e9)
-# Megatron sends through these even where one rank is alone in them: the world, tp, the ranks that share a model, dp
+# Megatron sends through these groups even if they have one rank: the world, tp, the ranks that share a model, dp
 # with and without cp, and edp. An H200 had 3.4 to 3.9 GB in use besides torch's in steps on one and two GPUs, and an
 # H100 3.0 on one and 4.0 to 4.2 on two in dp, tp, cp or pp.
 ALWAYS = 6
@@ -229,7 +229,7 @@ def _rank(
         blocks = {kind: n if kind == "mtp" else ceil(n / run.train.recompute_layers) for kind, n in blocks.items()}
     flying = in_flight(run.layout, cut.microbatches, holding.rank)
     kept = int(sum(costs[kind][0] * n for kind, n in blocks.items()) * flying)
-    # What is live besides at the fullest moment: in the backward pass of a layer, or at the loss.
+    # Other live memory at the peak: in the backward pass of a layer, or at the loss.
     empty = _empty_gradients(run, facts, holding) if gpu.cuda else 0
     gradient = empty or _largest_gradient(run, facts, holding)
     works = [costs[kind][1] for kind in holding.layers]
@@ -346,7 +346,7 @@ def _empty_gradients(run: Run, facts: ModelFacts, holding: Holding) -> int:
 
 
 def _largest_gradient(run: Run, facts: ModelFacts, holding: Holding) -> int:
-    """Bytes of the largest gradient of a weight, before it is added to the fp32 sum; or of what is unpacked at once.
+    """Bytes of the largest gradient of a weight before it is added to the fp32 sum, or of the largest unpacked weight.
 
     Fusing the first two would take APEX, which is not installed.
     """

@@ -5,14 +5,14 @@
     trainable(run, facts, stage)    how many of them are trained: (dense, of experts)
     quantized(run, facts, stage)    how many lie in matrices that train.fp8 multiplies in FP8
     matrices(run, facts, stage)     how many such matrices there are; gate and up are two
-    total(facts), active(facts)     of the released checkpoint; of what one token passes through
+    total(facts), active(facts)     of the released checkpoint; those that one token passes through
     parts(facts, kind)              of one whole layer, dense or moe; linears(facts, kind) has its matrices but experts'
 
 As Megatron-Bridge 0.6 and megatron-core 0.19 build them, to the parameter; trainer/rehearse.py compares. The layout is
 taken to be legal (conf/rules/layout.py). Every rank of tp holds whole norms, routers and MLA's down projections. Of
-Bridge's adapters and of experts' it holds rank * (in + out) / tp; of a lean one a part of the matrix on the side where
-the layer is cut, and the other whole: rank * (in + out / tp) behind a norm. Layers of multi-token prediction lie on the
-last stage, which then has an embedding of its own.
+Bridge's adapters and of experts' it holds rank * (in + out) / tp; of a lean one a part of the matrix on the side
+that the layer cuts, and the other whole: rank * (in + out / tp) after a norm. Layers of multi-token prediction are on
+the last stage, which then has a copy of the embedding.
 
 Not covered: routers' expert biases, which are buffers in Megatron; total() counts them, as the released files do.
 """
@@ -173,7 +173,7 @@ def _layer(run: Run, facts: ModelFacts, kind: str) -> Counter[str]:
         return found
     lean = run.adapter.kind == "lora" and run.adapter.lean
     found["adapters_dense"] = sum(_adapter(run.adapter, linear, layout.tp, lean) for linear in linears(facts, kind))
-    # without grouped products experts are modules of their own, and so are their adapters
+    # without grouped products experts are separate modules, and so are their adapters
     each = local if run.adapter.experts == "each" or not run.moe.grouped_gemm else min(local, 1)
     found["adapters_experts"] = each * sum(_adapter(run.adapter, linear, layout.etp) for linear in experts)
     return found

@@ -5,7 +5,7 @@
 
 Ranks are numbered as core does: tp innermost, then cp, dp and the pipeline; in the grid of experts etp, ep, edp and the
 pipeline. So which share a GPU holds depends on its place in its stage alone, and copies of a share (cp, dp, edp) follow
-one another. All GPUs of a stage hold as many parameters, so that where one is fullest all of its stage are.
+one another. All GPUs of a stage hold the same number of parameters.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Block:
-    """Hosts whose GPUs hold the same shares, each of its own stages."""
+    """Hosts whose GPUs hold the same shares of different stages."""
 
     hosts: tuple[int, ...]
     shares: tuple[Share, ...]  # by GPU
@@ -50,7 +50,7 @@ def lines(plan: Plan) -> Iterator[str]:
     for place, stage in enumerate(whole):
         if middle > 0 and STAGES // 2 <= place < STAGES // 2 + middle and stage["rank"] != fullest:
             if place == STAGES // 2:
-                yield f"  ... {middle} stages like those beside them ..."
+                yield f"  ... {middle} stages like those next to them ..."
             continue
         first, last = stage["gpus"]
         besides = "".join(f", {name}" for name in ("embedding", "mtp", "output") if stage[name])

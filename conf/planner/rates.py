@@ -24,15 +24,15 @@ from conf.schema.sections import Adapter
 from conf.schema.training import Optimizer, Train
 
 # Share of TFLOPS in one large product. Bare ones get 0.68 to 0.79 at 8192 tokens in bf16 and 0.72 in FP8, less with
-# scales by block. The bytes of each come on top, and are partly hidden behind it: bf16 and the first two of FP8 are
-# such that steps of today are met.
+# scales by block. The bytes of each come on top and partly overlap with it: bf16 and the first two of FP8 are fitted to
+# measured steps.
 GEMM = {"fp32": 0.75, "bf16": 0.78, "current": 0.80, "delayed": 0.80, "blockwise": 0.58, "mxfp8": 0.58}
 # Share of TFLOPS in causal attention over long sequences, forward and backward together, and the tokens at which it is
 # half.
 ATTENTION, ATTENTION_HALF = 0.58, 900
 ATTENTION_64 = 0.75  # of that at a head width of 64: fewer products for each exponential
 ATTENTION_BACKWARD = 2.5  # flash attention computes 5 products backward, 2 forward
-HBM = 0.8  # of bytes/s beside products; copies and sums get 0.88
+HBM = 0.8  # of bytes/s next to products; copies and sums get 0.88
 # Share of bytes/s by kernels that move data, forward and backward. torch's compiler makes one kernel of an activation.
 MOVES = {
     "norm": (0.26, 0.31),
@@ -44,7 +44,7 @@ MOVES = {
     "shared activation": (0.8, 0.8),
     "weighted activation": (0.8, 0.8),  # with the router's probabilities
 }
-SORTED_ONCE = 0.2  # of permuting's bytes, where one rank has all experts, which are one product
+SORTED_ONCE = 0.2  # of permuting's bytes, if one rank has all experts, which are one product
 # Codes of a packed base read and its weights written: benchmarks/gpu/packed.py.
 UNPACK = {"fp8": 0.75, "int4": 0.74, "nvfp4": 0.71, "mxfp4": 0.73}
 QUANTIZE = {"current": 0.47, "delayed": 0.6, "blockwise": 0.58, "mxfp8": 0.58}  # current reads twice, to find the scale
@@ -59,16 +59,16 @@ LOSS = 10  # bytes per logit in 2 bytes: read twice and written, and once more f
 
 # Seconds of the host for one layer, forward and backward, of a rank that has its host to itself.
 DENSE, MOE, SHARED = (1.0e-3, 1.0e-3), (4.5e-3, 3.2e-3), (0.5e-3, 0.4e-3)  # SHARED: more, with shared experts
-MOE_FROZEN = (3.0e-3, 2.1e-3)  # where a layer's frozen experts are one product; from trainer.trial
-EACH = 0.33e-3  # more in each direction, for each expert of a rank that has adapters of its own; from trainer.trial
-EACH_AT_ONCE = 0.01e-3  # the same where they are one grouped product
+MOE_FROZEN = (3.0e-3, 2.1e-3)  # if a layer's frozen experts are one product; from trainer.trial
+EACH = 0.33e-3  # more in each direction, for each expert of a rank with separate adapters; from trainer.trial
+EACH_AT_ONCE = 0.01e-3  # the same if they are one grouped product
 ADAPTER, FP8 = (0.23e-3, 0.15e-3), (0.6e-3, 0.4e-3)  # more, for each layer with an adapter, and with FP8
 RING = (0.17e-3, 0.33e-3)  # more, for each step of cp's ring: a piece of attention, and its sum with the others
-# So many times slower is the host for each of so many ranks on it; more were not measured. A rank on a host of 4 H200
-# took 70 to 85 us for each kernel of a step, and 20 us on a host of its own. For the same layers, hosts of an H100 took
+# Slowdown of the host by the number of ranks on it; more were not measured. A rank on a host of 4 H200
+# took 70 to 85 us for each kernel of a step, and 20 us if it was alone. For the same layers, hosts of an H100 took
 # 1.1 to 1.5 times as long as that of the calibration.
 CROWD = {1: 1.25, 2: 1.7, 4: 2.05}
-# Of each collective, beside the above: to start it, and until the host of the slowest rank has done so too.
+# Of each collective, in addition: to start it, and until the host of the slowest rank has done so too.
 CALL = 0.25e-3
 # For each expert of a rank, its two products: forward; backward with its weights trained, and frozen. In FP8 inputs and
 # gradients are quantized expert by expert.
@@ -112,7 +112,7 @@ def fp8(train: Train, part: str) -> str | None:
 def product(run: Run, gpu: Gpu, one: work.Product) -> float:
     """Seconds of a matrix product: those of computing plus those of moving its bytes.
 
-    A large product hides the one behind the other, a small one nothing.
+    A large product hides one of them with the other, a small one nothing.
     """
     low = fp8(run.train, one.part)
     each = 4 if _precision(run, one) == "fp32" else 1 if low else 2
@@ -134,7 +134,7 @@ def _precision(run: Run, one: work.Product) -> str:
 def preparing(run: Run, gpu: Gpu, one: work.Product) -> tuple[float, float]:
     """Seconds to quantize the input in the forward pass and the gradient in the backward pass.
 
-    Where the weight is trained, both are quantized in both layouts. A packed weight is unpacked in either pass.
+    If the weight is trained, both are quantized in both layouts. A packed weight is unpacked in either pass.
     """
     packed = packed_base.format_of(run)
     if packed and one.part in MATRICES and PACKED.get(one.part, "dense") in packed_base.parts(run):

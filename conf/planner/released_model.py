@@ -19,7 +19,7 @@ WEIGHTS = ("weight", "proj", "_bias")  # other tensors may be masks
 
 
 def check(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
-    """Read config.json and tensors of a folder that can be served; a Fault names what is damaged."""
+    """Read config.json and tensors of a folder that can be served; a Fault names the damage."""
     config = config_json.read(folder / config_json.NAME)
     if not config_json.architecture(config):
         raise Fault(f"{folder / config_json.NAME}: architectures is missing, so the kind of model is unknown")

@@ -6,8 +6,8 @@
 
 The search tries all degrees that divide the GPUs, micro batches of 1 to 8, and no, selective and full recompute. It
 takes sp wherever tp > 1, as that costs nothing. A layout that does not fit otherwise is tried with half and with all of
-the optimizer on the host, where it may lie there (conf/rules/precision.py) and would make room enough. FP8, the global
-batch, the model and what is trained stay. Stages share the layers evenly, or the last one takes fewer, as it has the
+the optimizer on the host, if that is legal (conf/rules/precision.py) and makes enough room. FP8, the global batch, the
+model and the trained weights stay. Stages share the layers evenly, or the last one takes fewer, as it has the
 loss to compute.
 
 Some layouts are never best and are not tried: tp or etp over the network, cp that leaves a rank less than 1024 tokens,
@@ -42,7 +42,7 @@ OFFLOADS = (0.5, 1.0)
 class Candidate:
     layout: Layout
     train: Train  # with its micro_batch and recompute
-    seconds: float  # of a step, likely; infinite where it does not fit
+    seconds: float  # of a step, likely; infinite if it does not fit
     memory: int  # bytes on the fullest rank
     stage: int  # pipeline rank that is fullest
     over: int  # bytes that lack; negative = room
@@ -115,7 +115,7 @@ def search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Found:
 
 
 def fastest(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, below: float = inf) -> Candidate | None:
-    """The fastest layout that leaves room and takes less than `below` seconds a step; None where there is none."""
+    """The fastest layout that leaves room and takes less than `below` seconds a step, or None."""
     _check(gpu, gpus)
     memo: dict[Any, Any] = {}
     reasons: Counter[str] = Counter()
@@ -153,7 +153,7 @@ def _check(gpu: Gpu, gpus: int) -> None:
 def _least(
     run: Run, facts: ModelFacts, gpu: Gpu, offloads: list[float], memo: dict[Any, Any]
 ) -> tuple[Run, StageMemory]:
-    """The run with the smallest share on the host that lets it fit; the run as it is where no share does."""
+    """The run with the smallest share on the host that lets it fit; the unchanged run if no share does."""
     stage = fullest(run, facts, gpu, memo)
     kept = 1 - run.optimizer.offload
     for share in offloads[1:] if stage.over > 0 else ():
@@ -193,7 +193,7 @@ def _smallest(train: Train) -> Train:
 
 
 def _lack(one: Candidate) -> str:
-    """The reason why a layout does not fit. It is coarse, so that thousands of layouts give a few reasons."""
+    """The reason why a layout does not fit. It is coarse: thousands of layouts give a few reasons."""
     for limit in (10, 100):
         if one.over < limit * GB:
             return f"does not fit by up to {limit} GB on stage {one.stage}"
@@ -209,7 +209,7 @@ def _layouts(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, reasons: Counter[
             continue
         dp = gpus // (tp * cp * pp)
         if run.train.global_batch % dp:
-            reasons[f"illegal: train.global_batch {run.train.global_batch} is no multiple of dp {dp}"] += 1
+            reasons[f"illegal: train.global_batch {run.train.global_batch} is not a multiple of dp {dp}"] += 1
             continue
         for ep, etp, vpp in product(degrees["ep"], degrees["etp"], VIRTUAL):
             if gpus % (ep * etp * pp) or (vpp and (pp == 1 or _last(facts, pp) or facts.layers // pp % vpp)):
@@ -230,7 +230,7 @@ def _layouts(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, reasons: Counter[
 
 
 def _degrees(run: Run, facts: ModelFacts, gpu: Gpu, whole: Layout, key: str, reasons: Counter[str]) -> Iterator[int]:
-    """Degrees of one kind that break no rule by themselves."""
+    """Degrees of one kind that break no rule alone."""
     for degree in (n for n in range(1, whole.world + 1) if whole.world % n == 0):
         update = {key: degree, "sp": key == "tp" and degree > 1}
         if key == "pp":
@@ -270,7 +270,7 @@ def _trains(
     for choice, micro_batch in product(choices, (1,) if run.data.packed else MICRO_BATCHES):
         microbatches, rest = divmod(run.train.global_batch, micro_batch * dp)
         if rest:
-            reasons[f"illegal: train.global_batch {run.train.global_batch} is no multiple of micro_batch * dp"] += 1
+            reasons[f"illegal: train.global_batch {run.train.global_batch} is not a multiple of micro_batch * dp"] += 1
         elif layout.vpp and microbatches % layout.pp:
             reasons["illegal: with vpp the microbatches are a multiple of pp"] += 1
         else:

@@ -15,7 +15,7 @@ another, up to READ of the host's storage, is arithmetic, as are disk and memory
 DeepSeek-V3's in FP8 blocks; DESCRIBED is about that of GLM-4.7's 45,000 tensors. A base that is packed once is checked
 and then packed; PACKED is of one process that packed 1.1 GB in the slowest format, nvfp4 (docs/how-to/quantised.md).
 
-Not covered: preparation, whose rows nobody has counted yet; copies to a store that is no folder; checkpoints' time.
+Not covered: preparation, whose rows nobody has counted yet; copies to a store other than a folder; checkpoints' time.
 """
 
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ from conf.rules.serving import BYTES, precision
 from conf.schema.run import Run
 from conf.schema.sections import Layout
 
-START = 20.0  # seconds until a command of the trainer has imported what it needs, and its processes have met
+START = 20.0  # seconds until a command of the trainer has imported its packages, and its processes have met
 DOWNLOAD, CONVERT, EXPORT = 0.8 * GB, 0.22 * GB, 0.11 * GB  # bytes/s; of the last two, of a process
 CHECKED = 1.2 * GB  # bytes/s of a process that adds up released tensors
 UNPACKED = 0.15 * GB  # bytes/s of a rank that makes weights of codes and scales
@@ -44,8 +44,8 @@ PACKED = 0.035 * GB  # bytes/s of a process that makes codes and scales of weigh
 DESCRIBED = 20.0  # seconds in which a rank finds out which released tensors its weights are made of
 CONVERTING = 3 * GB  # most of a process: its libraries, and a shard of tensors
 FILE = 5 * GB  # of a release: one is read, one is written at a time
-RANK = int(1.9 * GB)  # a process of training on a GPU, resident: 1.84 to 1.91 GB on an H100, with pages of its own
-OF_VLLM = 4 * GIB  # resident memory of a process of vLLM, beside files that it maps
+RANK = int(1.9 * GB)  # a process of training on a GPU, resident: 1.84 to 1.91 GB on an H100, with private pages
+OF_VLLM = 4 * GIB  # resident memory of a process of vLLM, without files that it maps
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Asking:
     run: Run  # of that model
     facts: ModelFacts
     stages: tuple[StageMemory, ...]  # while it is asked
-    rows: int | None  # that it is asked of; None where they are not known
+    rows: int | None  # that it scores; None if they are not known
 
     @property
     def fullest(self) -> StageMemory:
@@ -103,7 +103,7 @@ def stage_needs(
 
 
 def _model(run: Run, facts: ModelFacts, gpu: Gpu) -> list[StageNeed]:
-    """What it takes to fetch and to convert a model."""
+    """Needs of the download and the conversion of a model."""
     released, whole = _released(facts), parameters.total(facts) * states.byte(run.train)
     fetched = StageNeed("download", 1, 0, 0, GIB, released, released / DOWNLOAD)
     return [fetched, _conversion(run, gpu, converted(run, facts), whole, released)]
@@ -197,7 +197,7 @@ def _load(run: Run, facts: ModelFacts) -> float:
     base = parameters.total(facts) * states.byte(run.train)
     if run.convert.to != "none":
         return converted(run, facts) / READ
-    unpacked = base / (UNPACKED * run.world) if facts.packed else 0.0  # each rank makes what it holds
+    unpacked = base / (UNPACKED * run.world) if facts.packed else 0.0  # each rank unpacks its own part
     return DESCRIBED + max(_released(facts) / READ, unpacked)
 
 

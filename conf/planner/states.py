@@ -63,7 +63,7 @@ def weights(run: Run, gpu: Gpu, parameters: int, quantized: int, matrices: int) 
 
 
 def packed_bytes(run: Run, form: Format, parameters: int, quantized: int, matrices: int) -> int:
-    """Bytes of weights that lie packed in this format, but for those that stay as they are."""
+    """Bytes of weights packed in this format, with those that stay unpacked."""
     return (parameters - quantized) * byte(run.train) + ceil(quantized * form.bytes) + matrices * form.factor_bytes
 
 

@@ -7,9 +7,9 @@
 Each matrix product takes its FLOPs at a share of the data sheet's rate and its bytes at a share of memory's; all else
 that a layer does takes its bytes; a layer takes no less than the time its host needs to start its kernels and
 collectives, nor do its experts, whose tokens the host waits to be counted (conf/planner/rates.py). A frozen weight has
-no gradient of its own, so its layer costs 4 FLOPs a weight and token instead of 6, and recompute adds 2.
+no gradient, so its layer costs 4 FLOPs a weight and token instead of 6, and recompute adds 2.
 
-Collectives of a layer are not hidden behind computing (Megatron's defaults), but for cp's ring, which attention hides
+Collectives of a layer do not overlap with computing (Megatron's defaults), except cp's ring, which attention hides
 (conf/planner/traffic.py).
 
 Not covered: loading of data, validation, checkpoints, stragglers.
@@ -39,7 +39,7 @@ LOW, HIGH = 0.8, 1.3  # of the likely time: rates differ so much by clocks, driv
 
 @dataclass(frozen=True)
 class Timing:
-    flops: dict[str, float]  # of a step over all GPUs, by part of the model; recompute by itself
+    flops: dict[str, float]  # of a step over all GPUs, by part of the model; recompute is a part
     communication: dict[str, tuple[float, float]]  # by dimension: bytes that a GPU sends in a step, and seconds
     bubble: float  # share of a step that a stage waits for others
     low: float  # seconds of a step
@@ -47,8 +47,8 @@ class Timing:
     high: float
     tokens_per_second: float  # and GPU
     tflops: float  # of model FLOPs, without recompute, per second and GPU; in units of 1e12
-    hours: float | None  # None where the steps follow from data that are not known
-    cost: float | None  # USD; None where the GPU has no price, too
+    hours: float | None  # None if the steps depend on data that are not known
+    cost: float | None  # USD; None if the GPU has no price either
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def step(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> Step:
 def least(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> float:
     """Seconds that a step of a legal layout takes at least: a hundredth of the work of `step`.
 
-    Its layers share the products evenly, move nothing, and their hosts start what there is to start.
+    Its layers share the products evenly and move nothing, and their hosts start every kernel.
     """
     layout, train = run.layout, run.train
     if "floor" not in memo:

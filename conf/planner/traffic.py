@@ -4,7 +4,7 @@
     hop(run, facts, gpu)                             of one microbatch, between stages
     gathered(gpu, size, ranks, stride)               seconds of one collective
 
-Where a group of ranks lies follows from core's order of ranks, tp-cp-ep-dp-pp, tp innermost: a group whose ranks are
+The place of a group of ranks follows from core's order of ranks, tp-cp-ep-dp-pp, tp innermost: a group whose ranks are
 `stride` apart has domain / stride of them on one NVLink, and the rest of its traffic goes over the network.
 """
 
@@ -18,7 +18,7 @@ from conf.schema.run import Run
 
 LATENCY = 20e-6  # s per step of a collective, of NCCL's kernel and its peer's arrival; 0.24 ms for 67 MB over 4 H200
 OVERLAPPED = 0.5  # of tp's seconds are not hidden by train.overlap_tp: 35 of some 73 ms for GPT2-large on two H200
-MESSAGE = 3e-6  # s per peer of an all-to-all beyond the host: of a send and a receive beside their bytes
+MESSAGE = 3e-6  # s per peer of an all-to-all beyond the host: a send and a receive, without their bytes
 
 
 def collectives(

@@ -1,14 +1,14 @@
 """Verdict on a configuration: is its layout legal, does it fit, how long does it take, and which layout would fit.
 
-    plan(run, facts, gpu) -> Plan          of the configuration's own layout; searches for others where it is refused
+    plan(run, facts, gpu) -> Plan          of the configuration's layout; searches for others if it is refused
     facts_of(run) -> ModelFacts            from conf/models, by the model's Hub id, or from its folder's config.json
-    teacher_of(run) -> ModelFacts          the same of the teacher of distillation; None where there is none
+    teacher_of(run) -> ModelFacts          the same of the teacher of distillation, or None
     config_of(run) -> config, place        the same, unread
     facts_in(config, place) -> ModelFacts  of a config.json from elsewhere
-    compared(plan) -> Plan                 beside the fastest layout of the same GPUs
+    compared(plan) -> Plan                 with the fastest layout of the same GPUs
     settle(run, facts, gpu) -> Run         with the layout that layout.auto asks for
 
-Where there is a teacher, a layout has to do for the training and for the teacher, which is asked at the same.
+With a teacher, one layout must fit both the training and the teacher.
 
 A layout is settled before it is planned. Of those that fit auto takes the fastest that leaves more room than a plan may
 be wrong by, and where none does, the fastest.
@@ -44,7 +44,7 @@ from contract import json_object, regular_files
 from contract.faults import ConfigError, Fault
 
 LARGEST = 4096  # GPUs for which a plan looks for faster layouts: they take a second
-NOTEWORTHY = 1.02  # times faster: less is no better layout
+NOTEWORTHY = 1.02  # times faster: less does not count as a better layout
 MENDS = 2  # layouts named that do for a teacher as well
 PACKED = ("fp8", "nvfp4")  # formats of model.base that are offered, the nearest to bf16 first
 WITH_LORA = "adapter.kind=lora adapter.experts=shared"
@@ -66,20 +66,20 @@ class Plan:
     time: Timing | None = None  # not of a CPU
     cpu_step: float | None = None  # seconds of a step on this host's CPU, from a product that was measured
     needs: tuple[StageNeed, ...] = ()  # of every stage of the flow
-    found: Found | None = None  # instead, where the layout is refused
-    with_lora: Found | None = None  # where full fine-tuning fits nowhere with room
+    found: Found | None = None  # other layouts, if this one is refused
+    with_lora: Found | None = None  # if full fine-tuning fits nowhere with room
     with_packed: tuple[str, Found] | None = (
-        None  # a value of model.base with which LoRA fits, where it does not as it is
+        None  # a value of model.base with which LoRA fits, if the present one does not
     )
     not_searched: str = ""
-    steps: int | None = None  # of the training; None where they follow from data that are not known
+    steps: int | None = None  # of the training; None if they depend on data that are not known
     assumed: str = ""  # of such data
     noise: str = ""  # warning about too few held-out rows to show a gain
     serving: Serving | None = None  # the layout of the evaluation, on GPUs that can serve the model
-    faster: Candidate | None = None  # the fastest layout with room, where that takes less time than this one
+    faster: Candidate | None = None  # the fastest layout with room, if it is faster than this one
     compared: bool = False  # whether a faster one was looked for
     unserved: str = ""  # why vLLM cannot serve the model, or not on hosts of the run
-    rollout: Rollout | None = None  # vLLM beside reinforcement learning, where that is asked for
+    rollout: Rollout | None = None  # vLLM next to reinforcement learning, if that is configured
     unanswered: str = ""  # why it cannot answer prompts there
     asking: Asking | None = None  # the model that training is compared with, where its layout is legal for that
     unasked: str = ""  # why it cannot be asked of the rows there
@@ -154,7 +154,7 @@ def _of_answers(run: Run, facts: ModelFacts) -> list[str]:
 
 
 def _reinforcement(run: Run, facts: ModelFacts, gpu: Gpu) -> dict[str, Any]:
-    """vLLM beside reinforcement learning, if that is asked for, and why it cannot answer there."""
+    """vLLM next to reinforcement learning, if that is configured, and why it cannot answer there."""
     if not reinforcement.is_asked(run):
         return {"rollout": None, "unanswered": ""}
     why = answering.unanswered(run, facts, gpu)
@@ -180,7 +180,7 @@ def _reference(run: Run, facts: ModelFacts, gpu: Gpu, teacher: ModelFacts | None
 
 
 def _suits(teacher: ModelFacts | None, gpu: Gpu, room: float = 0.0) -> Callable[[Run], bool]:
-    """Whether the teacher can be asked at the layout of a run, and leaves this share of what it takes."""
+    """Whether the teacher fits the layout of a run, and leaves this share of the memory free."""
 
     def suits(run: Run) -> bool:
         if teacher is None:
@@ -194,7 +194,7 @@ def _suits(teacher: ModelFacts | None, gpu: Gpu, room: float = 0.0) -> Callable[
 
 
 def _both(run: Run, facts: ModelFacts, gpu: Gpu, teacher: ModelFacts | None) -> str:
-    """Keys of layouts that do for the training and for its teacher, with room where there are such."""
+    """Keys of layouts that fit the training and its teacher, with room if possible."""
     try:
         found = _searched(run, facts, gpu, _suits(teacher, gpu, TIGHT)).offered[:MENDS]
         found = found or _searched(run, facts, gpu, _suits(teacher, gpu)).offered[:MENDS]
@@ -213,9 +213,9 @@ def _searched(run: Run, facts: ModelFacts, gpu: Gpu, suits: Callable[[Run], bool
 
 
 def settle(run: Run, facts: ModelFacts, gpu: Gpu, teacher: ModelFacts | None = None) -> Run:
-    """Replace layout.auto by the best layout that fits, and write down where the evaluation runs.
+    """Replace layout.auto by the best layout that fits, and set where the evaluation runs.
 
-    A layout that is written down stays as it is.
+    An explicit layout stays unchanged.
     """
     if not run.layout.auto:
         return _with_evaluation(run, facts, gpu)

@@ -7,7 +7,7 @@
     exchanged(run, facts, kind)   bytes of the layer's collectives, forward, by dimension
     calls(run, facts, kind)       their numbers, forward and backward
 
-Not covered: packed rows, whose attention ends at their own start, so that it costs less than is said here.
+Not covered: packed rows, whose attention starts at their first token and costs less than computed here.
 """
 
 from typing import NamedTuple
@@ -83,7 +83,7 @@ def moved(run: Run, facts: ModelFacts, kind: str) -> list[Move]:
         ("add", 2 * row * 3, 2 * row * 3),  # two residual sums
     ]
     if not facts.positions:
-        # q, k and v: made contiguous, rotated, and normed where the model does that; each read and written
+        # q, k and v: made contiguous, rotated, and normed if the model does that; each read and written
         size = t.whole * attention_width(facts) / tp * (6 if facts.qk_norm else 4)
         numbers.append(("rotate apart" if facts.kv_rank else "rotate", size, size))
     if run.train.fp8 in ("current", "blockwise") and (facts.attention_bias or facts.linear_bias):
@@ -150,7 +150,7 @@ def calls(run: Run, facts: ModelFacts, kind: str) -> tuple[int, int]:
     forward = backward = 0
     if layout.tp > 1:
         names = [name for name in adapted(run, facts) if cut == 2 or not name.startswith("linear_fc")]
-        # each layer gathers before and scatters behind, and again to compute the gradients of weights
+        # each layer gathers before and scatters after, and again to compute the gradients of weights
         forward, backward = 2 * cut, (3 if _full(adapter) else 2) * cut
         # an adapter sums what A gives, or gathers it; one of a row-parallel layer gathers its output too
         adapters = 0 if _full(adapter) else sum(2 if name in ROWS else 1 for name in names)
@@ -220,7 +220,7 @@ def _mlp(
 
 
 def _adapter(adapter: Adapter, name: str, rows: float, k: int, n: int, cut: int, batch: int = 1) -> list[Product]:
-    """Products of an adapter: A, whose inner width is cut where it is column-parallel, and B."""
+    """Products of an adapter: A, whose inner width is cut if it is column-parallel, and B."""
     if _full(adapter) or name not in adapter.names:
         return []
     rank = adapter.rank

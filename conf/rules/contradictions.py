@@ -23,6 +23,16 @@ SCALES = (1e-4, 1e3)  # of an adapter's output; 0.1 to 10 are common
 LINES = ("slurm.setup",)  # lists whose entries may be equal: lines of a script
 
 
+def wrong_steps(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield (key, problem) for numbers of steps that are wrong together: all that a resolved schedule can change."""
+    train, warmup = run.train, run.optimizer.warmup_steps
+    if train.stop_after is not None and train.steps is not None and train.stop_after > train.steps:
+        yield "train.stop_after", f"{train.stop_after} is after the last step, {train.steps}"
+    if train.steps is not None and warmup >= train.steps:
+        yield "optimizer.warmup_steps", f"{warmup} leaves none of the {train.steps} steps for the decay"
+    yield from validations.contradictions(run)
+
+
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     """Yield (key, problem) for values that are valid alone and invalid together."""
     train, optimizer, moe = run.train, run.optimizer, run.moe
@@ -47,8 +57,7 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "export.formats", "adapter, but the base has none"
     if train.steps is not None and train.epochs is not None:
         yield "train.epochs", f"{train.epochs:g}, but train.steps is {train.steps}: set only one of them"
-    if train.stop_after is not None and train.steps is not None and train.stop_after > train.steps:
-        yield "train.stop_after", f"{train.stop_after} is after the last step, {train.steps}"
+    yield from wrong_steps(run)
     if run.data.validation + run.data.test >= 1:
         yield "data.test", f"{run.data.test} and data.validation {run.data.validation} leave nothing to train on"
     if run.data.mixture:
@@ -61,8 +70,6 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     if optimizer.warmup is not None and optimizer.warmup_steps:
         also = f"optimizer.warmup_steps is {optimizer.warmup_steps}"
         yield "optimizer.warmup", f"{optimizer.warmup:g}, but {also}: set only one of them"
-    if train.steps is not None and optimizer.warmup_steps >= train.steps:
-        yield "optimizer.warmup_steps", f"{optimizer.warmup_steps} leaves none of the {train.steps} steps for the decay"
     if optimizer.min_lr > optimizer.lr:
         yield "optimizer.min_lr", f"{optimizer.min_lr} is above optimizer.lr {optimizer.lr}"
     if 0 < optimizer.clip_grad < SMALLEST_NORM:
@@ -99,7 +106,6 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     yield from packed_base.contradictions(run)
     yield from pretraining.contradictions(run)
     yield from batch_ramp.contradictions(run)
-    yield from validations.contradictions(run)
     yield from objectives.contradictions(run)
     yield from serving.contradictions(run)
     yield from reinforcement.contradictions(run)

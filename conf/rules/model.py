@@ -1,7 +1,7 @@
 """Rules of a layout that need the model's sizes: megatron-core 0.19's and Megatron-Bridge 0.6's own.
 
-broken(run, facts, counts) yields what is broken; `counts` are the layers of each pipeline rank, none if they do not
-come out even. conf/rules/layout.py has the rules that need no model, and makes lines of both.
+broken(run, facts, counts) yields the broken rules; `counts` are the layers of each pipeline rank, empty if they cannot
+be shared out. conf/rules/layout.py has the rules that need no model, and makes lines of both.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -27,7 +27,7 @@ class Broken(NamedTuple):
     rule: str
     key: str
     text: str
-    candidates: Collection[Any] = ()  # values of key worth a try; of those that are no numbers, the best first
+    candidates: Collection[Any] = ()  # values of key to try; if they are not numbers, the best first
     others: Mapping[str, Collection[Any]] = MappingProxyType({})  # the same of other keys, the best first
 
 
@@ -118,7 +118,7 @@ def _dora(run: Run, facts: ModelFacts) -> Iterator[Broken]:
             text = f"dora fits no grouped experts, whose {' and '.join(sorted(inside))} adapter.targets names"
             yield Broken("dora", "adapter.kind", text, ["lora"], without)
         elif layout.ep > 1:
-            # Bridge does not mark their adapters as experts', so that gradients of different experts are added up
+            # Bridge does not mark their adapters as experts', and adds up gradients of different experts
             text = f"{layout.ep}, but dora trains experts wrongly over ep"
             yield Broken("dora of experts over ep", "layout.ep", text, [1], without)
         elif layout.etp != layout.tp:

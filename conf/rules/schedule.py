@@ -11,7 +11,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
-from conf.rules.contradictions import contradictions
+from conf.rules.contradictions import wrong_steps
 from conf.schema.run import Run
 from conf.schema.sections import COUNTED
 from contract.faults import Fault
@@ -51,7 +51,7 @@ def resolved(run: Run, sequences: int = 0) -> Run:
         raise Fault(f"train.epochs: {steps} steps are more than {COUNTED}{origin}")
     if origin and result.train.stop_after is not None:  # a rehearsal may be longer than the run
         result = result.model_copy(update={"train": result.train.model_copy(update={"stop_after": _least(result)})})
-    if problems := [f"{key}: {text}{origin}" for key, text in contradictions(result)]:
+    if problems := [f"{key}: {text}{origin}" for key, text in wrong_steps(result)]:
         raise Fault("\n".join(problems))
     return result
 

@@ -1,5 +1,6 @@
 """Section `model` of a run's YAML: a released model, or a config.json for random weights."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -58,8 +59,9 @@ Source = Annotated[
 
 
 def _loaded(place: str | None) -> str | None:
-    """Load the family, so that every process that reads the run knows it."""
+    """Load the family: every process that reads the run then knows it. The path becomes absolute."""
     if place is not None:
+        place = str(Path(place).expanduser().absolute()) if place.endswith(".py") else place
         try:
             families.add(place)
         except ValueError as error:

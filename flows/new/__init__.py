@@ -1,1 +1,1 @@
-"""A configuration of one's own: read from the model, the data and the hardware, with a reason beside every value."""
+"""Creation of a user's configuration from the model, the data and the hardware, with a reason for every value."""

@@ -128,7 +128,7 @@ def _asked(question: str, empty: bool = False) -> str:
 
 
 def _place(options: argparse.Namespace) -> tuple[str, Path, list[str]]:
-    """Name and file of the configuration, and what is wrong with them."""
+    """Name and file of the configuration, and the faults of both."""
     wanted = options.name or _name(options)
     is_file = wanted.endswith((".yaml", ".yml")) or "/" in wanted
     path = Path(regular_files.whole(wanted)) if is_file else OWN / f"{wanted}.yaml"
@@ -163,7 +163,7 @@ def _slug(text: str) -> str:
 def _look(
     options: argparse.Namespace, given: dict[str, Any], wrong: list[str], folder: Path
 ) -> tuple[model.Model, FirstRows] | None:
-    """Look at model and data. What is wrong with either is added to `wrong`."""
+    """Inspect model and data. Faults of either are added to `wrong`."""
     draft = folder / "draft.yaml"
     draft.write_text(
         "name: draft\ntrain: {steps: 2147483647, global_batch: 1}\noptimizer: {lr: 1e-4}\n"
@@ -226,7 +226,7 @@ def _text(settled: Settled, found: model.Model, path: Path) -> str:
 
 
 def _check(text: str, name: str, folder: Path) -> None:
-    """Read the file as the flow will, before it is anywhere."""
+    """Read the file as the flow will read it, before it is written to its place."""
     file = folder / f"{name}.yaml"
     file.write_text(text)
     try:
@@ -257,7 +257,7 @@ def _write(path: Path, text: str, settled: Settled, found: model.Model) -> None:
 
 
 def _tell(settled: Settled, first: FirstRows, path: Path, printed: bool) -> None:
-    """Say what was chosen, and what comes next."""
+    """Print the choices and the next commands."""
     where = sys.stderr if printed else sys.stdout
     run, deployed = settled.run, path.parent == OWN
     wrote = "would write" if printed else "wrote"

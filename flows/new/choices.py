@@ -52,7 +52,7 @@ class Choices:
     sequences: int = 1  # of training, about: an epoch
 
     def put(self, key: str, value: Any, why: str) -> Any:
-        """Choose the value, unless the caller has. Returns what was chosen."""
+        """Choose the value, unless the caller set the key. Returns the value that holds."""
         choice = Choice(self.given[key], "as asked") if key in self.given else Choice(value, why)
         self.made[key] = choice
         return choice.value
@@ -112,7 +112,7 @@ def choose(name: str, model: Model, rows: FirstRows, machine: Machine, given: di
 
 
 def _put_others(found: Choices, section: str) -> None:
-    """Keys of the section that the caller gave, and that nothing here has an opinion on."""
+    """Keys of the section that the caller set and for which this module chooses no value."""
     for key, value in found.given.items():
         if key.startswith(f"{section}."):
             found.made.setdefault(key, Choice(value, "as asked"))
@@ -173,7 +173,7 @@ def lengths(rows: FirstRows, count: int, most: int, cuda: bool, given: dict[str,
 
 
 def _up(tokens: int) -> int:
-    """A length that holds so many tokens, of which cutting sequences in parts leaves whole numbers."""
+    """The number of tokens, rounded up to a length that can be cut into equal parts."""
     step = next(step for limit, step in ((512, 64), (4096, 256), (float("inf"), 1024)) if tokens <= limit)
     return ceil(tokens / step) * step
 
@@ -307,7 +307,7 @@ def _up_answer(tokens: int) -> int:
 
 
 def without_evaluation(found: Choices, why: str) -> None:
-    """Leave evaluation out, where nothing could serve the model."""
+    """Leave the evaluation out if the model cannot be served."""
     for key in [key for key in found.made if key.startswith(("evaluate.", "promote."))]:
         del found.made[key]
     found.made["evaluate.tasks"] = Choice([], f"{why}; nothing is promoted then")

@@ -1,4 +1,4 @@
-"""Choices as a commented YAML: each value with its reason behind it, or above it where the line would be long."""
+"""Choices as a commented YAML: each reason follows its value, or precedes it if the line would be too long."""
 
 from collections.abc import Iterable
 from typing import Any

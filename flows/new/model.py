@@ -69,7 +69,7 @@ def whole(source: str) -> str:
 
 
 def read(wanted: ModelSection, folder: Path) -> Model:
-    """Look at a model. `folder` gets what has to be fetched for that."""
+    """Inspect a model. Files that must be downloaded for this are written to `folder`."""
     source = wanted.source
     if not isinstance(source, str):
         raise Fault(

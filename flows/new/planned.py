@@ -29,7 +29,7 @@ class Settled:
 
 
 def settle_on(machine: Machine, model: Model, made: Callable[[Machine], Choices]) -> Settled:
-    """Settle the layout on these GPUs. A Fault says what is missing, and how many GPUs would do."""
+    """Choose the layout on these GPUs. If none fits, a Fault names the reason and a sufficient number."""
     found = _try(machine, model, made)
     if isinstance(found, Settled):
         if not found.plan.fits:  # by what the caller gave

@@ -28,7 +28,7 @@ def whole(source: str) -> str:
 
 
 def look(run: Run, tokenizer: Path | None, folder: Path) -> FirstRows:
-    """Look at the rows. `folder` gets what has to be fetched for that; without a tokenizer lengths are guesses."""
+    """Inspect the rows. Files to download are written to `folder`; without a tokenizer, lengths are estimates."""
     folder.mkdir()
     data, share = _here(run.data.model_copy(update={"packed": False}), folder)
     paths = run.paths.model_copy(
@@ -56,7 +56,7 @@ def look(run: Run, tokenizer: Path | None, folder: Path) -> FirstRows:
 
 
 def _here(data: Data, folder: Path) -> tuple[Data, float]:
-    """The data as they are read on this host, and the share of all rows that this is, by bytes."""
+    """The data as read on this host, and their share of all rows, by bytes."""
     assert data.source
     kind = row_sources.kind(data.source, KEY)
     if kind == "hub":  # which is asked for its commit: its answer says most

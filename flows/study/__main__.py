@@ -1,4 +1,4 @@
-"""Measure the layouts of a configuration beside one another, and write one report.
+"""Measure several layouts of a configuration and compare them in one report.
 
     python -m flows.study gpt2-large --gpus 2 --profile             the lists of conf/studies/gpt2-large.yaml
     python -m flows.study qwen3-8b --gpus 4 --layers 8              the planner's fastest layouts, of 8 layers
@@ -92,7 +92,7 @@ def _check_size(run: Run, layers: int | None) -> None:
 
 
 def _chosen(options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
-    """The rows that are asked for, and what their lists mean."""
+    """The selected rows, and the meaning of their lists."""
     if options.row:
         found, lists = rows.given(options.conf, options.row), {}
     else:
@@ -120,7 +120,7 @@ def _numbers(sizes: Iterable[int]) -> str:
 def _answers(
     folder: Path, chosen: list[Row], how: How, options: argparse.Namespace
 ) -> list[tuple[Row, dict[str, Any]]]:
-    """Answers of all rows, kept or measured now, with a line for each as it comes."""
+    """Results of all rows, stored or measured now; a line is printed for each."""
     began, took, found = time.monotonic(), [], []
     for place, row in enumerate(chosen):
         head = f"[{place + 1}/{len(chosen)}] {row.title}"
@@ -151,7 +151,7 @@ def _line(one: dict[str, Any]) -> str:
 
 
 def _versions(answers: Sequence[tuple[Row, dict[str, Any]]]) -> dict[str, str]:
-    """Versions that the rows were measured with, all that there are of each."""
+    """Versions that the rows were measured with; all versions of each package."""
     found: dict[str, dict[str, None]] = {}
     for name, value in (pair for _, answer in answers for pair in answer.get("versions", {}).items()):
         found.setdefault(name, {})[value] = None

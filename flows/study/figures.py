@@ -1,4 +1,4 @@
-"""Figures of a measured layout, from the answer of its trial, and in words why its ranks hold unlike amounts."""
+"""Figures of a measured layout from the result of its trial, and the reasons why its ranks hold unequal amounts."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -55,7 +55,7 @@ def failure(answer: dict[str, Any]) -> str | None:
 
 
 def _memory(rank: dict[str, Any]) -> dict[str, Any]:
-    """Gigabytes of a rank: states that stay, and what comes and goes beside them up to the highest mark."""
+    """Gigabytes of a rank: permanent states, and temporary memory up to the peak."""
     measured, planned = rank["measured"], rank["planned"]
     states = {name: measured[name] / 1e9 for name in STATES if measured[name]}
     held, peak = sum(states.values()), measured.get("allocated", 0) / 1e9

@@ -62,11 +62,11 @@ def of_row(row: Row) -> str:
 
 
 def kept(folder: Path, row: Row, how: How | None = None) -> dict[str, Any] | None:
-    """The answer that is kept, with the versions it was measured with. Without `how`, any of this configuration."""
+    """The stored result with the versions of its measurement. Without `how`, any result of this configuration."""
     file = _file(folder, row)
     try:
         found = json_object.read(file) if file.is_file() else {}
-    except Fault:  # broken off, by a disk that was full; it is measured again
+    except Fault:  # an incomplete file, such as on a full disk; the row is measured again
         return None
     if found.get("configuration") != of_row(row):
         return None
@@ -83,7 +83,7 @@ def measure(folder: Path, row: Row, how: How) -> dict[str, Any]:
     log, traces = folder / "logs" / f"{name}.log", folder / "profiles" / name
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
-    shutil.rmtree(traces, ignore_errors=True)  # what it held is measured again
+    shutil.rmtree(traces, ignore_errors=True)  # the traces are recorded again
     said: list[str] = []
     failed, ends = None, time.monotonic() + how.within
     try:

@@ -9,7 +9,7 @@ from typing import Any
 from contract import html_page
 from contract.html_page import Bar, Strip
 
-SHOWN, OTHERS = 12, "other operations"  # of a host, by name; each has a colour of its own
+SHOWN, OTHERS = 12, "other operations"  # operations of a host that have their own name and colour
 WHOLE = "a step"
 SPENT = {"computing": "#2e7d32", "exposed communication": "#c62828", "idle": "#b0bec5", "copies and fills": "#f9a825"}
 SPENT |= {WHOLE: "#1b5e9e"}
@@ -73,7 +73,7 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    """Cells of a measured layout; what nobody knows of it is empty."""
+    """Cells of a measured layout; unknown values are empty."""
     one = row["figures"]
     communication = f"{one['time']['exposed']:.1%}" if one.get("time", {}).get("kinds") else ""
     cells = [escape(row["title"]), str(one["gpus"]), f"{one['ms']:,.1f}", _planned(one["planned_ms"], one["ms"])]
@@ -83,7 +83,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _planned(value: float | None, measured: float) -> str:
-    """A figure that was said before, and how many times of it was measured."""
+    """A predicted figure, and the ratio of the measured one to it."""
     return f"{value:,.4g} ({measured / value:.2f})" if value else ""
 
 
@@ -182,7 +182,7 @@ def _communication(rows: Sequence[Row]) -> str:
 
 
 def _linked(page: str, folder: Path) -> str:
-    """Link to the page of a profile, where it lies below the report."""
+    """Link to the page of a profile if its file is below the report's folder."""
     try:
         return f' <a href="{escape(str(Path(page).relative_to(folder)))}">its profile</a>'
     except ValueError:

@@ -75,14 +75,14 @@ class Row:
         return load(self.configuration, self.overrides, illegal=True)
 
     def changed(self, overrides: Sequence[str]) -> "Row":
-        """The row with these overrides in place of its own of the same keys."""
+        """The row with these overrides, which replace those of the same keys."""
         given = {text.partition("=")[0] for text in overrides}
         own = [text for text in self.overrides if text.partition("=")[0] not in given]
         return replace(self, overrides=(*own, *overrides))
 
 
 def listed(name: str) -> tuple[list[Row], dict[str, str]]:
-    """Rows of the lists that are written for a configuration, and what each list means; none where no file is."""
+    """Rows of the lists for a configuration, and the meaning of each list; empty without a file."""
     file = STUDIES / f"{name}.yaml"
     if not file.is_file():
         return [], {}

@@ -8,7 +8,7 @@ from typing import Any
 
 from tasks import tracking
 
-FIGURES = (  # by the names that a training's curves have in MLflow, where there is one
+FIGURES = (  # under the names of a training's curves in MLflow if such a curve exists
     ("ms", "study/ms_a_step"),
     ("planned_ms", "study/planned_ms"),
     ("of_planned_ms", "study/times_of_planned"),

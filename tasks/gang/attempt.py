@@ -27,10 +27,11 @@ CAPACITY_POLL = 3.0  # seconds between queries of the engine's capacity
 
 
 @dataclass(frozen=True)
-class Missing:
-    """Reason why an attempt could not begin."""
+class Outcome:
+    """End of an attempt."""
 
-    failure: Failure
+    hosts: tuple[str, ...]
+    failure: Failure | None  # None if the job is done
     came: int | None = None  # number of available hosts, if too few joined in time
 
 
@@ -86,8 +87,8 @@ def announce(gang: Gang, run: Run) -> tuple[Board, Lookout]:
             return board, lookout
 
 
-def gather(gang: Gang, run: Run, without: tuple[str, ...], lookout: Lookout, handle: Handle) -> Missing | None:
-    """Wait until all members have joined. Returns a Missing if they do not join in time, or if one ends first."""
+def gather(gang: Gang, run: Run, without: tuple[str, ...], lookout: Lookout, handle: Handle) -> Outcome | None:
+    """Wait until all members have joined. Returns the outcome if they do not join in time, or if one ends first."""
     token, reported, n = (gang.folder / "probe").read_text(), -1, run.layout.nodes
     until = look = time.monotonic() + run.gang.start_within
     queued = None
@@ -124,7 +125,8 @@ def gather(gang: Gang, run: Run, without: tuple[str, ...], lookout: Lookout, han
             line = f"host: {came} of {n} hosts are available after {run.gang.start_within:.0f} s; {why}"
         else:
             continue
-        return Missing(Failure("host", "; ".join(dict.fromkeys((line, *handle.words()[-1:]))), True), came)
+        failure = Failure("host", "; ".join(dict.fromkeys((line, *handle.words()[-1:]))), True)
+        return Outcome(tuple(host_names(lookout).values()), failure, came)
 
 
 def go(lookout: Lookout) -> dict[int, str]:

@@ -18,18 +18,17 @@ there are enough. The folder is on storage that all hosts share. Not covered: a 
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from conf.schema.run import Run
 from contract.faults import Fault, Stopped
-from tasks.gang.attempt import announce, gather, go, turn
+from tasks.gang.attempt import Outcome, announce, gather, go, turn
 from tasks.gang.background import aside
 from tasks.gang.context import TICK, Gang
 from tasks.gang.controller_link import Lookout
 from tasks.gang.diagnosis import next_step
 from tasks.gang.diagnosis.classify import Failure, Reads
-from tasks.gang.diagnosis.evidence import host_names, of_attempt, preempted, was_told
+from tasks.gang.diagnosis.evidence import of_attempt, preempted, was_told
 from tasks.gang.diagnosis.next_step import Attempt
 from tasks.gang.engines import Demand, Handle, engine_of
 from tasks.gang.history.timeline import History, Teller
@@ -40,13 +39,6 @@ from tasks.store import Store, open_store
 
 SETTLE = 2.5  # seconds from the first report of a failure to the verdict: later reports may explain it
 LEAVE_WITHIN = 20.0
-
-
-@dataclass(frozen=True)
-class Outcome:
-    hosts: tuple[str, ...]
-    failure: Failure | None  # None if the job is done
-    came: int | None = None  # hosts that came in time, if others did not
 
 
 def carry_out(
@@ -122,8 +114,9 @@ def _attempt(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
         try:
             handle = gang.engine.start(Demand.of(run), board, run.layout.nodes, without)
             if missing := gather(gang, run, without, lookout, handle):
+                assert missing.failure
                 _end(gang, run, lookout, handle, missing.failure.line, save=False)
-                return Outcome(tuple(host_names(lookout).values()), missing.failure, missing.came)
+                return missing
             hosts = go(lookout)
         except BaseException as error:
             _end(gang, run, lookout, handle, str(error) or type(error).__name__, save=False)

@@ -23,7 +23,7 @@ class Job(ABC):
     run: Run  # for the engines: its layout has the hosts of the job and their GPUs
 
     command: ClassVar[str]  # of the trainer
-    advice: ClassVar[str] = ""  # keys that give more memory, if the planner knows none
+    advice: ClassVar[str] = ""  # keys that give more memory, if the plan knows none
 
     def conf(self, run: Run) -> Run:
         """The configuration for the command in an attempt on the hosts of `run`."""

@@ -25,7 +25,9 @@ class TaskArtifact:
         return self._id is not None
 
     def send(self, data: str | float, description: str) -> None:
-        """Show the data, and the description in lists of artifacts."""
+        """Show the data, and the description in lists of artifacts. Without a task nothing happens."""
+        if self._task_run is None:
+            return
         from prefect.client.orchestration import get_client
         from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from prefect import State, task
 
+from conf import families
 from conf.schema import identity
 from conf.schema.model import CONFIG, Drawn
 from conf.schema.run import Run
@@ -25,11 +26,12 @@ def stage(run: Run) -> Stage:
     The content of a folder is part of the identity, its path is not.
     """
     model = run.model
+    outside = {"family": families.digest(model.family)} if model.family else {}
     if isinstance(model.source, Drawn):
-        return Stage("download", VERSION, drawn.identity(model, run.train.seed))
+        return Stage("download", VERSION, drawn.identity(model, run.train.seed) | outside)
     kind = hub.kind(model.source)
     if kind == "tiny":
-        return Stage("download", VERSION, {"source": model.source})
+        return Stage("download", VERSION, {"source": model.source} | outside)
     config = identity.flat(run, "download") | {"commit": hub.resolve(model.source, model.revision).commit}
     return Stage("download", VERSION, config | ({} if kind == "folder" else {"source": model.source}))
 
@@ -78,4 +80,7 @@ def _make_once(stage_run: StageRun, work: Work, folder: Path, program: str, *arg
     """Run a program of the trainer that makes the folder. A folder from a killed run is complete and is kept."""
     if not any(folder.glob("*")):
         log = work.folder / f"{program.removeprefix('weights.')}.log"
-        launch.process([f"trainer.{program}", *map(str, arguments)], log, work.say, stage_run.stopped(work))
+        family = stage_run.run.model.family
+        changed = {families.PLACE: family} if family else {}
+        command = [f"trainer.{program}", *map(str, arguments)]
+        launch.process(command, log, work.say, stage_run.stopped(work), changed=changed)

@@ -51,6 +51,7 @@ def run_job(
         return
     gang, store, fits = work.folder.name, stage_run.store, fewer_hosts(job.run, job.trains)
     history = History(gang, run.name, stage_run.tracking.name)
-    page = run.name if command == "train" else f"{stage_run.name}-{run.name}"
-    with prefect_page.told(history, work.folder / "files/metrics.jsonl", store, stage_run.tracked(), page) as teller:
+    metrics = work.folder / "files/metrics.jsonl"
+    key = f"gang-{run.name}" if command == "train" else f"gang-{stage_run.name}-{run.name}"
+    with prefect_page.reporting(history, metrics, store, stage_run.tracked(), key) as teller:
         controller.carry_out(job, work.folder, store, gang, say, ends, tick, teller, fits, less_memory)

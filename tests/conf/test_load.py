@@ -387,7 +387,7 @@ def runs(draw) -> Run:
     if data["adapter"]["kind"] != "lora":
         data["evaluate"]["adapter"] = "merged"
         data["adapter"] |= {"rslora": False, "b_lr_ratio": 1.0}
-    data["model"]["source"] = draw(NAMES)
+    data["model"] |= {"source": draw(NAMES), "family": sections()["model"].model_fields["family"].default}
     if data["adapter"]["kind"] != "lora" or train["fp8"]:
         data["model"]["base"] = "bf16"
     data["reinforce"]["steps"] = 0  # else most of what is drawn for its other keys contradicts something

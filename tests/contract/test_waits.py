@@ -89,7 +89,7 @@ def test_a_silent_registry_is_named_and_given_up(silent, monkeypatch, capfd):
     monkeypatch.setattr(address, "ANSWERS_WITHIN", 1.0)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(
-        Fault, match=r"^MLflow at http://127\.0\.0\.1:\d+ has not answered for 1 s; see whether it runs"
+        Fault, match=r"^MLflow at http://127\.0\.0\.1:\d+ has not answered for 1 s; check whether it runs"
     ):
         address.registry(f"http://somebody:s3cr3t@127.0.0.1:{silent}").search_registered_models()
     line = capfd.readouterr().err

@@ -24,31 +24,31 @@ def main(run: Run) -> None:
     from trainer.startup import device
 
     device.start()
-    from trainer.reinforcement.loop import Reinforcement
+    from trainer.reinforcement.steps.weights import Weights
 
-    whole = Reinforcement._transfer
+    whole = Weights.send
 
     def transfer(self: Any, context: Any, version: int) -> None:
         before = getattr(self, "_before", None)
         if before:
             for name, plant in FAULTS.items():
                 _go_back(self, *before)
-                said, told = self.said, None
+                previous, told = self.previous, None
                 try:
                     plant(self, lambda: whole(self, context, version), random.Random(version))
                 except Fault as fault:
                     told = str(fault)
                     if told.startswith("rollout: "):  # vLLM's process has said so, and is about to end
                         self.rollouts.engines[0].wait()
-                self.said = said
+                self.previous = previous
                 line = {"fault": name, "version": version, "told": told}
                 with (Path(run.paths.reinforced) / "planted.jsonl").open("a") as file:
                     file.write(json.dumps(line) + "\n")
             _go_back(self, *before)
         whole(self, context, version)
-        self._before = [(name, tensor.clone()) for name, tensor in self._weights(context)], version
+        self._before = [(name, tensor.clone()) for name, tensor in self.tensors(context)], version
 
-    Reinforcement._transfer = transfer
+    Weights.send = transfer
     reinforce.main(run)
 
 
@@ -61,7 +61,7 @@ def _go_back(self: Any, tensors: Tensors, version: int) -> None:
         self.rollouts = self.sampler.rollouts = Rollouts(self.run)
     self.rollouts.update(iter(tensors), version)
     self.rollouts.begin()
-    self.sampler.hear(self.probe_rows)
+    self.sampler.probe(self.probe_rows)
 
 
 def _no_sync(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:
@@ -71,12 +71,12 @@ def _no_sync(self: Any, transfer: Callable[[], None], draw: random.Random) -> No
 def _old(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:
     """The weights of the version before, under the number of this one."""
     tensors, _ = self._before
-    _with(self, "_weights", lambda context: iter(tensors), transfer)
+    _with(self, "tensors", lambda context: iter(tensors), transfer)
 
 
 def _left_out(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:
     place = draw.randrange(len(self._before[0]))
-    _with(self, "_weights", _changed(self._weights, lambda found: found[:place] + found[place + 1 :]), transfer)
+    _with(self, "tensors", _changed(self.tensors, lambda found: found[:place] + found[place + 1 :]), transfer)
 
 
 def _not_reset(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:

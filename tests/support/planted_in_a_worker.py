@@ -45,7 +45,7 @@ def plant() -> None:
             found.pop(TENSOR, None)
         if fault == "halved" and TENSOR in found:
             found[TENSOR] = found[TENSOR] * 0.5
-        self.model.load_weights(self.noted(found.items()))
+        self.model.load_weights(self.recorded(found.items()))
 
     base.start_weight_update, base.receive_weights = start, receive
 

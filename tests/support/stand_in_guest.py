@@ -15,7 +15,7 @@ def main(logs: Path, settings: dict) -> None:
     engine.PROGRAM = "tests.support.stand_in_engine"
     run = load("tiny-rl", ["reinforce.hosts=2", f"paths.logs={logs}"])
     log = logs / "guest.log"
-    with meeting.come(run, log) as connection:
+    with meeting.connect(run, log) as connection:
         process = engine.start(connection, settings, log, {})
     sys.exit(process.wait())
 

@@ -96,7 +96,7 @@ def test_two_processes_write_the_same_files_as_one_and_what_is_there_is_left_alo
 
 def test_a_base_in_another_format_is_refused_in_one_line(configure, tmp_path):
     checkpoints.mark(tmp_path, to="packed", base="int4")
-    with pytest.raises(Fault, match=r"holds weights in int4, and model\.base is fp8"):
+    with pytest.raises(Fault, match=r"holds weights in int4, but model\.base is fp8"):
         inputs.check_train(configure("llama", f"paths.base={tmp_path}", "model.base=fp8"))
 
 

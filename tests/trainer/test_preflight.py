@@ -103,15 +103,15 @@ def test_other_versions_and_configurations_are_named():
     assert lines(ranks=ranks) == ["host c: the driver is 570.1, elsewhere 580.159.04"]
     ranks = [rank(n, "abc"[n], GPU if n else None) for n in range(3)]
     assert "host a: the GPU is none, elsewhere NVIDIA H200" in lines(ranks=ranks)
-    assert Misfit("b", "x").told(1) == "preflight: node 1, host b: x; to be left out"
-    assert Misfit("b", "x", False, 3).told(1) == "preflight: node 1, host b, rank 3: x"
+    assert Misfit("b", "x").report(1) == "preflight: node 1, host b: x; to be left out"
+    assert Misfit("b", "x", False, 3).report(1) == "preflight: node 1, host b, rank 3: x"
 
 
 @pytest.mark.parametrize(
     "change, line",
     [
-        ({"ecc": 3}, "3 bit errors of GPU memory were not corrected"),
-        ({"rows": [1, 1, 1, 0]}, "a row of GPU memory is yet to be replaced"),
+        ({"ecc": 3}, "GPU memory has 3 uncorrected bit errors"),
+        ({"rows": [1, 1, 1, 0]}, "a row of GPU memory has still to be replaced"),
         ({"rows": [0, 0, 0, 1]}, "a row of GPU memory could not be replaced"),
         ({"slowed": ["too hot (hardware)"], "temperature": 91}, "the GPU runs slower: too hot (hardware), 91 degrees"),
         ({"clock": 345}, "the GPU runs at 345 of 1980 MHz under load"),
@@ -143,7 +143,7 @@ def test_disks_memory_and_adapters_are_looked_at():
     disk = host("x")["disk"]
     full = [host("a"), host("b", disk=disk | {"free": 1e9}), host("c")]
     on_gpus = [rank(n, "abc"[n], GPU) for n in range(3)]
-    assert lines(full, on_gpus) == ["host b: runs/x: 1.0 GB are free, 2 are wanted"]
+    assert lines(full, on_gpus) == ["host b: runs/x: 1.0 GB are free, 2 are needed"]
     assert lines(full) == []  # a tiny model's checkpoints have room
     assert lines([host("a"), host("b", disk={"folder": "runs/x", "error": "Read-only file system"}), host("c")]) == [
         "host b: runs/x: Read-only file system"

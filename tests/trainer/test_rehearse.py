@@ -227,7 +227,7 @@ def test_command_says_what_megatron_refuses(command):
     [
         ("layout.tpp=2", "layout.tpp"),
         ("layout.nodes=-1", "layout.nodes: -1 is too small"),
-        ("model.source=tiny://mine", "model.source: tiny://mine is not a tiny model; known: glm4-moe, "),
+        ("model.source=tiny://mine", "model.source: tiny://mine is not a tiny model; known: deepseek-v3, "),
         ("--steps=-1", "--steps: -1 is negative; 0 takes no steps"),
         ("model.source=me/mine", "model.source: me/mine is not in conf/models, and "),
     ],

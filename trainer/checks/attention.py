@@ -1,4 +1,4 @@
-"""Whether this host has attention for what a run asks of it. Transformer Engine would end in a stack trace."""
+"""Check that this host has an attention kernel for the run. Transformer Engine would end with a stack trace."""
 
 # pyright: reportMissingImports=false
 
@@ -6,23 +6,23 @@ from conf.schema.run import Run
 from contract.faults import Fault
 from trainer.startup import device
 
-SINKS_IN_PACKED_ROWS = (9, 18, 0)  # cuDNN's; as Transformer Engine 2.20 has it
+SINKS_IN_PACKED_ROWS = (9, 18, 0)  # first version of cuDNN, according to Transformer Engine 2.20
 
 
 def check(run: Run, provider) -> None:
-    """Refuse packed rows of a model with sinks (gpt-oss) on a GPU host whose cuDNN has no attention for them."""
+    """Raise a Fault for packed rows of a model with sinks (gpt-oss), if the GPU host's cuDNN cannot compute them."""
     if not run.data.packed or getattr(provider, "softmax_type", "vanilla") == "vanilla" or not device.has_gpu():
         return
-    if (found := cudnn()) < SINKS_IN_PACKED_ROWS:
-        least, here = (".".join(map(str, version)) for version in (SINKS_IN_PACKED_ROWS, found))
+    if (loaded := cudnn()) < SINKS_IN_PACKED_ROWS:
+        needed, here = (".".join(map(str, version)) for version in (SINKS_IN_PACKED_ROWS, loaded))
         raise Fault(
-            f"data.packed: true, but attention with sinks takes packed rows from cuDNN {least} on, and this host's is "
-            f"{here}; take nvidia-cudnn-cu13 of uv.lock (make setup EXTRA=gpu), or data.packed=false"
+            f"data.packed: true, but attention with sinks needs cuDNN {needed} for packed rows, and this host has "
+            f"{here}; install nvidia-cudnn-cu13 of uv.lock (make setup EXTRA=gpu), or set data.packed=false"
         )
 
 
 def cudnn() -> tuple[int, int, int]:
-    """Version that Transformer Engine has loaded, which need not be the one that torch was built for."""
+    """Version that Transformer Engine has loaded; torch may be built for another one."""
     from transformer_engine.pytorch.utils import get_cudnn_version
 
     return get_cudnn_version()

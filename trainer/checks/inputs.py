@@ -1,6 +1,6 @@
-"""Checks of a command's inputs on disk, without torch, before any rank is started: in a second, but for the data.
+"""Checks of a command's inputs on disk, without torch and before any rank starts. Only data take over a second.
 
-Each check raises a Fault of one line that names the file, what is wrong with it and what would be right.
+Each check raises a Fault of one line with the file, the problem and the remedy.
 """
 
 import json
@@ -45,7 +45,7 @@ def check_compare(run: Run) -> None:
 
 
 def check_train(run: Run) -> Run:
-    """Check what training reads. Returns the run with all its steps counted."""
+    """Check the inputs of training. Returns the run with the number of its steps."""
     facts = check_model(run)
     _check_base(run, checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert"))
     _check_layout(run, facts)
@@ -56,93 +56,95 @@ def check_train(run: Run) -> Run:
         resume.check(run, checkpoint_folder(run))
     if os.environ.get("LOCAL_RANK", "0") == "0":
         output_marks.take(Path(run.paths.output), TRAINING)
-    if "RANK" not in os.environ:  # ranks find made what the process before them has made
+    if "RANK" not in os.environ:  # for ranks, the process that started them has prepared the data
         prepared.make(run)
-    found = prepared.check(run)
+    data = prepared.check(run)
     if schedule.needs_data(run):
-        run = schedule.resolved(run, prepared.of_an_epoch(run, found))
+        run = schedule.resolved(run, prepared.of_an_epoch(run, data))
         resume.check(run, checkpoint_folder(run))
     resume.check_data(run, checkpoint_folder(run))
-    if refused := objectives.unfit(run, str(prepared.folder(run)), found.kind):
-        raise Fault(refused)
+    if problem := objectives.unfit(run, str(prepared.folder(run)), data.kind):
+        raise Fault(problem)
     if objectives.has_reference(run):
         references.check(run)
-    if run.train.batch_ramp and found.kind != "text":
-        raise Fault("train.ramp_from: is for texts, whose batches are cut as they come; rows have whole ones; null")
+    if run.train.batch_ramp and data.kind != "text":
+        raise Fault("train.ramp_from: only texts, whose batches can be cut anywhere, allow it; set it to null for rows")
     return run
 
 
-def _check_base(run: Run, made: dict[str, Any]) -> None:
-    """Check that what is to lie packed is of this release, and, packed once, in the format that training has."""
-    if made.get("to") == "packed" and made.get("base") != run.model.base:
-        text = f"holds weights in {made.get('base')}, and model.base is {run.model.base}"
-        raise Fault(f"paths.base: {run.paths.base}: {text}; model.base={made.get('base')}, or convert again")
-    if made.get("to") == "packed" and {*made.get("pack", packed_base.PARTS)} != {*packed_base.parts(run)}:
-        packed = ", ".join(made.get("pack", packed_base.PARTS))
-        text = f"holds {packed} packed, and model.pack is {', '.join(packed_base.parts(run))}"
+def _check_base(run: Run, mark: dict[str, Any]) -> None:
+    """Check that a base that training packs is of this release, and that a packed one has the run's format."""
+    if mark.get("to") == "packed" and mark.get("base") != run.model.base:
+        text = f"holds weights in {mark.get('base')}, but model.base is {run.model.base}"
+        raise Fault(f"paths.base: {run.paths.base}: {text}; model.base={mark.get('base')}, or convert again")
+    if mark.get("to") == "packed" and {*mark.get("pack", packed_base.PARTS)} != {*packed_base.parts(run)}:
+        packed = ", ".join(mark.get("pack", packed_base.PARTS))
+        text = f"holds {packed} packed, but model.pack is {', '.join(packed_base.parts(run))}"
         raise Fault(f"paths.base: {run.paths.base}: {text}; model.pack=[{packed}], or convert again")
     if packed_base.format_of(run) is None:
-        return  # Megatron compares shapes; what packs or reads codes takes the part of a matrix that it is asked for
+        return  # Megatron compares the shapes of such a base; packing and reading codes do not
     if other := released.unlike(Path(run.paths.base), weights.tensors(Path(run.paths.model))):
-        text = f"made from another release than paths.model, {run.paths.model}, by {len(other)} tensors"
-        raise Fault(f"paths.base: {run.paths.base}: {text}: {released.enumerate_names(other)}; convert that one")
+        text = f"made from another release than paths.model, {run.paths.model}: {len(other)} tensors differ"
+        raise Fault(f"paths.base: {run.paths.base}: {text}: {released.enumerate_names(other)}; convert paths.model")
 
 
 def check_reference(run: Run) -> None:
-    """Check what is asked of the reference."""
+    """Check the inputs of the reference."""
     if not objectives.has_reference(run):
         raise Fault(f"train.objective: {run.train.objective} needs no reference model")
     facts, key, remedy = check_model(run), "paths.base", "python -m trainer.convert"
-    asked = objectives.as_asked(run)
+    scored = objectives.as_asked(run)
     if objectives.has_teacher(run):
         key = "paths.teacher_base"
         remedy += f" with paths.model={run.paths.teacher} paths.base={run.paths.teacher_base}"
         facts = _check_teacher(run, facts)
-    checkpoints.require(Path(asked.paths.base), key, remedy)
-    _check_layout(asked, facts, f"train.teacher: {run.paths.teacher}: " if objectives.has_teacher(run) else "")
+    checkpoints.require(Path(scored.paths.base), key, remedy)
+    _check_layout(scored, facts, f"train.teacher: {run.paths.teacher}: " if objectives.has_teacher(run) else "")
     if objectives.has_starting_adapter(run):
         adapters.check(run)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         output_marks.take(Path(run.paths.reference), REFERENCE)
-    found = prepared.check(run)
-    if refused := objectives.unfit(run, str(prepared.folder(run)), found.kind):
-        raise Fault(refused)
+    data = prepared.check(run)
+    if problem := objectives.unfit(run, str(prepared.folder(run)), data.kind):
+        raise Fault(problem)
 
 
 def _check_teacher(run: Run, student: ModelFacts) -> ModelFacts:
-    """Check that the teacher has as many tokens as the model. Returns its sizes."""
+    """Check that the teacher has as many tokens as the model. Returns the teacher's sizes."""
     facts = check_model(objectives.at_teacher(run), "paths.teacher")
-    if refused := objectives.unlike(run, student, facts, run.paths.teacher):
-        raise Fault(refused)
+    if problem := objectives.unlike(run, student, facts, run.paths.teacher):
+        raise Fault(problem)
     return facts
 
 
 def check_tokens(run: Run) -> None:
-    """Check that the teacher's tokens are the model's. Call with Megatron imported: tokenizers alone hide torch."""
+    """Check that the teacher's tokens are the model's. Import Megatron first: loading tokenizers hides torch."""
     model, teacher = Path(run.paths.model), Path(run.paths.teacher)
-    own, other = (tokenizer.load(one, run.model.trust_remote_code).get_vocab() for one in (model, teacher))
+    own, other = (tokenizer.load(path, run.model.trust_remote_code).get_vocab() for path in (model, teacher))
     if own != other:
         token = next(iter(sorted(own.items() ^ other.items())))[0]
-        raise Fault(f"train.teacher: {teacher}: another tokenizer than the model's: {json.dumps(token)} differs")
+        raise Fault(f"train.teacher: {teacher}: its tokenizer differs from the model's: {json.dumps(token)}")
 
 
-def check_reinforce(given: Run) -> None:
-    """Check what reinforcement learning reads."""
-    run = as_training(given)
+def check_reinforce(configured: Run) -> None:
+    """Check the inputs of reinforcement learning."""
+    run = as_training(configured)
     facts = check_model(run)
     checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
     _check_layout(run, facts)
-    if refused := reinforcement.unlike(given, facts):
-        raise Fault(refused)
-    if given.reinforce.start == "trained" and not checkpoints.complete_steps(checkpoint_folder(given)):
+    if problem := reinforcement.unlike(configured, facts):
+        raise Fault(problem)
+    if configured.reinforce.start == "trained" and not checkpoints.complete_steps(checkpoint_folder(configured)):
         raise Fault(
-            f"{checkpoint_folder(given)}: no complete checkpoint to begin with; python -m trainer.train makes one, and "
-            "reinforce.start=base needs none"
+            f"{checkpoint_folder(configured)}: no complete checkpoint to start from; python -m trainer.train writes "
+            "one, and reinforce.start=base needs none"
         )
-    if given.reinforce.source and not (Path(run.paths.data) / prepared.MANIFEST).exists():
-        made = f"python -m trainer.prepare CONF data.source={given.reinforce.source} paths.data={run.paths.data}"
-        raise Fault(f"paths.prompts: {run.paths.data}: not prepared; {made}")
-    journal.Journal(Path(run.paths.output)).require(journal.facts(given))  # by its own keys, before those of a training
+    if configured.reinforce.source and not (Path(run.paths.data) / prepared.MANIFEST).exists():
+        source = configured.reinforce.source
+        command = f"python -m trainer.prepare CONF data.source={source} paths.data={run.paths.data}"
+        raise Fault(f"paths.prompts: {run.paths.data}: not prepared; {command}")
+    # Checked before resume.check(), whose message would name the keys of a training.
+    journal.Journal(Path(run.paths.output)).require(journal.facts(configured))
     resume.check(run, checkpoint_folder(run))
     if "RANK" not in os.environ or ("GANG_ATTEMPT" in os.environ and os.environ["RANK"] == "0"):
         rewards.check(run)
@@ -150,19 +152,19 @@ def check_reinforce(given: Run) -> None:
         output_marks.take(Path(run.paths.output), REINFORCEMENT)
     if "RANK" not in os.environ:
         prepared.make(run)
-    # A step asks as many prompts as it wants, the same ones again where there are fewer.
+    # Any number of prompts is enough: a step uses a prompt several times if there are too few.
     train = run.train.model_copy(update={"global_batch": 1})
-    found = prepared.check(run.model_copy(update={"train": train}))
-    if refused := reinforcement.unfit(given, str(prepared.folder(run)), found.kind):
-        raise Fault(refused)
+    data = prepared.check(run.model_copy(update={"train": train}))
+    if problem := reinforcement.unfit(configured, str(prepared.folder(run)), data.kind):
+        raise Fault(problem)
     resume.check_data(run, checkpoint_folder(run))
 
 
 def check_export(run: Run) -> None:
     facts = check_model(run)
     checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
-    if refused := unwritable(config_json.read(Path(run.paths.model) / config_json.NAME), run.export.quantization):
-        raise Fault(refused)
+    if problem := unwritable(config_json.read(Path(run.paths.model) / config_json.NAME), run.export.quantization):
+        raise Fault(problem)
     if "merged" in (run.export.formats or ("merged",)):
         _check_space(Path(run.paths.export), quantization.size(*_described(run)), "the exported model")
     _check_layout(run, facts)
@@ -171,9 +173,10 @@ def check_export(run: Run) -> None:
 def check_evaluate(run: Run) -> None:
     folder, tasks = unmerged.model(run), run.evaluate.tasks
     if not folder.is_dir():
-        key, maker = ("model", "the released checkpoint") if unmerged.is_configured(run) else ("served", "a model")
-        made = "" if unmerged.is_configured(run) else " (trainer.export)"
-        raise Fault(f"paths.{key}: {folder}: no such folder; it holds {maker} in Hugging Face format{made}")
+        content = "model: {}: no such folder; it holds the released checkpoint in Hugging Face format"
+        if not unmerged.is_configured(run):
+            content = "served: {}: no such folder; it holds a model in Hugging Face format (trainer.export)"
+        raise Fault(f"paths.{content.format(folder)}")
     if not tasks:
         raise Fault("evaluate.tasks: empty; held_out is the data's test split")
     released_model.check(folder)
@@ -190,29 +193,29 @@ def check_evaluate(run: Run) -> None:
     elif "held_out" in tasks:
         file = Path(run.paths.data) / "test.jsonl"
         if not file.exists() or not file.stat().st_size:
-            what = "empty" if file.exists() else "no such file"
-            raise Fault(f"{file}: {what}; a larger share of data.test, or evaluate.tasks without held_out, would do")
-        prompts.record(run)  # is there
+            problem = "empty" if file.exists() else "no such file"
+            raise Fault(f"{file}: {problem}; set a larger data.test, or evaluate.tasks without held_out")
+        prompts.record(run)  # raises a Fault if it is missing
         prepared.check_questions(prompts.folder(run))
 
 
 def check_model(run: Run, key: str = "paths.model") -> ModelFacts:
-    """Check that the released checkpoint is whole, and is converted to what config.json says. Returns its sizes.
+    """Check that the released checkpoint is complete, and that its config.json can be converted. Returns its sizes.
 
-    `key` is the one that names its folder.
+    `key` names its folder in messages.
     """
     folder = Path(run.paths.model)
     if not folder.is_dir():
         raise Fault(f"{key}: {folder}: no such folder; it holds the released checkpoint in Hugging Face format")
     config, facts = released_model.check_released(folder)
-    if found := obstacles(config, run.model.ignore_config):
-        raise Fault("\n".join(f"{folder}: {line}" for line in found))
+    if lines := obstacles(config, run.model.ignore_config):
+        raise Fault("\n".join(f"{folder}: {line}" for line in lines))
     return facts
 
 
-def _check_layout(run: Run, facts: ModelFacts, whose: str = "") -> None:
-    if found := problems(run, facts):
-        raise Fault("\n".join(f"{whose}{line}" for line in found))
+def _check_layout(run: Run, facts: ModelFacts, prefix: str = "") -> None:
+    if lines := problems(run, facts):
+        raise Fault("\n".join(f"{prefix}{line}" for line in lines))
 
 
 def _converted(run: Run) -> int:
@@ -229,13 +232,13 @@ def _described(run: Run) -> tuple[dict[str, Any], dict[str, Entry]]:
     return config_json.read(model / config_json.NAME), weights.tensors(model)
 
 
-def _check_space(folder: Path, needed: int, what: str) -> None:
+def _check_space(folder: Path, needed: int, content: str) -> None:
     place = Path(os.path.realpath(folder))
     existing = next(parent for parent in (place, *place.parents) if parent.exists())
-    # What an attempt has left is gone on with, or goes.
-    begun = place.with_name(place.name + PARTIAL)
-    left = sum(path.stat().st_blocks * 512 for path in begun.rglob("*") if path.is_file()) if begun.is_dir() else 0
-    free = shutil.disk_usage(existing).free + left
+    # An earlier attempt's files count as free: the command continues with them or deletes them.
+    partial = place.with_name(place.name + PARTIAL)
+    files = (path for path in partial.rglob("*") if path.is_file()) if partial.is_dir() else ()
+    free = shutil.disk_usage(existing).free + sum(path.stat().st_blocks * 512 for path in files)
     if free < needed:
-        wanted, there = unlike(needed, free)
-        raise Fault(f"{folder}: {what} needs {wanted} and {there} are free there")
+        needed_text, free_text = unlike(needed, free)
+        raise Fault(f"{folder}: {content} needs {needed_text} and {free_text} are free there")

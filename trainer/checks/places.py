@@ -1,7 +1,7 @@
-"""Checks of the paths that a command reads and writes, before it does either; contract/output_marks.py has the rules.
+"""Checks of the paths that a command reads and writes, before it does so; contract/output_marks.py has the rules.
 
-Nothing that this project has not made is replaced, and no output meets an input or another output. All problems are
-reported at once, a line for each path.
+Only folders that this project has written may be replaced, and an output must not overlap an input or another output.
+All problems are reported at once, one line for each path.
 """
 
 # pyright: reportArgumentType=false
@@ -43,15 +43,15 @@ NESTED = (
 
 def check_convert(run: Run) -> None:
     base = run.paths.base
-    beside = {"beside paths.base": (f"{base}{PARTIAL}", BASE)}
-    _check(_inputs(run, "model"), {"paths.base": (base, BASE), "paths.logs": (run.paths.logs, LOGS)} | beside)
+    partial = {"next to paths.base": (f"{base}{PARTIAL}", BASE)}
+    _check(_inputs(run, "model"), {"paths.base": (base, BASE), "paths.logs": (run.paths.logs, LOGS)} | partial)
 
 
 def check_prepare(run: Run) -> None:
     data = run.paths.data
-    beside = {"beside paths.data": (f"{data}-preparing", PREPARING)}
+    partial = {"next to paths.data": (f"{data}-preparing", PREPARING)}
     template = {"data.template": [run.data.template]} if run.data.template.endswith(".jinja") else {}
-    _check(_inputs(run, "model") | _sources(run) | template, {"paths.data": (data, DATA)} | beside)
+    _check(_inputs(run, "model") | _sources(run) | template, {"paths.data": (data, DATA)} | partial)
 
 
 def check_train(run: Run) -> None:
@@ -65,8 +65,8 @@ def check_train(run: Run) -> None:
 def check_reference(run: Run) -> None:
     paths = run.paths
     outputs = {"paths.reference": (paths.reference, REFERENCE), "paths.logs": (paths.logs, LOGS)}
-    asked = ("teacher", "teacher_base") if objectives.has_teacher(run) else ("base",)
-    _check(_inputs(run, "model", *asked, "data") | _sources(run), outputs)
+    scored = ("teacher", "teacher_base") if objectives.has_teacher(run) else ("base",)
+    _check(_inputs(run, "model", *scored, "data") | _sources(run), outputs)
 
 
 def check_reinforce(run: Run) -> None:
@@ -81,9 +81,9 @@ def check_reinforce(run: Run) -> None:
 
 def check_export(run: Run) -> None:
     export = run.paths.export
-    beside = {"beside paths.export": (f"{export}{PARTIAL}", EXPORT)}
+    partial = {"next to paths.export": (f"{export}{PARTIAL}", EXPORT)}
     outputs = {"paths.export": (export, EXPORT), "paths.logs": (run.paths.logs, LOGS)}
-    _check(_inputs(run, "model", "base", "output"), outputs | beside)
+    _check(_inputs(run, "model", "base", "output"), outputs | partial)
 
 
 def check_evaluate(run: Run) -> None:
@@ -95,11 +95,11 @@ def check_evaluate(run: Run) -> None:
 
 
 def _check(inputs: Inputs, outputs: Outputs) -> None:
-    found = [*meetings(inputs, {name: place for name, (place, _) in outputs.items()}, NESTED)]
-    met = {name for name, _ in found}
-    found += [(name, line) for name, out in outputs.items() if name not in met for line in problems(*out)]
-    if found:
-        raise Fault("\n".join(f"{name}: {line}" for name, line in found))
+    lines = [*meetings(inputs, {name: place for name, (place, _) in outputs.items()}, NESTED)]
+    overlapping = {name for name, _ in lines}
+    lines += [(name, line) for name, out in outputs.items() if name not in overlapping for line in problems(*out)]
+    if lines:
+        raise Fault("\n".join(f"{name}: {line}" for name, line in lines))
 
 
 def _inputs(run: Run, *names: str) -> Inputs:
@@ -107,7 +107,7 @@ def _inputs(run: Run, *names: str) -> Inputs:
 
 
 def _sources(run: Run) -> Inputs:
-    """Folders and files of rows on this disk. Files count too, as a folder or a pattern may lead elsewhere by links."""
+    """Folders of rows on this disk, and their files, which may be links to other places."""
     return {name: [*_of_source(source)] for name, source in _named(run) if sources.is_local(source)}
 
 
@@ -123,5 +123,5 @@ def _of_source(source: str) -> Iterator[str | Path]:
         yield path
     try:
         yield from sources.files(source)
-    except Fault:  # preparation says it
+    except Fault:  # preparation reports it
         return

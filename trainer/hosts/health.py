@@ -1,10 +1,10 @@
 """Health of a host and its GPUs before a run: versions, configuration, memory, disks, and NVML's figures of a GPU.
 
     of_host(run) -> dict        once per host
-    of_gpu(number) -> dict      once per GPU; {} where there is none, or no nvidia-ml-py to ask
+    of_gpu(number) -> dict      once per GPU; {} without a GPU or without nvidia-ml-py
 
-The module collects facts only: trainer/hosts/host_verdict.py judges them. Not covered: fans, firmware, and the kernel's
-log of the time before.
+The module only collects facts: trainer/hosts/host_verdict.py judges them. Not covered: fans, firmware, and earlier
+entries of the kernel's log.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from contract import checksums
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "nvidia-nccl-cu13", "transformers")
 BLOCK = 4 << 20
-# Reasons for lower clocks that a healthy GPU does not have. The cap of its power (0x4) is normal under full load.
+# Reasons for lower clocks that a healthy GPU does not have. The power cap (0x4) is normal under full load.
 SLOWDOWNS = {0x8: "hardware slowdown", 0x40: "too hot (hardware)", 0x80: "power brake", 0x20: "too hot (software)"}
 
 
@@ -48,11 +48,11 @@ def _version(package: str) -> str:
 
 def _rdma() -> dict[str, str]:
     """State of the first port of each RDMA device, such as "4: ACTIVE"."""
-    found = {}
+    states = {}
     for device in sorted(Path("/sys/class/infiniband").glob("*")):
         with contextlib.suppress(OSError):
-            found[device.name] = (device / "ports/1/state").read_text().strip()
-    return found
+            states[device.name] = (device / "ports/1/state").read_text().strip()
+    return states
 
 
 def _memory_available() -> int:
@@ -91,7 +91,7 @@ def _disk(folder: Path, size: int) -> dict[str, Any]:
 
 
 def of_gpu(number: int) -> dict[str, Any]:
-    """Health of a GPU, by the number that torch has for it, while it works: clocks of an idle GPU say nothing."""
+    """Health of a GPU, by torch's number. Call it while the GPU works: an idle GPU has low clocks."""
     try:
         import pynvml as nvml
 
@@ -103,26 +103,26 @@ def of_gpu(number: int) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(number)
     facts: dict[str, Any] = {"name": properties.name, "driver": nvml.nvmlSystemGetDriverVersion()}
 
-    def ask(name: str, call, *arguments) -> None:
-        with contextlib.suppress(nvml.NVMLError):  # each generation leaves some out
+    def read(name: str, call, *arguments) -> None:
+        with contextlib.suppress(nvml.NVMLError):  # each generation of GPUs lacks some figures
             facts[name] = call(*arguments)
 
     gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}".encode())
-    ask("clock", nvml.nvmlDeviceGetClockInfo, gpu, nvml.NVML_CLOCK_SM)
-    ask("clock_max", nvml.nvmlDeviceGetMaxClockInfo, gpu, nvml.NVML_CLOCK_SM)
-    ask("temperature", nvml.nvmlDeviceGetTemperature, gpu, nvml.NVML_TEMPERATURE_GPU)
-    ask("reasons", nvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu)
-    ask("ecc", nvml.nvmlDeviceGetTotalEccErrors, gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
-    ask("ecc_on", lambda: nvml.nvmlDeviceGetEccMode(gpu)[0])
-    ask("rows", lambda: list(nvml.nvmlDeviceGetRemappedRows(gpu)))  # corrected, uncorrected, pending, failed
-    ask("links", lambda: _links(nvml, gpu))
-    ask("pcie", lambda: [nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu), nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu)])
-    facts["slowed"] = [why for bit, why in SLOWDOWNS.items() if facts.get("reasons", 0) & bit]
+    read("clock", nvml.nvmlDeviceGetClockInfo, gpu, nvml.NVML_CLOCK_SM)
+    read("clock_max", nvml.nvmlDeviceGetMaxClockInfo, gpu, nvml.NVML_CLOCK_SM)
+    read("temperature", nvml.nvmlDeviceGetTemperature, gpu, nvml.NVML_TEMPERATURE_GPU)
+    read("reasons", nvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu)
+    read("ecc", nvml.nvmlDeviceGetTotalEccErrors, gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+    read("ecc_on", lambda: nvml.nvmlDeviceGetEccMode(gpu)[0])
+    read("rows", lambda: list(nvml.nvmlDeviceGetRemappedRows(gpu)))  # corrected, uncorrected, pending, failed
+    read("links", lambda: _links(nvml, gpu))
+    read("pcie", lambda: [nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu), nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu)])
+    facts["slowed"] = [reason for bit, reason in SLOWDOWNS.items() if facts.get("reasons", 0) & bit]
     return facts
 
 
-def taken(number: int) -> int:
-    """Bytes of a GPU that others have. It has to be asked before anything of ours is on it, except the context."""
+def used_by_others(number: int) -> int:
+    """Bytes of a GPU that other processes use. Call it while this process has nothing there except its context."""
     import torch
 
     free, total = torch.cuda.mem_get_info(number)
@@ -131,11 +131,11 @@ def taken(number: int) -> int:
 
 def _links(nvml, gpu) -> dict[str, int]:
     """Number of NVLinks that are up, and of all NVLinks."""
-    up = there = 0
+    up = count = 0
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
             up += nvml.nvmlDeviceGetNvLinkState(gpu, link)
-            there += 1
+            count += 1
         except nvml.NVMLError:
             continue
-    return {"up": up, "there": there}
+    return {"up": up, "there": count}

@@ -1,12 +1,12 @@
-"""Verdict on hosts: which do not fit a gang, by what pre-flight has measured on all. Pure: facts in, faults out.
+"""Verdict on hosts: which of them do not fit a gang, by pre-flight's measurements on all. Pure functions of facts.
 
-    misfits(hosts, ranks, pairs, expected) -> list[Fault]
+    misfits(hosts, ranks, pairs, expected) -> list[Misfit]
 
-A figure is held against the makers' where they are known (conf/planner/hardware.py), else against the other hosts': a
-host is slow when it is slow against everybody, so each is judged by its best pair, and three hosts of which one is slow
-already tell which. Two hosts can only tell that one of them is: neither is left out, and the gang is refused.
+A figure is compared with the data sheet's, if it is known (conf/planner/hardware.py), and with the other hosts'. Each
+host is judged by its best pair: a host is slow if it is slow with every other host. With three hosts this identifies a
+slow one. With two it is only known that one of them is slow: none is left out, and the gang is refused.
 
-Versions and configuration are held against what most hosts have, or the first of as many.
+Versions and configuration are compared with those of most hosts; if several are equally frequent, with the first.
 """
 
 from collections import Counter
@@ -16,22 +16,22 @@ from statistics import median_high
 from typing import Any
 
 GB = 1e9
-# A figure below this share of the others' counts as slow. GPUs have their own links and adapters, and differ by a few
-# percent; processes without them share cores with whatever else runs: of those only links between hosts are judged.
+# A figure below this share of the others' is slow. GPUs have their own links and adapters, and differ by a few percent.
+# Processes without GPUs share cores with other programs: for them only the links between hosts are judged.
 AGAINST_OTHERS = {"gpu": 0.75, "cpu": 0.2}
-AGAINST_SHEET = 0.5  # of the data sheet's figure: NCCL gets 0.8 of it with large messages, 0.6 in an all-to-all
-DISK_SHARE, DISK_ENOUGH = 0.25, 200e6  # of the others' speed; bytes/s that are enough however fast others are
-ROOM = {"gpu": 2 * GB, "cpu": 0}  # of disk, under which a run is not begun; tiny models need little
-SHM = 64e6  # bytes of /dev/shm: the default of containers, in which NCCL and data loaders fail
-TAKEN = 2 * GB  # of a GPU's memory by others; a context of ours is 0.5 GB
+AGAINST_SHEET = 0.5  # share of the data sheet's figure: NCCL reaches 0.8 with large messages, 0.6 in an all-to-all
+DISK_SHARE, DISK_ENOUGH = 0.25, 200e6  # share of the others' speed; bytes/s that are enough in any case
+ROOM = {"gpu": 2 * GB, "cpu": 0}  # free disk space that a run needs; tiny models need little
+SHM = 64e6  # bytes of /dev/shm: the default of containers, with which NCCL and data loaders fail
+TAKEN = 2 * GB  # limit of a GPU's memory that others use; one context needs 0.5 GB
 LEFT_OUT = "; to be left out"
-CLOCK = 0.6  # of the highest clock, under load
+CLOCK = 0.6  # share of the highest clock that a GPU must reach under load
 
 
 @dataclass(frozen=True)
 class Misfit:
     host: str
-    what: str  # after the host's name, a line
+    what: str  # text of the line after the host's name
     leave_out: bool = True
     rank: int | None = None
     measured: float | None = None
@@ -42,8 +42,8 @@ class Misfit:
         rank = f", rank {self.rank}" if self.rank is not None else ""
         return f"host {self.host}{rank}: {self.what}"
 
-    def told(self, node: int) -> str:
-        """Line for the process that started the ranks: which node, and whether it is to be left out."""
+    def report(self, node: int) -> str:
+        """Line for the process that started the ranks, with the node and whether to leave it out."""
         return f"preflight: node {node}, {self.line}{LEFT_OUT if self.leave_out else ''}"
 
 
@@ -52,7 +52,7 @@ Pairs = Mapping[tuple[str, str], Sequence[float]]  # bytes/s between two hosts, 
 
 @dataclass(frozen=True)
 class Expected:
-    """Expected bytes/s per GPU and direction, by the data sheets; None on a CPU."""
+    """Expected bytes/s per GPU and direction, according to the data sheets; None on a CPU."""
 
     network: float | None = None
     link: float | None = None
@@ -67,16 +67,16 @@ def misfits(hosts: Sequence[Mapping], ranks: Sequence[Mapping], pairs: Pairs, ex
     """
     kind = "gpu" if any(rank.get("gpu") for rank in ranks) else "cpu"
     bound = AGAINST_OTHERS[kind]
-    found = [*_versions(hosts, ranks), *_disks(hosts, ROOM[kind]), *_memory(hosts)]
-    found += _adapters(hosts, expected.adapters)
+    result = [*_versions(hosts, ranks), *_disks(hosts, ROOM[kind]), *_memory(hosts)]
+    result += _adapters(hosts, expected.adapters)
     if kind == "cpu":
-        return found + slow_hosts(pairs, bound, None)
+        return result + slow_hosts(pairs, bound, None)
     for rank in ranks:
-        found += _gpu(rank)
-    found += _slow_ranks(ranks, "speed", bound, None, "computes", "TFLOP/s", 1e12)
-    found += _slow_ranks(ranks, "link", bound, expected.link, "reaches the others of its host with", "GB/s", GB)
-    found += slow_hosts(pairs, bound, expected.network)
-    return found
+        result += _gpu(rank)
+    result += _slow_ranks(ranks, "speed", bound, None, "computes", "TFLOP/s", 1e12)
+    result += _slow_ranks(ranks, "link", bound, expected.link, "reaches the others of its host with", "GB/s", GB)
+    result += slow_hosts(pairs, bound, expected.network)
+    return result
 
 
 def _versions(hosts: Sequence[Mapping], ranks: Sequence[Mapping]) -> Iterable[Misfit]:
@@ -99,7 +99,7 @@ def _disks(hosts: Sequence[Mapping], room: float) -> Iterable[Misfit]:
         if "error" in disk:
             yield Misfit(host, f"{disk['folder']}: {disk['error']}")
         elif disk["free"] < room:
-            what = f"{disk['folder']}: {disk['free'] / GB:.1f} GB are free, {room / GB:.0f} are wanted"
+            what = f"{disk['folder']}: {disk['free'] / GB:.1f} GB are free, {room / GB:.0f} are needed"
             yield Misfit(host, what, measured=disk["free"], expected=room)
     for way in ("write", "read"):
         usual = median_high([disk[way] for disk in whole.values()]) if len(whole) > 2 else 0
@@ -120,9 +120,9 @@ def _memory(hosts: Sequence[Mapping]) -> Iterable[Misfit]:
             yield Misfit(host["host"], what, measured=host["shm_free"], expected=SHM)
 
 
-def _adapters(hosts: Sequence[Mapping], wanted: int | None) -> Iterable[Misfit]:
+def _adapters(hosts: Sequence[Mapping], expected: int | None) -> Iterable[Misfit]:
     active = {host["host"]: sum("ACTIVE" in state for state in host["adapters"].values()) for host in hosts}
-    usual = wanted or max(active.values(), default=0)
+    usual = expected or max(active.values(), default=0)
     for host, count in active.items():
         if count < usual:
             what = f"{count} of {usual} RDMA adapters are active"
@@ -132,10 +132,10 @@ def _adapters(hosts: Sequence[Mapping], wanted: int | None) -> Iterable[Misfit]:
 def _gpu(rank: Mapping) -> Iterable[Misfit]:
     gpu, host, number = rank.get("gpu") or {}, rank["host"], rank["rank"]
     if gpu.get("ecc"):
-        yield Misfit(host, f"{gpu['ecc']} bit errors of GPU memory were not corrected", rank=number)
+        yield Misfit(host, f"GPU memory has {gpu['ecc']} uncorrected bit errors", rank=number)
     _corrected, _uncorrected, pending, failed = gpu.get("rows") or (0, 0, 0, 0)
     if pending or failed:
-        yield Misfit(host, f"a row of GPU memory {'could not' if failed else 'is yet to'} be replaced", rank=number)
+        yield Misfit(host, f"a row of GPU memory {'could not' if failed else 'has still to'} be replaced", rank=number)
     if gpu.get("slowed"):
         what = f"the GPU runs slower: {', '.join(gpu['slowed'])}, {gpu.get('temperature', '?')} degrees"
         yield Misfit(host, what, rank=number)
@@ -165,13 +165,13 @@ def _slow_ranks(
     limit, name = max((bound * usual, "are usual"), (AGAINST_SHEET * (sheet or 0), "by the data sheet"))
     for rank, value in values.items():
         if value < limit:
-            held = usual if name == "are usual" else sheet or 0
-            what = f"{does} {value / scale:.3g} {unit}, {held / scale:.3g} {name}"
-            yield Misfit(hosts[rank], what, True, rank, value, held)
+            expected = usual if name == "are usual" else sheet or 0
+            what = f"{does} {value / scale:.3g} {unit}, {expected / scale:.3g} {name}"
+            yield Misfit(hosts[rank], what, True, rank, value, expected)
 
 
 def slow_hosts(pairs: Pairs, bound: float, sheet: float | None) -> list[Misfit]:
-    """Judge each host by the best that any pair of it reaches on a rail; the slowest rail of a host counts."""
+    """Judge each host by its slowest rail; the speed of a rail is that of the host's best pair there."""
     hosts = sorted({host for pair in pairs for host in pair})
     if not hosts:
         return []
@@ -183,48 +183,49 @@ def slow_hosts(pairs: Pairs, bound: float, sheet: float | None) -> list[Misfit]:
     }
     usual = median_high(best.values())
     limit = max(bound * usual, AGAINST_SHEET * (sheet or 0))
-    found, slow = [], set()
+    result, slow = [], set()
     for host in hosts:
         slow_rails = [rail for rail in rails if best[host, rail] < limit]
         if not slow_rails:
             continue
         slow.add(host)
         rail = min(slow_rails, key=lambda rail: best[host, rail])
-        value, held = best[host, rail], max(usual, sheet or 0)
-        which = f" on rail {rail}" if len(slow_rails) < len(rails) else ""
+        value, expected = best[host, rail], max(usual, sheet or 0)
+        place = f" on rail {rail}" if len(slow_rails) < len(rails) else ""
         if len(hosts) == 2:
-            other = next(one for one in hosts if one != host)
-            what = f"{value / GB:.3g} GB/s to host {other}{which}, {held / GB:.3g} by the data sheet; one of the two"
+            other = next(name for name in hosts if name != host)
+            by_sheet = f"{expected / GB:.3g} by the data sheet; one of the two"
+            what = f"{value / GB:.3g} GB/s to host {other}{place}, {by_sheet}"
         else:
-            what = f"{value / GB:.3g} GB/s to any other host{which}, {held / GB:.3g} are usual"
-        found.append(Misfit(host, what, len(hosts) > 2, None, value, held))
+            what = f"{value / GB:.3g} GB/s to any other host{place}, {expected / GB:.3g} are usual"
+        result.append(Misfit(host, what, len(hosts) > 2, None, value, expected))
     for (a, b), values in sorted(pairs.items()):
         if not {a, b} & slow and min(values) < bound * usual:
             what = (
                 f"{min(values) / GB:.3g} GB/s to host {b}, though both are faster with others ({usual / GB:.3g} GB/s)"
             )
-            found.append(Misfit(a, what, False, None, min(values), usual))
-    return found
+            result.append(Misfit(a, what, False, None, min(values), usual))
+    return result
 
 
 def rounds(hosts: int, most: int) -> list[list[tuple[int, int]]]:
-    """Pairs of hosts that meet at once, each host with one other.
+    """Rounds of pairs of hosts that are measured at the same time, each host in one pair.
 
-    All pairs take hosts - 1 rounds; `most` of them are kept.
+    All pairs take hosts - 1 rounds; at most `most` rounds are returned.
     """
     places = list(range(hosts)) + ([-1] if hosts % 2 else [])
-    found: list[list[tuple[int, int]]] = []
+    result: list[list[tuple[int, int]]] = []
     for _ in range(len(places) - 1):
         half = len(places) // 2
-        met = zip(places[:half], reversed(places[half:]), strict=True)
-        found.append([(min(a, b), max(a, b)) for a, b in met if min(a, b) >= 0])
+        pairs = zip(places[:half], reversed(places[half:]), strict=True)
+        result.append([(min(a, b), max(a, b)) for a, b in pairs if min(a, b) >= 0])
         places = [places[0], places[-1], *places[1:-1]]
-    step = max(1, -(-len(found) // most))
-    return found[::step]
+    step = max(1, -(-len(result) // most))
+    return result[::step]
 
 
 def unique(names: Sequence[str]) -> list[str]:
-    """Make names unique. Containers and namespaces of one host may bear one name."""
+    """Make names unique. Containers and namespaces of a host may have the same name."""
     return [name if names.count(name) == 1 else f"{name}/{node}" for node, name in enumerate(names)]
 
 

@@ -1,4 +1,4 @@
-"""Speed of a device in one large matrix product: what the speed of a step is held against."""
+"""Speed of a device in a large matrix product, for comparison with the speed of a step."""
 
 # pyright: reportArgumentType=false
 
@@ -6,7 +6,7 @@ import time
 
 SIZE = {"cuda": 8192, "cpu": 512}  # rows of the square matrices that are multiplied
 REPEATS = {"cuda": 20, "cpu": 4}
-ATTEMPTS = 3  # the fastest counts: disturbances only ever slow it
+ATTEMPTS = 3  # the fastest counts, because disturbances can only slow it
 
 
 def speed(device, dtype) -> float:
@@ -15,7 +15,7 @@ def speed(device, dtype) -> float:
 
     size, repeats, best = SIZE[device.type], REPEATS[device.type], float("inf")
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    for attempt in range(ATTEMPTS + 1):  # the first one chooses a kernel
+    for attempt in range(ATTEMPTS + 1):  # the first chooses a kernel and does not count
         start = time.perf_counter()
         for _ in range(repeats):
             torch.mm(a, b)

@@ -1,9 +1,10 @@
-"""Say what GPUs and hosts did in steps that torch's profiler has recorded.
+"""Report on how GPUs and hosts spent their time in steps that torch's profiler has recorded.
 
     python -m trainer.profiling FOLDER [--json]
 
-FOLDER has a file of each recorded rank, rankN.trace.json.gz: a step of a training with log.profile_every, in
-paths.logs/profile/step-N, or what python -m trainer.trial --profile has kept. It gets profile.json and profile.html.
+FOLDER has a file rankN.trace.json.gz of each recorded rank: paths.logs/profile/step-N of a training with
+log.profile_every, or the folder of python -m trainer.trial --profile. The command writes profile.json and profile.html
+there.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Figures of a profiled step on one rank: what its device and its host did with the time.
+"""Figures of a profiled step on one rank: how its device and its host spent the time.
 
-    of(trace)             everything below, as JSON has it; milliseconds, unless the name says otherwise
-    waiting(traces)       of each kind of collective, what ranks waited for those that came later
+    of(trace)             all figures, for JSON; in milliseconds, unless the name says otherwise
+    waiting(traces)       for each kind of collective, the time for which ranks waited for later ones
 
-A moment counts as computing if any kernel ran that is no collective; a collective is exposed while nothing computes.
-Shares are of the span. Exposed parts of several kinds and groups may overlap, so that they add up to more than their
-union, which stands beside them.
+The device is computing while any kernel runs that is not a collective; a collective is exposed while nothing computes.
+Shares are of the span. Exposed parts of several kinds and groups may overlap: their sum may exceed the figure
+`exposed`, which is their union.
 """
 
 # pyright: reportArgumentType=false
@@ -18,7 +18,7 @@ from trainer.profiling import gaps, intervals, kinds
 from trainer.profiling.trace import Trace, Work
 
 SMALL = 10.0  # microseconds: launching a kernel takes the host about as long
-OPERATIONS = 15  # of the host, shown
+OPERATIONS = 15  # of the host that are shown
 
 
 def of(trace: Trace) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def of(trace: Trace) -> dict[str, Any]:
     talking = intervals.union(_spans(_talking(trace)))
     busy = intervals.union(_spans(trace.work))
     exposed = intervals.without(talking, computing)
-    found = {
+    figures = {
         "rank": trace.rank,
         "steps": trace.steps,
         "span": _ms(span),
@@ -41,8 +41,8 @@ def of(trace: Trace) -> dict[str, Any]:
         "host": _host(trace),
         "operations": _operations(trace),
     }
-    idle = gaps.found(trace, busy) if trace.work else []
-    return found | {
+    idle = gaps.find(trace, busy) if trace.work else []
+    return figures | {
         "idle": gaps.by_cause(idle, span),
         "gaps": gaps.costliest(trace, idle),
         "lead_us": _rounded(gaps.lead(trace)),
@@ -52,24 +52,24 @@ def of(trace: Trace) -> dict[str, Any]:
 
 
 def waiting(traces: Iterable[Trace]) -> list[dict[str, Any]]:
-    """Milliseconds of each kind and group's collectives, and how many of them were spent on waiting for other ranks.
+    """Milliseconds of the collectives of each kind and group, and of these the time waiting for other ranks.
 
-    The n-th collective of a kind and group is the same on all its ranks; the rank on which it took least came last, and
-    waited for nobody. A group that ranks have unlike numbers of is left out.
+    The n-th collective of a kind and group is the same on all its ranks. The rank on which it was shortest came last
+    and did not wait. A group with different numbers of collectives on its ranks is left out.
     """
-    own: dict[tuple[str, str, str], list[list[Work]]] = defaultdict(list)
+    by_group: dict[tuple[str, str, str], list[list[Work]]] = defaultdict(list)
     for trace in traces:
-        mine = defaultdict(list)
-        for one in _talking(trace):
-            mine[one.kind, one.group, one.ranks].append(one)
-        for key, works in mine.items():
-            own[key].append(works)
+        of_rank = defaultdict(list)
+        for work in _talking(trace):
+            of_rank[work.kind, work.group, work.ranks].append(work)
+        for key, works in of_rank.items():
+            by_group[key].append(works)
     total: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for (kind, group, _), lists in own.items():
+    for (kind, group, _), lists in by_group.items():
         if len(lists) < 2 or len({len(works) for works in lists}) > 1:
             continue
-        for alike in zip(*lists, strict=True):
-            took = [one.end - one.start for one in alike]
+        for collective in zip(*lists, strict=True):
+            took = [work.end - work.start for work in collective]
             total[kind, group][0] += sum(took)
             total[kind, group][1] += sum(took) - min(took) * len(took)
     rows = [
@@ -80,17 +80,17 @@ def waiting(traces: Iterable[Trace]) -> list[dict[str, Any]]:
 
 
 def _computing(trace: Trace) -> list[Work]:
-    return [one for one in trace.work if one.kind not in kinds.COLLECTIVES | kinds.COPIES]
+    return [work for work in trace.work if work.kind not in kinds.COLLECTIVES | kinds.COPIES]
 
 
 def _talking(trace: Trace) -> list[Work]:
-    return [one for one in trace.work if one.kind in kinds.COLLECTIVES]
+    return [work for work in trace.work if work.kind in kinds.COLLECTIVES]
 
 
 def _exposed(trace: Trace, computing: intervals.Intervals) -> list[dict[str, Any]]:
     by: dict[tuple[str, str], list[Work]] = defaultdict(list)
-    for one in _talking(trace):
-        by[one.kind, one.group].append(one)
+    for work in _talking(trace):
+        by[work.kind, work.group].append(work)
     rows = []
     for (kind, group), works in by.items():
         whole = intervals.union(_spans(works))
@@ -101,7 +101,7 @@ def _exposed(trace: Trace, computing: intervals.Intervals) -> list[dict[str, Any
                 "count": len(works),
                 "ms": _ms(intervals.length(whole)),
                 "exposed": _ms(intervals.length(intervals.without(whole, computing))),
-                "megabytes": round(sum(one.size for one in works) / 1e6, 1),
+                "megabytes": round(sum(work.size for work in works) / 1e6, 1),
             }
         )
     return sorted(rows, key=lambda row: -row["exposed"])
@@ -109,9 +109,9 @@ def _exposed(trace: Trace, computing: intervals.Intervals) -> list[dict[str, Any
 
 def _kernels(trace: Trace, span: float) -> list[dict[str, Any]]:
     count, took = Counter(), Counter()
-    for one in trace.work:
-        count[one.kind] += 1
-        took[one.kind] += one.end - one.start
+    for work in trace.work:
+        count[work.kind] += 1
+        took[work.kind] += work.end - work.start
     return [
         {"kind": kind, "count": count[kind], "ms": _ms(time), "share": round(time / span, 4)}
         for kind, time in took.most_common()
@@ -119,7 +119,7 @@ def _kernels(trace: Trace, span: float) -> list[dict[str, Any]]:
 
 
 def _small(trace: Trace, span: float) -> dict[str, Any]:
-    took = [one.end - one.start for one in _computing(trace)]
+    took = [work.end - work.start for work in _computing(trace)]
     small = [time for time in took if time < SMALL]
     return {"count": len(small), "of": len(took), "ms": _ms(sum(small)), "share": round(sum(small) / span, 4)}
 
@@ -140,11 +140,11 @@ def _host(trace: Trace) -> dict[str, Any]:
 
 
 def _operations(trace: Trace) -> list[dict[str, Any]]:
-    """What took most of the host's time by itself, without what it was made of, over all threads."""
-    count, took = Counter(one.name for one in trace.operations), Counter()
+    """Operations with most of the host's time, over all threads, without the operations inside them."""
+    count, took = Counter(event.name for event in trace.operations), Counter()
     by = defaultdict(list)
-    for one in trace.operations:
-        by[one.thread].append(one)
+    for event in trace.operations:
+        by[event.thread].append(event)
     for events in by.values():
         took.update(gaps.doing(events, trace.start, trace.end))
     del took[gaps.OUTSIDE]
@@ -152,11 +152,11 @@ def _operations(trace: Trace) -> list[dict[str, Any]]:
 
 
 def _spans(works: Iterable[Work]) -> Iterable[tuple[float, float]]:
-    return ((one.start, one.end) for one in works)
+    return ((work.start, work.end) for work in works)
 
 
-def _share(found: intervals.Intervals, span: float) -> float:
-    return round(intervals.length(found) / span, 4)
+def _share(spans: intervals.Intervals, span: float) -> float:
+    return round(intervals.length(spans) / span, 4)
 
 
 def _ms(microseconds: float) -> float:

@@ -1,8 +1,8 @@
-"""Moments at which a device does nothing, and why: its host is late, waits for it, or the device waits for itself.
+"""Gaps in which a device does nothing, and their causes: a late host, a host that waits, or work that waits.
 
-A gap's cause is told by the work that ends it. Had its call not returned when the gap began, the host was late; and if
-the thread that called was in a call that waits for the device, it was late because of that. Work that had been asked
-for before the gap waited for something else: another stream, or the device itself.
+The work that ends a gap shows its cause. If its call had not returned when the gap began, the host was late; if the
+calling thread was in a call that waits for the device, the host was late because of that. If the call had returned
+before the gap, the work waited for something else: another stream, or the device.
 """
 
 # pyright: reportArgumentType=false
@@ -18,12 +18,12 @@ from trainer.profiling import intervals, kinds
 from trainer.profiling.trace import Call, Trace, Work
 
 LATE, WAITED, DEPENDS, SHORT = "host late", "after a wait", "dependency", "below 2 us"
-LEAST = 2.0  # microseconds that lie between two kernels of one stream in any case
-LEAD = 20.0  # microseconds between a call's return and its work's begin, below which the host is only just in time
-RUN = 10  # works in a row that begin so: fewer are chance
+LEAST = 2.0  # microseconds that are always between two kernels of a stream
+LEAD = 20.0  # microseconds between a call's return and the start of its work, below which the host is barely in time
+RUN = 10  # consecutive works with a lead below LEAD that make a stretch: fewer may be chance
 MOST = 10  # gaps that are shown
-STRETCHES = 5  # and stretches
-TOLD = 4  # operations of the host that are named for each
+STRETCHES = 5  # stretches that are shown
+NAMED = 4  # operations of the host that are named for each
 COLUMNS = 600  # of the picture
 OUTSIDE = "Python, outside of torch"
 
@@ -35,21 +35,21 @@ class Gap:
     cause: str
     before: Work | None
     after: Work | None
-    call: Call | None  # that asked for the work that ended it
+    call: Call | None  # that started the work after the gap
 
 
-def found(trace: Trace, busy: intervals.Intervals) -> list[Gap]:
-    """Gaps between what the device did, those at both ends of the steps included."""
+def find(trace: Trace, busy: intervals.Intervals) -> list[Gap]:
+    """Find the gaps between the device's works, including those at both ends of the steps."""
     calls = {call.correlation: call for call in trace.calls if kinds.STARTS.search(call.name)}
     waits = sorted((call for call in trace.calls if kinds.WAITS.search(call.name)), key=lambda call: call.end)
-    first = {one.start: one for one in reversed(trace.work)}  # of those that begin together the longest-named
-    last = {one.end: one for one in trace.work}
-    made = []
+    first = {work.start: work for work in reversed(trace.work)}  # of works that start together, the first in the list
+    last = {work.end: work for work in trace.work}
+    gaps = []
     for start, end in intervals.without([(trace.start, trace.end)], busy):
         after = first.get(end)
         call = calls.get(after.correlation) if after else None
-        made.append(Gap(start, end, _cause(start, end, after, call, waits), last.get(start), after, call))
-    return made
+        gaps.append(Gap(start, end, _cause(start, end, after, call, waits), last.get(start), after, call))
+    return gaps
 
 
 def _cause(start: float, end: float, after: Work | None, call: Call | None, waits: list[Call]) -> str:
@@ -59,9 +59,9 @@ def _cause(start: float, end: float, after: Work | None, call: Call | None, wait
         return SHORT
     if call is None or call.end <= start:
         return DEPENDS
-    at = bisect_right(waits, start, key=lambda one: one.end)
-    nearby = waits[at : at + 8]  # those of a few threads that ended after the gap began
-    return WAITED if any(one.thread == call.thread and one.start < end for one in nearby) else LATE
+    at = bisect_right(waits, start, key=lambda wait: wait.end)
+    nearby = waits[at : at + 8]  # the first that ended after the gap began, of all threads
+    return WAITED if any(wait.thread == call.thread and wait.start < end for wait in nearby) else LATE
 
 
 def by_cause(gaps: Iterable[Gap], span: float) -> dict[str, dict[str, Any]]:
@@ -75,7 +75,7 @@ def by_cause(gaps: Iterable[Gap], span: float) -> dict[str, dict[str, Any]]:
 
 
 def costliest(trace: Trace, gaps: list[Gap]) -> list[dict[str, Any]]:
-    """The longest gaps, and what the thread that ended each did meanwhile."""
+    """The longest gaps, with the operations of the thread that ended each."""
     longest = sorted(gaps, key=lambda gap: gap.start - gap.end)[:MOST]
     events = _by_thread(trace)
     rows = []
@@ -89,24 +89,24 @@ def costliest(trace: Trace, gaps: list[Gap]) -> list[dict[str, Any]]:
                 "cause": gap.cause,
                 "before": gap.before.name if gap.before else None,
                 "after": gap.after.name if gap.after else None,
-                "host": _told(during),
+                "host": _named(during),
             }
         )
     return rows
 
 
 def lead(trace: Trace) -> float | None:
-    """Median of the microseconds by which the host is ahead of the device; None where no call is known."""
-    ahead = [max(0.0, one.start - call.end) for one, call in _asked(trace)]
+    """Median of the microseconds by which the host is ahead of the device; None if no call is known."""
+    ahead = [max(0.0, work.start - call.end) for work, call in _works_with_calls(trace)]
     return median(ahead) if ahead else None
 
 
 def host_bound(trace: Trace) -> dict[str, Any]:
-    """Stretches of time in which each kernel began as soon as it was asked for: the host sets the pace there."""
+    """Stretches of time in which each kernel started right after its call: the host sets the pace there."""
     stretches, run = [], []
-    for one, call in [*_asked(trace), (None, None)]:
-        if one and call and one.start - call.end < LEAD:
-            run.append(one)
+    for work, call in [*_works_with_calls(trace), (None, None)]:
+        if work and call and work.start - call.end < LEAD:
+            run.append(work)
             continue
         if len(run) >= RUN:
             stretches.append((run[0].start, max(work.end for work in run), len(run)))
@@ -114,17 +114,17 @@ def host_bound(trace: Trace) -> dict[str, Any]:
     whole = intervals.union((start, end) for start, end, _ in stretches)
     events = _by_thread(trace).get(_main(trace), [])
     rows = []
-    for start, end, count in sorted(stretches, key=lambda one: one[0] - one[1])[:STRETCHES]:
+    for start, end, count in sorted(stretches, key=lambda stretch: stretch[0] - stretch[1])[:STRETCHES]:
         row = {"at": round((start - trace.start) / 1e3, 4), "ms": round((end - start) / 1e3, 4), "kernels": count}
-        rows.append(row | {"host": _told(doing(events, start, end))})
+        rows.append(row | {"host": _named(doing(events, start, end))})
     share = round(intervals.length(whole) / (trace.end - trace.start), 4)
     return {"count": len(stretches), "share": share, "longest": rows}
 
 
 def doing(events: list[Call], start: float, end: float) -> Counter:
-    """Microseconds of one thread between two moments, by the innermost of what it was in.
+    """Microseconds of one thread between two moments, by the innermost event at each moment.
 
-    The events lie in or after one another, and come by their start, outer ones first.
+    Events are nested or consecutive, and sorted by start, outer events first.
     """
     took, stack, now = Counter(), [], start
 
@@ -150,7 +150,7 @@ def doing(events: list[Call], start: float, end: float) -> Counter:
 def strip(
     trace: Trace, computing: intervals.Intervals, talking: intervals.Intervals, gaps: list[Gap]
 ) -> dict[str, list[float]]:
-    """Shares of each of COLUMNS equal parts of the time, for a picture: what adds up to 1 with copies and fills."""
+    """Shares of each of COLUMNS equal parts of the time, for a picture. With copies and fills they add up to 1."""
     rows = {
         "computing": computing,
         "exposed": intervals.without(talking, computing),
@@ -173,31 +173,31 @@ def _columns(spans: intervals.Intervals, trace: Trace) -> Iterator[float]:
 
 
 def _overlapping(events: list[Call], start: float, end: float) -> Iterator[Call]:
-    """Events of one thread that touch the time between; those that began long before are found by their end."""
-    last = bisect_right(events, end, key=lambda one: one.start)
+    """Events of one thread that overlap this time, including those that began long before it."""
+    last = bisect_right(events, end, key=lambda event: event.start)
     return (event for event in events[:last] if event.end > start)
 
 
 def _by_thread(trace: Trace) -> dict[str, list[Call]]:
-    found: dict[str, list[Call]] = {}
-    for one in sorted([*trace.operations, *trace.calls], key=lambda one: (one.start, -one.end)):
-        found.setdefault(one.thread, []).append(one)
-    return found
+    threads: dict[str, list[Call]] = {}
+    for event in sorted([*trace.operations, *trace.calls], key=lambda event: (event.start, -event.end)):
+        threads.setdefault(event.thread, []).append(event)
+    return threads
 
 
 def _main(trace: Trace) -> str:
-    """The thread that asks for most."""
-    counts = Counter(call.thread for call in trace.calls) or Counter(one.thread for one in trace.operations)
+    """The thread with most calls."""
+    counts = Counter(call.thread for call in trace.calls or trace.operations)
     return counts.most_common(1)[0][0] if counts else ""
 
 
-def _asked(trace: Trace) -> Iterator[tuple[Work, Call]]:
-    """Kernels with the calls that asked for them, by start. Collectives begin when others are there: left out."""
+def _works_with_calls(trace: Trace) -> Iterator[tuple[Work, Call]]:
+    """Works with the calls that started them, by start. Collectives are left out, because they wait for other ranks."""
     calls = {call.correlation: call for call in trace.calls if kinds.STARTS.search(call.name)}
-    for one in trace.work:
-        if one.kind not in kinds.COLLECTIVES and (call := calls.get(one.correlation)):
-            yield one, call
+    for work in trace.work:
+        if work.kind not in kinds.COLLECTIVES and (call := calls.get(work.correlation)):
+            yield work, call
 
 
-def _told(during: Counter) -> list[list[Any]]:
-    return [[name, round(took / 1e3, 4)] for name, took in during.most_common(TOLD)]
+def _named(during: Counter) -> list[list[Any]]:
+    return [[name, round(took / 1e3, 4)] for name, took in during.most_common(NAMED)]

@@ -1,8 +1,8 @@
-"""Kinds of kernels, collectives and calls, by the names that NVIDIA's libraries, torch and Triton give them."""
+"""Kinds of kernels, collectives and calls, by their names in NVIDIA's libraries, torch and Triton."""
 
 import re
 
-# The first that is found in a kernel's name, whatever the case.
+# The first pattern that matches a kernel's name decides; case does not matter.
 NAMES = (
     ("all-gather", r"nccl\w*_AllGather"),
     ("reduce-scatter", r"nccl\w*_ReduceScatter"),
@@ -28,11 +28,11 @@ NAMES = (
     ("element-wise", r"elementwise|vectorized|triton|swiglu|silu|gelu|act|dropout"),
 )  # fmt: skip
 COLLECTIVES = {name for name, _ in NAMES[:6]}
-COPIES = {name for name, _ in NAMES[6:10]}  # moved by engines of their own, or by no one that computes
+COPIES = {name for name, _ in NAMES[6:10]}  # done by copy engines, or by kernels that do not compute
 OTHER = "other"
 _NAMES = [(name, re.compile(pattern, re.IGNORECASE)) for name, pattern in NAMES]
 
-# Calls that the host waits in until the device is done.
+# Calls in which the host waits until the device has finished.
 WAITS = re.compile(r"^cuda(Device|Stream|Event)Synchronize|^cu(Ctx|Stream|Event)Synchronize|^cudaMemcpy$|^cudaFree")
 STARTS = re.compile(r"Launch|Memcpy|Memset")  # calls that give the device work
 

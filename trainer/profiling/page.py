@@ -1,4 +1,4 @@
-"""Page of a profile: a strip for each rank shows what its device did when, and the costliest gaps above it."""
+"""Page of a profile: a strip for each rank shows how its device spent the time, with the costliest gaps above it."""
 
 from collections.abc import Iterator
 from html import escape
@@ -11,9 +11,9 @@ from contract.html_page import Gap, Strip
 def of(answer: dict[str, Any], words: list[str]) -> str:
     parts = (
         html_page.strip_legend(),
-        "<p>What is left are copies, fills and gaps below 2 us.</p>",
+        "<p>The rest are copies, fills and gaps below 2 us.</p>",
         *(part for row in answer["ranks"] for part in _strip(row)),
-        "<h2>In words</h2>",
+        "<h2>Report</h2>",
         f"<pre>{escape(chr(10).join(words))}</pre>",
     )
     return html_page.page(f"Profile of {answer.get('name', 'a training')}", parts)

@@ -1,7 +1,7 @@
-"""Recording of whole steps by torch's profiler, as a callback of Megatron-Bridge's loop.
+"""Recording of whole steps with torch's profiler, as a callback of Megatron-Bridge's loop.
 
-The step before a recorded one is profiled too and thrown away: starting the profiler takes a while. Neither stacks nor
-shapes are recorded, which would cost the host more than the work that is looked at.
+The step before a recorded one is also profiled and thrown away, because starting the profiler takes time. Stacks and
+shapes are not recorded: that would take more of the host's time than the recorded work.
 """
 
 # pyright: reportArgumentType=false
@@ -13,7 +13,7 @@ from conf.schema.run import Run
 from trainer.profiling.report import TRACE
 from trainer.startup import device
 
-FEW = 8  # ranks: all are recorded, and so as late as one another; of more the first and the last
+FEW = 8  # up to so many ranks all are recorded, and equally delayed; of more only the first and the last
 
 
 def folder_of(run: Run, step: int) -> Path:
@@ -27,30 +27,30 @@ def recorder(run: Run):
     from torch.profiler import ProfilerActivity, profile, schedule
 
     every, rank = run.log.profile_every, int(os.environ["RANK"])
-    assert every, "asked for only where steps are recorded"
+    assert every, "only called if steps are recorded"
     recorded = run.world <= FEW or rank in (0, run.world - 1)
 
     class Recorder(Callback):
         profiler: profile | None = None
-        left = 0  # steps until the trace is whole
+        steps_left = 0  # until the trace is complete
 
         def on_train_step_start(self, context) -> None:
-            step = context.state.train_state.step + 2  # the one after that which begins
+            step = context.state.train_state.step + 2  # the step after the one that starts now
             if recorded and step % every == 0:
-                self.profiler, self.left = _profiler(step), 2
+                self.profiler, self.steps_left = _profiler(step), 2
                 self.profiler.start()
 
         def on_train_step_end(self, context) -> None:
             if self.profiler:
-                torch.cuda.synchronize()  # so that the step's kernels end within it
+                torch.cuda.synchronize()  # the step's kernels must end within the step
                 self.profiler.step()
-                self.left -= 1
-                if not self.left:
+                self.steps_left -= 1
+                if not self.steps_left:
                     self.profiler.stop()
                     self.profiler = None
 
         def on_train_end(self, context) -> None:
-            if self.profiler:  # the step that was to be recorded never came
+            if self.profiler:  # training ends before the step to record
                 self.profiler.stop()
 
     def _profiler(step: int) -> profile:

@@ -1,9 +1,9 @@
-"""Report on the traces of a folder: figures of every rank as JSON, the same in words, and a page with a picture.
+"""Report on the traces of a folder: figures of every rank as JSON, as text, and as a page with a picture.
 
-    report(folder, of)     reads <folder>/rank*.trace.json.gz, writes profile.json and profile.html beside them
+    report(folder, of)     reads <folder>/rank*.trace.json.gz, writes profile.json and profile.html there
     lines(answer)          for a terminal
 
-`of` is what the caller knows of the steps: their usual seconds, and how many layers times microbatches a rank has.
+`of` has the caller's facts of the steps: their usual seconds, and layers times microbatches of a rank.
 """
 
 import json
@@ -16,7 +16,7 @@ from trainer.profiling import figures, gaps, page, trace
 
 TRACE = "rank{}.trace.json.gz"
 RESULT, PAGE = "profile.json", "profile.html"
-DISTORTED = 1.25  # a profiled step that takes so much longer than a usual one says little about idle time
+DISTORTED = 1.25  # above this ratio to a usual step, a profiled step shows little about idle time
 SHOWN = 12  # rows of a table
 
 
@@ -26,9 +26,9 @@ def report(folder: Path, of: dict[str, Any] | None = None) -> dict[str, Any]:
         raise Fault(f"{folder}: no {TRACE.format('N')}: nothing was profiled")
     traces, rows = [], []
     for file in files:
-        one = trace.read(file)
-        rows.append({**figures.of(one), "trace": str(file.absolute())})
-        traces.append(one.collectives())
+        of_rank = trace.read(file)
+        rows.append({**figures.of(of_rank), "trace": str(file.absolute())})
+        traces.append(of_rank.collectives())
     answer = {**(of or {}), "ranks": rows, "waiting": figures.waiting(traces)}
     if usual := answer.get("seconds"):
         answer["slowed"] = round(max(row["span"] / row["steps"] for row in rows) / 1e3 / usual, 3)
@@ -47,30 +47,30 @@ def lines(answer: dict[str, Any]) -> Iterator[str]:
         yield f"rank {slowest['rank']}, which computes least; ms of a profiled step"
         yield from _device(answer, slowest)
     else:
-        yield f"rank {slowest['rank']}: no kernels, as there is no GPU: operations of the host alone"
-    yield from _table("the host by itself", slowest["operations"], ("name", "count", "ms"))
+        yield f"rank {slowest['rank']}: no kernels without a GPU: operations of the host only"
+    yield from _table("operations of the host", slowest["operations"], ("name", "count", "ms"))
     for row in ranks[:1] + ranks[1:][-1:]:
         yield f"trace of rank {row['rank']}, for https://ui.perfetto.dev: {row['trace']}"
     yield f"page: {answer['page']}"
 
 
 def verdict(answer: dict[str, Any], row: dict[str, Any]) -> str:
-    """One line: what sets the pace."""
+    """One line on what limits the speed."""
     if not row["kernels"]:
-        return f"profile: {row['span']:,.0f} ms; no kernels were seen"
+        return f"profile: {row['span']:,.0f} ms; no kernels were recorded"
     idle, host = row["idle"], row["host"]
     late = idle[gaps.LATE]["share"] + idle[gaps.WAITED]["share"]
     losses = {"host-bound": late, "bound by communication": row["exposed"]}
-    worst, share = max(losses.items(), key=lambda one: one[1])
-    said = worst if row["computing"] < 0.85 and share >= 0.05 else "GPU-bound"
+    worst, share = max(losses.items(), key=lambda loss: loss[1])
+    limit = worst if row["computing"] < 0.85 and share >= 0.05 else "GPU-bound"
     line = (
-        f"profile: {said}: {row['computing']:.0%} computing, {1 - row['busy']:.0%} idle "
-        f"({late:.0%} for a host that is late), {row['exposed']:.0%} exposed communication"
+        f"profile: {limit}: {row['computing']:.0%} computing, {1 - row['busy']:.0%} idle "
+        f"({late:.0%} because the host is late), {row['exposed']:.0%} exposed communication"
     )
     each = answer.get("layers_times_microbatches")
     per = f" per layer and microbatch of {each * row['steps']:.0f}" if each else ""
     by = each * row["steps"] if each else 1
-    counts = [sum(one["count"] for one in row["kernels"]), host["collectives"], host["waits"]]
+    counts = [sum(kind["count"] for kind in row["kernels"]), host["collectives"], host["waits"]]
     line += "; {:,.4g} kernels, {:,.4g} collectives, {:,.4g} waits".format(*(count / by for count in counts)) + per
     if answer.get("slowed", 0) > DISTORTED:
         line += f"; the profiler made the step {answer['slowed']:.2f} times as long: idle times are too large"
@@ -99,8 +99,9 @@ def _device(answer: dict[str, Any], row: dict[str, Any]) -> Iterator[str]:
     yield from _table("waiting for other ranks, all ranks", answer["waiting"], ("kind", "group", "ms", "waiting"))
     if bound["count"]:
         yield f"host-bound stretches: {bound['count']}, {bound['share']:.1%} of the step; the longest"
-        for one in bound["longest"]:
-            yield f"    at {one['at']:.2f} ms, {one['ms']:.2f} ms, {one['kernels']} kernels: {_doing(one['host'])}"
+        for stretch in bound["longest"]:
+            span = f"at {stretch['at']:.2f} ms, {stretch['ms']:.2f} ms"
+            yield f"    {span}, {stretch['kernels']} kernels: {_doing(stretch['host'])}"
     yield "costliest gaps"
     for gap in row["gaps"]:
         before, after = ((gap[key] or "-")[:40] for key in ("before", "after"))
@@ -109,7 +110,7 @@ def _device(answer: dict[str, Any], row: dict[str, Any]) -> Iterator[str]:
 
 
 def _doing(host: list[list[Any]]) -> str:
-    return ", ".join(f"{name[:60]} {took:.3f}" for name, took in host) or "nothing that was recorded"
+    return ", ".join(f"{name[:60]} {took:.3f}" for name, took in host) or "no recorded operation"
 
 
 def _table(head: str, rows: list[dict[str, Any]], keys: tuple[str, ...]) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""A rank's trace as torch's profiler writes it (Chrome's format), read into what the report is made of.
+"""Read a rank's trace in the format of torch's profiler (Chrome's) into works, calls and operations.
 
-Only what a device did itself counts as its work: kernels, copies and fills. The annotations that the profiler repeats
-on the device's side would count each collective twice. Everything is clipped to the profiled steps; times are
-microseconds of the host's clock, which all ranks of a host share.
+Only kernels, copies and fills count as work of a device. The profiler also repeats annotations on the device's side,
+which would count each collective twice. Everything is clipped to the profiled steps; times are microseconds of the
+host's clock, which all ranks of a host share.
 """
 
 import gzip
@@ -26,15 +26,15 @@ class Work(NamedTuple):
     start: float
     end: float
     name: str
-    kind: str  # one of kinds.py's
+    kind: str  # of kinds.py
     correlation: int  # of the call that started it
-    group: str  # of a collective: who took part
+    group: str  # name of a collective's group
     ranks: str
     size: int  # bytes that a collective or a copy has moved
 
 
 class Call(NamedTuple):
-    """Call of the driver by a thread of the host, or an operation of that thread."""
+    """A call of the driver by a thread of the host, or an operation of that thread."""
 
     start: float
     end: float
@@ -51,21 +51,21 @@ class Trace:
     end: float
     work: list[Work]  # by start
     calls: list[Call]
-    operations: list[Call]  # torch's, by start; the outer ones before those that they are made of
+    operations: list[Call]  # of torch, by start; outer operations before those inside them
 
     def collectives(self) -> "Trace":
-        """The trace with nothing but what other ranks have a part in; the rest may take a gigabyte."""
-        talking = [one for one in self.work if one.kind in kinds.COLLECTIVES]
+        """The trace with its collectives only; the rest may take a gigabyte."""
+        talking = [work for work in self.work if work.kind in kinds.COLLECTIVES]
         return replace(self, work=talking, calls=[], operations=[])
 
 
 def read(path: Path) -> Trace:
-    """Trace of the steps that are marked in a file; of all that is in it where none is."""
+    """Trace of the steps that are marked in a file; of the whole file if no step is marked."""
     try:
         with gzip.open(path, "rt") as file:
             return of(json.load(file))
     except (ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
-        raise Fault(f"{path}: no trace of torch's profiler: {type(error).__name__}: {error}") from error
+        raise Fault(f"{path}: not a trace of torch's profiler: {type(error).__name__}: {error}") from error
 
 
 def of(whole: dict[str, Any]) -> Trace:
@@ -86,34 +86,34 @@ def of(whole: dict[str, Any]) -> Trace:
         calls=sorted(_call(event) for event in inside if event.get("cat") in CALLS),
         operations=sorted(
             (_call(event) for event in inside if event.get("cat") in OF_HOST and event not in steps),
-            key=lambda one: (one.start, -one.end),
+            key=lambda operation: (operation.start, -operation.end),
         ),
     )
 
 
 def _work(event: dict[str, Any], start: float, end: float) -> Work:
-    told = event.get("args", {})
+    facts = event.get("args", {})
     kind = kinds.of(event["name"])
     group = ""
     if kind in kinds.COLLECTIVES:
-        group = str(told.get("Process Group Description") or told.get("Process Group Name") or "unknown")
-    size = told.get("bytes", 0)
-    if "In msg nelems" in told:
-        elements = max(int(told["In msg nelems"]), int(told.get("Out msg nelems", 0)))
-        size = elements * kinds.WIDTHS.get(str(told.get("dtype")), 4)
+        group = str(facts.get("Process Group Description") or facts.get("Process Group Name") or "unknown")
+    size = facts.get("bytes", 0)
+    if "In msg nelems" in facts:
+        elements = max(int(facts["In msg nelems"]), int(facts.get("Out msg nelems", 0)))
+        size = elements * kinds.WIDTHS.get(str(facts.get("dtype")), 4)
     return Work(
         max(start, event["ts"]),
         min(end, event["ts"] + event["dur"]),
         event["name"],
         kind,
-        int(told.get("correlation", -1)),
+        int(facts.get("correlation", -1)),
         group,
-        str(told.get("Process Group Ranks", "")),
+        str(facts.get("Process Group Ranks", "")),
         int(size),
     )
 
 
 def _call(event: dict[str, Any]) -> Call:
-    told = event.get("args", {})
+    facts = event.get("args", {})
     thread = f"{event.get('pid')}/{event.get('tid')}"
-    return Call(event["ts"], event["ts"] + event["dur"], event["name"], thread, int(told.get("correlation", -1)))
+    return Call(event["ts"], event["ts"] + event["dur"], event["name"], thread, int(facts.get("correlation", -1)))

@@ -1,12 +1,12 @@
-"""Prove a base against the release: every tensor has its place, and its numbers to the last bit.
+"""Prove a base against the release: every tensor is in its place, with the same numbers to the last bit.
 
-    python -m trainer.proof.base CONF [key=value ...]       reads <paths.model> and <paths.base>, and writes a log alone
+    python -m trainer.proof.base CONF [key=value ...]       reads <paths.model> and <paths.base>, writes only a log
 
-The release is compared with what it was when the base was made. Then each weight of the base is taken apart into the
-released ones, as an export does it, and compared bit by bit; that is another way than the one that a conversion goes. A
-weight at a time is in memory. Of a base that was packed once, the codes and scales are then made again of these
-weights, and compared byte by byte; those that were taken over must stand for the release's very numbers. Exit code 1
-and a line for each weight that differs; 2 where nothing can be proven.
+The release is compared with its checksums from the time when the base was converted. Then each weight of the base is
+split into the released weights, as an export does it, and compared bit by bit; a conversion does not use this code.
+Only one weight at a time is in memory. For a packed base, codes and scales are computed again from these weights and
+compared byte by byte; those that were copied from the release must give the release's numbers. Exit code 1 and a line
+for each weight that differs; 2 if nothing can be proven.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Fault
-from trainer.proof.findings import Findings, carry_out, census, check_release
+from trainer.proof.findings import Findings, carry_out, census, check_release, same_bits
 from trainer.startup import entry
 from trainer.weights import released
 
@@ -25,7 +25,7 @@ def main(run: Run) -> None:
     carry_out(_prove, run, Path(run.paths.base))
 
 
-def _prove(run: Run, found: Findings) -> str:
+def _prove(run: Run, findings: Findings) -> str:
     from trainer.megatron.model import open_bridge
     from trainer.proof import packed
     from trainer.weights import merge
@@ -33,36 +33,34 @@ def _prove(run: Run, found: Findings) -> str:
     from trainer.weights.trained import CONVERT
 
     base, model = Path(run.paths.base), released.read(Path(run.paths.model))
-    made = checkpoints.require(base, "paths.base", CONVERT)
-    found.total += sum(entry.size for entry in model.tensors.values())
-    census(model, json.loads((base / released.SOURCE).read_text()), found)
+    mark = checkpoints.require(base, "paths.base", CONVERT)
+    findings.total += sum(entry.size for entry in model.tensors.values())
+    census(model, json.loads((base / released.SOURCE).read_text()), findings)
     bridge = open_bridge(run)
     registry, config = bridge._model_bridge.mapping_registry(), bridge.to_megatron_provider(load_weights=False)
     computed = {name for name in model.weights if released.COMPUTED.search(name)}
-    elsewhere = {*released.repeated(model), *computed, *made["left_out"]}
+    elsewhere = {*released.repeated(model), *computed, *mark["left_out"]}
     try:
         stored = unwritten.open_base(run, checkpoints.step_folder(base, 0))
         values = merge.find_values(stored, registry, model, elsewhere)
     except Fault as fault:
-        found.add(str(fault))
+        findings.add(str(fault))
         return ""
     of_place = defaultdict(list)
     for value in values.values():
-        for one in value.each:
-            of_place[one.place.name].append(one)
+        for part in value.each:
+            of_place[part.place.name].append(part)
     for place, parts in of_place.items():
-        with found.of(place):
-            _compare(model, stored, config, parts, found)
+        with findings.of(place):
+            _compare(model, stored, config, parts, findings)
     proved = f"{len(values)} weights of {model.folder} to the last bit, {len(elsewhere)} copies or left to the release"
-    if made.get("to") == "packed":
-        proved += f", {packed.prove(base, made['base'], stored, found)} of them packed in {made['base']}"
+    if mark.get("to") == "packed":
+        proved += f", {packed.prove(base, mark['base'], stored, findings)} of them packed in {mark['base']}"
     return proved
 
 
-def _compare(model: released.Model, stored, config, values: list, found: Findings) -> None:
-    """Compare one of Megatron's weights with the released ones that it is made of, or is an expert of."""
-    import torch
-
+def _compare(model: released.Model, stored, config, values: list, findings: Findings) -> None:
+    """Compare one of Megatron's weights with the released weights that it contains, or with the one it is part of."""
     from trainer.weights import mapping, torch_dist
 
     place = values[0].place
@@ -70,19 +68,13 @@ def _compare(model: released.Model, stored, config, values: list, found: Finding
     for value in values:
         name = value.part.name
         rows = model.weights[name].shape[0] if value.trimmed else len(whole)
-        there = value.part.turn(value.part.rows(whole[:rows], config))
+        actual = value.part.turn(value.part.rows(whole[:rows], config))
         expected = mapping.read(model, value.part).to(place.dtype)
-        if there.shape != expected.shape or not torch.equal(_bits(there), _bits(expected)):
-            found.add(f"{name}: {place.name} does not hold it as released")
+        if not same_bits(actual, expected):
+            findings.add(f"{name}: {place.name} differs from the release")
         if value.trimmed and whole[rows:].any():
-            found.add(f"{place.name}: the rows that pad it are not 0")
-    found.moved(whole.nbytes)
-
-
-def _bits(tensor):
-    import torch
-
-    return tensor.contiguous().flatten().view(torch.uint8)
+            findings.add(f"{place.name}: its padding rows are not 0")
+    findings.moved(whole.nbytes)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Prove an exported model against the release and what was trained.
+"""Prove an exported model against the release and the trained weights.
 
     python -m trainer.proof.export CONF [key=value ...]     reads <paths.model>, .base, .output and .export
 
-What was not trained must be the release's, bit by bit. A merged weight is computed once more in fp32 from the release
-and the adapter, and must agree within rounding; the adapter's own file, a full fine-tuning and what was rounded to the
-release's format, to the last bit. A weight at a time is in memory. Exit code 1 and a line for each weight that differs;
-2 where nothing can be proven.
+Weights that were not trained must equal the release's, bit by bit. A merged weight is computed again in fp32 from the
+release and the adapter, and must agree within rounding. The adapter's file, the weights of a full fine-tuning and those
+that were rounded to the release's format must agree to the last bit. Only one weight at a time is in memory. Exit code
+1 and a line for each weight that differs; 2 if nothing can be proven.
 """
 
 import json
@@ -16,7 +16,7 @@ from conf.model_files.weights import Entry
 from conf.schema.run import Run
 from contract import checkpoints, json_object
 from trainer.megatron.recipe import checkpoint_folder
-from trainer.proof.findings import Findings, carry_out, census, check_release
+from trainer.proof.findings import Findings, carry_out, census, check_release, same_bits
 from trainer.startup import entry
 from trainer.weights import released
 
@@ -27,117 +27,108 @@ def main(run: Run) -> None:
     carry_out(_prove, run, Path(run.paths.export))
 
 
-def _prove(run: Run, found: Findings) -> str:
+def _prove(run: Run, findings: Findings) -> str:
     from trainer.weights import trained as matched
 
-    made = checkpoints.require(Path(run.paths.export), "paths.export", EXPORT)
-    whole = Path(run.paths.base) if made["step"] == 0 else checkpoint_folder(run)
-    trained = matched.find(run, checkpoints.step_folder(whole, made["step"]))
-    found.total += sum(one.size for one in trained.model.tensors.values())
+    mark = checkpoints.require(Path(run.paths.export), "paths.export", EXPORT)
+    whole = Path(run.paths.base) if mark["step"] == 0 else checkpoint_folder(run)
+    trained = matched.find(run, checkpoints.step_folder(whole, mark["step"]))
+    findings.total += sum(tensor.size for tensor in trained.model.tensors.values())
     recorded = json.loads((Path(run.paths.base) / released.SOURCE).read_text())
-    census(trained.model, recorded, found)
-    if made["digest"] != trained.digest:
-        found.add(f"{run.paths.export}: was made from another release than {run.paths.base}")
-    if "merged" in made["formats"]:
-        _merged(trained, Path(run.paths.export) / "merged", "rounding" in made, found)
-    if "adapter" in made["formats"]:
-        _adapter(trained, Path(run.paths.export) / "adapter", found)
+    census(trained.model, recorded, findings)
+    if mark["digest"] != trained.digest:
+        findings.add(f"{run.paths.export}: was made from another release than {run.paths.base}")
+    if "merged" in mark["formats"]:
+        _merged(trained, Path(run.paths.export) / "merged", "rounding" in mark, findings)
+    if "adapter" in mark["formats"]:
+        _adapter(trained, Path(run.paths.export) / "adapter", findings)
     names = trained.adapters or trained.values
     return f"{len(names)} trained weights of {len(trained.model.weights)}, all others as released"
 
 
-def _merged(trained, folder: Path, as_released: bool, found: Findings) -> None:
+def _merged(trained, folder: Path, as_released: bool, findings: Findings) -> None:
     from trainer.weights.exported import as_released as format_of_release
     from trainer.weights.exported import merged_format
 
     model, rounding = trained.model, format_of_release.Rounding(trained)
     layouts = (format_of_release if as_released else merged_format).layouts(model)
     for extra in sorted({path.name for path in folder.glob("*.safetensors")} - {layout.file for layout in layouts}):
-        found.add(f"{folder / extra}: no such file was exported")
+        findings.add(f"{folder / extra}: this file is not part of the export")
     for layout in layouts:
         path, header, entries = folder / layout.file, layout.header, layout.rows
-        if not path.is_file() or path.stat().st_size != len(header) + sum(one.size for one in entries.values()):
-            found.add(f"{path}: missing, or of another length")
+        if not path.is_file() or path.stat().st_size != len(header) + sum(entry.size for entry in entries.values()):
+            findings.add(f"{path}: missing, or of another length")
             continue
         with path.open("rb") as f:
             if f.read(len(header)) != header:
-                found.add(f"{path}: its header does not list the release's tensors as they lie in it")
+                findings.add(f"{path}: its header does not list the release's tensors with their places in the file")
                 continue
         for name, place in entries.items():
-            with found.of(name):
+            with findings.of(name):
                 if wrong := _wrong(trained, rounding if as_released else None, path, name, place):
-                    found.add(f"{path}: {name}: {wrong}")
-            found.moved(place.size)
-    _other_files(model, folder, bool(model.packed) and not as_released, found)
+                    findings.add(f"{path}: {name}: {wrong}")
+            findings.moved(place.size)
+    _other_files(model, folder, bool(model.packed) and not as_released, findings)
 
 
-def _other_files(model: released.Model, folder: Path, unpacked: bool, found: Findings) -> None:
-    """Compare what is copied beside the weights. config.json and the index tell of the weights as they are written."""
+def _other_files(model: released.Model, folder: Path, unpacked: bool, findings: Findings) -> None:
+    """Compare the files other than weights. config.json and the index of unpacked weights differ from the release's."""
     from trainer.weights.exported import merged_format
 
     written = {config_json.NAME, weights.INDEX} if unpacked else set()
     for path in merged_format.other_files(model):
-        there = folder / path.name
-        if path.name not in written and (not there.is_file() or there.read_bytes() != path.read_bytes()):
-            found.add(f"{there}: is not the release's")
+        copy = folder / path.name
+        if path.name not in written and (not copy.is_file() or copy.read_bytes() != path.read_bytes()):
+            findings.add(f"{copy}: is not the release's")
 
 
 def _wrong(trained, rounding, path: Path, name: str, place: Entry) -> str:
-    """Why the tensor at this place is wrong; "" where it is right."""
+    """The reason why the tensor at this place is wrong; "" if it is right."""
     from trainer.weights import released_tensors
     from trainer.weights.exported import merged_format
 
     model, source = trained.model, trained.copies.get(name, name)
     if rounding:
-        weight = next((one for one, packed in model.packed.items() if name in packed.tensors), name)
+        weight = next((whole for whole, packed in model.packed.items() if name in packed.tensors), name)
         if weight in model.packed and trained.has(weight):
-            there = released_tensors.at(path.parent, place)
-            same = _same(there, rounding.parts(weight)[name]) if name in rounding.parts(weight) else False
-            return "" if same else f"is not what training has made of {weight}, in the release's format"
+            exported = released_tensors.at(path.parent, place)
+            same = same_bits(exported, rounding.parts(weight)[name]) if name in rounding.parts(weight) else False
+            return "" if same else f"is not the trained {weight} in the release's format"
     if source in trained.adapters:
         merged = merged_format.is_merged(trained, source, released_tensors.at(path.parent, place))
         return "" if merged else "is not the released weight with its adapter"
     if source in trained.values:
-        same = _same(released_tensors.at(path.parent, place), trained.tensor(name))
-        return "" if same else "is not what was trained"
+        same = same_bits(released_tensors.at(path.parent, place), trained.tensor(name))
+        return "" if same else "is not the trained weight"
     if trained.packed and trained.packed.has(source):
-        same = _same(released_tensors.at(path.parent, place), trained.tensor(name))
-        return "" if same else "is not the weight that training kept packed, unpacked"
+        same = same_bits(released_tensors.at(path.parent, place), trained.tensor(name))
+        return "" if same else "is not the unpacked weight of the packed base"
     if name in model.packed:
-        same = _same(released_tensors.at(path.parent, place), released_tensors.read(model, name))
-        return "" if same else "is not the released weight, unpacked"
-    return "" if released.has_sum(path, place, trained.sums[name]) else "was not trained, and is not the released"
+        same = same_bits(released_tensors.at(path.parent, place), released_tensors.read(model, name))
+        return "" if same else "is not the unpacked released weight"
+    return "" if released.has_sum(path, place, trained.sums[name]) else "was not trained, but is not the released one"
 
 
-def _adapter(trained, folder: Path, found: Findings) -> None:
-    """Compare the adapter's file with the factors that the checkpoint has."""
+def _adapter(trained, folder: Path, findings: Findings) -> None:
+    """Compare the adapter's file with the factors in the checkpoint."""
     from trainer.weights import released_tensors
     from trainer.weights.exported import peft_format
 
     rows, file = peft_format.tensors(trained), peft_format.WEIGHTS
-    found_there = safetensors_header.read(folder / file).items()
-    there = {name: Entry(one.dtype, one.shape, file, one.start, one.size) for name, one in found_there}
-    for name in sorted({row.key for row in rows} ^ there.keys()):
-        found.add(f"{folder}: {name}: {'is not trained' if name in there else 'missing'}")
+    header = safetensors_header.read(folder / file).items()
+    entries = {name: Entry(entry.dtype, entry.shape, file, entry.start, entry.size) for name, entry in header}
+    for name in sorted({row.key for row in rows} ^ entries.keys()):
+        findings.add(f"{folder}: {name}: {'is not trained' if name in entries else 'missing'}")
     for row in rows:
-        if row.key in there:
-            with found.of(row.key):
-                if not _same(released_tensors.at(folder, there[row.key]), row.make()):
-                    found.add(f"{folder}: {row.key}: is not what was trained")
-                found.moved(there[row.key].size)
+        if row.key in entries:
+            with findings.of(row.key):
+                if not same_bits(released_tensors.at(folder, entries[row.key]), row.make()):
+                    findings.add(f"{folder}: {row.key}: is not the trained weight")
+                findings.moved(entries[row.key].size)
     alphas = {adapter.alpha for of_weight in trained.adapters.values() for adapter in of_weight.each}
     path = folder / peft_format.SETTINGS
     if (alpha := json_object.read(path).get("lora_alpha")) not in alphas:
-        found.add(f"{path}: lora_alpha is {alpha}, and the adapter was trained with {max(alphas)}")
-
-
-def _same(found, expected) -> bool:
-    import torch
-
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return False
-    flat = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (found, expected))
-    return torch.equal(*flat)
+        findings.add(f"{path}: lora_alpha is {alpha}, but the adapter was trained with {max(alphas)}")
 
 
 if __name__ == "__main__":

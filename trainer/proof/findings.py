@@ -1,4 +1,4 @@
-"""Findings of a proof: a line for each weight that is not as it should be, and how far it has come."""
+"""Findings of a proof: a line for each weight that differs, and lines of progress."""
 
 import os
 import sys
@@ -21,25 +21,25 @@ EVERY = 10.0  # seconds between lines of progress
 
 @dataclass
 class Findings:
-    what: str
+    name: str  # of the proved folder
     total: int  # bytes
     count: int = 0
-    done: int = 0
-    said: float = field(default_factory=time.monotonic)
+    read: int = 0  # bytes
+    reported: float = field(default_factory=time.monotonic)
 
     def add(self, line: str) -> None:
         self.count += 1
         say(f"differs: {line}")
 
     def moved(self, bytes_read: int) -> None:
-        self.done += bytes_read
-        if time.monotonic() - self.said > EVERY:
-            self.said = time.monotonic()
-            say(f"verify: {size(self.done)} of {size(self.total)} of {self.what}")
+        self.read += bytes_read
+        if time.monotonic() - self.reported > EVERY:
+            self.reported = time.monotonic()
+            say(f"verify: {size(self.read)} of {size(self.total)} of {self.name}")
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """A fault of one weight is a finding; the others are looked at all the same."""
+        """Context in which a Fault becomes a finding of this weight; the other weights are still checked."""
         try:
             yield
         except Fault as fault:
@@ -47,33 +47,42 @@ class Findings:
 
 
 def carry_out(prove: Callable[[Run, Findings], str], run: Run, folder: Path) -> None:
-    """Look for findings in this folder, and end with exit code 1 where there are any."""
+    """Prove this folder, and end with exit code 1 if there are findings."""
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     device.start()
-    found = Findings(str(folder), sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
+    findings = Findings(str(folder), sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
     with megatron_to(Path(run.paths.logs)):
-        proved = prove(run, found)
-    if found.count:
-        say(f"verify: {folder}: {found.count} findings")
+        proved = prove(run, findings)
+    if findings.count:
+        say(f"verify: {folder}: {findings.count} findings")
         sys.exit(1)
     say(f"verify: {folder}: {proved}")
+
+
+def same_bits(a, b) -> bool:
+    """Whether two tensors have the same shape, type and bytes."""
+    import torch
+
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (a, b)))
 
 
 def check_release(run: Run) -> None:
     released_model.check_released(Path(run.paths.model))
 
 
-def census(model: released.Model, recorded: dict[str, list], found: Findings) -> None:
-    """Compare the release with what a base's source.json says of it, tensor by tensor."""
+def census(model: released.Model, recorded: dict[str, list], findings: Findings) -> None:
+    """Compare the release, tensor by tensor, with the record in the base's source.json."""
     for name in sorted(recorded.keys() - model.tensors.keys()):
-        found.add(f"{name}: the release has no such tensor any more")
+        findings.add(f"{name}: the release does not have this tensor any more")
     for name, entry in model.tensors.items():
         dtype, shape, checksum = recorded.get(name, (None, (), ""))
         if dtype is None:
-            found.add(f"{name}: the base was made from a release without this tensor")
+            findings.add(f"{name}: the base was made from a release without this tensor")
         elif (dtype, list(shape)) != (entry.dtype, list(entry.shape)):
             now = f"{entry.dtype} {list(entry.shape)}"
-            found.add(f"{name}: {now} in {entry.file}, and the base was made from {dtype} {list(shape)}")
+            findings.add(f"{name}: {now} in {entry.file}, but the base was made from {dtype} {list(shape)}")
         elif not released.has_sum(model.folder / entry.file, entry, checksum):
-            found.add(f"{name}: has other numbers in {entry.file} than the base was made from")
-        found.moved(entry.size)
+            findings.add(f"{name}: the base was made from other numbers than those in {entry.file}")
+        findings.moved(entry.size)

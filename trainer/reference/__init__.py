@@ -1,1 +1,1 @@
-"""The reference of a training, asked of its rows: python -m trainer.reference."""
+"""Scores of a training's rows by its reference model: python -m trainer.reference."""

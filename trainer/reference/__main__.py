@@ -1,4 +1,4 @@
-"""Ask another model what it says of all rows of a training, once: the base for dpo, the teacher for distill.
+"""Score all rows of a training once with another model: the base for dpo, the teacher for distill.
 
     python -m trainer.reference CONF [key=value ...]    on this host; CONF's layout says with how many processes
     torchrun ... -m trainer.reference RESOLVED.yaml     one of several hosts
@@ -6,7 +6,7 @@
 Reads the prepared rows (trainer.prepare), and the base in paths.base or the teacher in paths.teacher and, converted,
 paths.teacher_base (python -m trainer.convert CONF paths.model=TEACHER paths.base=TEACHER_BASE). Writes the files that
 trainer/data/references.py describes into paths.reference, which all hosts see. Training then needs no second model in
-memory. What is there already is left alone, and a command that was killed goes on with the rows that are left.
+memory. If the files exist, the command changes nothing; after a kill it continues with the missing rows.
 """
 
 import os
@@ -22,11 +22,11 @@ from trainer.startup import device, entry
 from trainer.startup.console import megatron_to, say
 
 
-def main(given: Run) -> None:
-    if references.is_made(given):
-        say(f"reference: {given.paths.reference} is already there, of these rows and this base")
+def main(configured: Run) -> None:
+    if references.is_made(configured):
+        say(f"reference: {configured.paths.reference} already has the scores of these rows by this base")
         if os.environ.get("RANK", "0") == "0":
-            parts.end(Path(given.paths.reference))  # of a command that was killed behind its last line
+            parts.end(Path(configured.paths.reference))  # left if the command was killed after its last line
         return
     device.start()
     from trainer.megatron.model import open_bridge
@@ -36,22 +36,22 @@ def main(given: Run) -> None:
     from trainer.training import bridge_loop
     from trainer.weights import starting_adapter
 
-    if objectives.has_teacher(given):
-        inputs.check_tokens(given)
+    if objectives.has_teacher(configured):
+        inputs.check_tokens(configured)
     resharding.install()
-    run = _without_steps(given)
+    run = _without_steps(configured)
     with megatron_to(Path(run.paths.logs)):
         bridge = open_bridge(run)
         config = make_config(run, bridge, None)
-        if objectives.has_starting_adapter(given):
-            starting_adapter.install(config, given, bridge)
+        if objectives.has_starting_adapter(configured):
+            starting_adapter.install(config, configured, bridge)
         load_only(config)
         config.dataset = FromOutside.of(run, Feed())
-        bridge_loop.train(run, config, _no_step, [Scoring(given)])
+        bridge_loop.train(run, config, _no_step, [Scoring(configured)])
 
 
 def _without_steps(run: Run) -> Run:
-    """The run of the model that is asked, whose loop ends before its first step."""
+    """The run of the scoring model, whose loop ends before its first step."""
     return schedule.of_steps(objectives.as_asked(run), 1)
 
 

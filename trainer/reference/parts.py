@@ -1,11 +1,11 @@
-"""Parts of what a reference says of the rows: each rank writes its own, and they are joined once all are there.
+"""Parts of a reference's scores: each rank writes its own, and they are joined when all rows have scores.
 
-    <paths.reference>/unfinished/what.json            of which rows, and who is asked
-    <paths.reference>/unfinished/<split>-*.npz        what one rank has found out since its last part
+    <paths.reference>/unfinished/what.json            the rows and the scoring model
+    <paths.reference>/unfinished/<split>-*.npz        scores of one rank since its last part
 
-A part names the rows that it is of. A command that was killed goes on with the rows that no part has, whatever the
-layout and the hosts; a part of other rows, or of another model that was asked, is removed. Whoever joins parts is told
-their names by those who wrote them: a network's file system may list what other hosts have written seconds later.
+A part has the numbers of its rows. After a kill the command continues with the rows that are in no part, at any layout
+and on any hosts; parts of other rows or of another model are removed. The ranks send the names of their parts to the
+rank that joins them, because a network file system may list files of other hosts seconds late.
 """
 
 import json
@@ -24,12 +24,12 @@ from contract.output_marks import JOURNAL
 from trainer.data import references
 
 OF = "what.json"
-# What a kill costs of the time so far: a share of it, so that hours make few files, and these seconds at least.
+# A part is written after this share of the time so far (hours then make few files), and at least these seconds.
 SHARE, LEAST = 0.02, 5.0
 
 
 def begin(folder: Path, facts: dict[str, Any]) -> None:
-    """Keep the parts of an attempt before if they are of the same. One rank does it, before any writes."""
+    """Keep the parts of an earlier attempt if its facts are the same. One rank calls it, before any rank writes."""
     place = folder / JOURNAL
     if not (place / OF).exists() or json_object.read(place / OF) != facts:
         end(folder)
@@ -44,66 +44,66 @@ def end(folder: Path) -> None:
 
 
 def names(folder: Path) -> list[str]:
-    """Parts that are there."""
+    """Names of the parts in the folder."""
     return sorted(path.name for path in (folder / JOURNAL).glob("*.npz"))
 
 
-def left(folder: Path, split: str, rows: int) -> np.ndarray:
-    """Numbers of the rows that no part has, in order."""
-    missing = np.ones(rows, bool)
+def missing(folder: Path, split: str, rows: int) -> np.ndarray:
+    """Numbers of the rows that are in no part, in order."""
+    is_missing = np.ones(rows, bool)
     for part in _parts(folder, split, names(folder)):
-        missing[part["rows"]] = False
-    return np.flatnonzero(missing)
+        is_missing[part["rows"]] = False
+    return np.flatnonzero(is_missing)
 
 
 class Parts:
-    """Files with the answers that one rank has found of a split."""
+    """Files with one rank's scores of a split."""
 
     def __init__(self, folder: Path, split: str):
         self.place, self.split = folder / JOURNAL, split
         self.began = self.written = time.monotonic()
         self.names: list[str] = []  # of files
         self.rows: list[int] = []
-        self.found: list[tuple[np.ndarray, ...]] = []
+        self.scores: list[tuple[np.ndarray, ...]] = []
 
-    def add(self, row: int, *found: np.ndarray) -> None:
-        """Add what is said of a row: values, and tokens that they are of. Both have a line for each place."""
+    def add(self, row: int, *scores: np.ndarray) -> None:
+        """Add the scores of a row: values, and with a teacher their tokens, each with an entry for each position."""
         self.rows.append(row)
-        self.found.append(found)
+        self.scores.append(scores)
 
     def write(self, last: bool = False) -> None:
-        """Write what was added, if it is time to, or the last of it."""
+        """Write the scores since the last part, if it is time to or these are the last."""
         now = time.monotonic()
         if not self.rows or not (last or now - self.written > max(LEAST, SHARE * (now - self.began))):
             return
-        arrays = dict(zip(references.ARRAYS, map(np.concatenate, zip(*self.found, strict=True)), strict=False))
-        lengths = [len(one[0]) for one in self.found]
+        arrays = dict(zip(references.ARRAYS, map(np.concatenate, zip(*self.scores, strict=True)), strict=False))
+        lengths = [len(of_row[0]) for of_row in self.scores]
         name = f"{self.split}-{secrets.token_hex(8)}.npz"
         with open_atomically(self.place / name, durable=True) as file:
             np.savez(file, rows=np.array(self.rows), lengths=np.array(lengths), **arrays)
         self.names.append(name)
-        self.written, self.rows, self.found = now, [], []
+        self.written, self.rows, self.scores = now, [], []
 
 
-def join(folder: Path, split: str, rows: int, made: Sequence[str]) -> None:
-    """Write the files that training reads, of the parts of these names. A part at a time is in memory."""
+def join(folder: Path, split: str, rows: int, written: Sequence[str]) -> None:
+    """Write the files that training reads, from the parts with these names. Only one part at a time is in memory."""
     lengths = np.full(rows, -1, np.int64)
-    for part in _parts(folder, split, made):
+    for part in _parts(folder, split, written):
         lengths[part["rows"]] = part["lengths"]
-    if len(missing := np.flatnonzero(lengths < 0)):
-        raise RuntimeError(f"{folder}: of row {missing[0]} of {split} nothing was said, and of {len(missing)} in all")
+    if len(unscored := np.flatnonzero(lengths < 0)):
+        raise RuntimeError(f"{folder}: {len(unscored)} rows of {split} have no score, the first is row {unscored[0]}")
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     with references.written(folder, split, starts) as put:
-        for part in _parts(folder, split, made):
+        for part in _parts(folder, split, written):
             arrays = [part[name] for name in references.ARRAYS if name in part]
             ends = np.cumsum(part["lengths"])
             for row, length, stop in zip(part["rows"], part["lengths"], ends, strict=True):
                 put(int(starts[row]), *(array[stop - length : stop] for array in arrays))
 
 
-def _parts(folder: Path, split: str, made: Sequence[str]) -> Iterator[Any]:
-    """Parts of a split. Each reads its arrays when it is asked for them."""
-    for name in made:
+def _parts(folder: Path, split: str, written: Sequence[str]) -> Iterator[Any]:
+    """Parts of a split. Each loads its arrays on access."""
+    for name in written:
         if name.startswith(f"{split}-"):
             with np.load(folder / JOURNAL / name) as part:
                 yield part

@@ -1,8 +1,8 @@
-"""Scores of all prepared rows by another model, with Megatron-Bridge's set-up and no step of its loop.
+"""Scores of all prepared rows by another model, with Megatron-Bridge's set-up and without a step of its loop.
 
-The model is cut as training is, and frozen below adapters that are off, so that it has no gradients and no optimizer.
-Where dpo starts from an adapter, the reference is the base with that adapter.
-dpo asks it for the log-probability of each answer, distill for its likeliest tokens at each place that is learned.
+The model has the layout of the training. It is frozen, with adapters that are switched off, and therefore has no
+gradients and no optimizer. If dpo starts from an adapter, the reference is the base with that adapter. dpo needs the
+log-probability of each answer, distill the likeliest tokens at each learned position.
 """
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
@@ -42,68 +42,67 @@ class Scoring(Callback):
     def __init__(self, run: Run):
         self.run, self.folder = run, Path(run.paths.reference)
         self.rows = {split: self._rows(split) for split in splits(run)}
-        self.done = 0  # rows of all splits, by all ranks
+        self.scored = 0  # rows of all splits, by all ranks
 
     def on_data_init_start(self, context: Any) -> None:
-        signal.signal(
-            signal.SIGTERM, signal.SIG_DFL
-        )  # Bridge's loop would look for it between steps, and there are none
+        # Bridge's handler only has an effect between two steps, and this loop has no steps.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         first = distributed.get_rank() == 0
         if first:
             references.begin(self.folder)
             parts.begin(self.folder, references.recorded_facts(self.run))
-        left, made = (self._left(), parts.names(self.folder)) if first else (None, [])
-        for split, numbers in _from_first(left).items():
-            self.done += len(self.rows[split]) - len(numbers)
+        missing, written = (self._missing(), parts.names(self.folder)) if first else (None, [])
+        for split, numbers in _from_first(missing).items():
+            self.scored += len(self.rows[split]) - len(numbers)
             starts = objectives.has_starting_adapter(self.run)
             adapter = context.state.cfg.peft
             with contextlib.nullcontext() if starts else adapter.disable_adapter(context.model):
-                made += self._ask(context, split, numbers)
+                written += self._score(context, split, numbers)
         of_all: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(of_all, made)
+        distributed.all_gather_object(of_all, written)
         heartbeat.phase("joining")
         if first:
             for split, rows in self.rows.items():
                 parts.join(self.folder, split, len(rows), [name for names in of_all for name in names])
             references.finish(self.folder, references.recorded_facts(self.run))
             parts.end(self.folder)
-            say(f"reference: what it says of the rows is in {self.folder}")
+            say(f"reference: the scores of the rows are in {self.folder}")
 
-    def _left(self) -> dict[str, np.ndarray]:
-        """Numbers of the rows of each split that are to be asked."""
-        found = {split: parts.left(self.folder, split, len(rows)) for split, rows in self.rows.items()}
-        total, count = sum(map(len, self.rows.values())), sum(map(len, found.values()))
+    def _missing(self) -> dict[str, np.ndarray]:
+        """Numbers of the rows of each split that have no score yet."""
+        missing = {split: parts.missing(self.folder, split, len(rows)) for split, rows in self.rows.items()}
+        total, count = sum(map(len, self.rows.values())), sum(map(len, missing.values()))
         if count < total:
-            say(f"reference: goes on with {count} of {total} rows, of which nothing was said before")
-        return found
+            say(f"reference: continues with {count} of {total} rows; the others already have scores")
+        return missing
 
-    def _ask(self, context: Any, split: str, numbers: np.ndarray) -> list[str]:
-        """Ask the model of these rows. Returns the names of the parts that this rank has written."""
+    def _score(self, context: Any, split: str, numbers: np.ndarray) -> list[str]:
+        """Score these rows. Returns the names of the parts that this rank has written."""
         rows, written = self.rows[split], parts.Parts(self.folder, split)
         teaches = objectives.has_teacher(self.run)
         step = TeacherStep(self.run) if teaches else scores
-        for mine, batches in self._passes(split, numbers):
-            said = forward_only(context, step, batches, rows=self._sequences(), length=self.run.data.seq_length)
-            if _speaks():
-                wholes = [torch.stack(outputs).cpu().numpy() for outputs in zip(*said, strict=True)]
-                for place, row in np.ndenumerate(mine):
+        for of_rank, batches in self._passes(split, numbers):
+            results = forward_only(context, step, batches, rows=self._sequences(), length=self.run.data.seq_length)
+            if _writes():
+                wholes = [torch.stack(outputs).cpu().numpy() for outputs in zip(*results, strict=True)]
+                for place, row in np.ndenumerate(of_rank):
                     if row < 0:
                         continue
                     if teaches:
                         learned = np.flatnonzero(rows[row][1][:-1])
-                        values, ids = (one[place][learned] for one in wholes)
+                        values, ids = (whole[place][learned] for whole in wholes)
                         written.add(row, values, ids.astype(np.int32))
                     else:
-                        written.add(row, wholes[0].reshape(*mine.shape, 2)[place][None])
+                        written.add(row, wholes[0].reshape(*of_rank.shape, 2)[place][None])
                 written.write()
         written.write(last=True)
         return written.names
 
     def _passes(self, split: str, numbers: np.ndarray) -> Iterator[tuple[np.ndarray, list[dict[str, Any]]]]:
-        """Numbers of rows for this rank, [micro batches, rows], and the batches of them.
+        """Numbers of rows for this rank, [micro batches, rows], and their batches.
 
-        Every rank has equally many micro batches, as experts on several ranks and a pipeline need them: what is
-        behind the last row is that row again, and has the number -1.
+        Every rank has the same number of micro batches, which pipelines and experts on several ranks need. The last row
+        fills them up, with the number -1.
         """
         ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         rows, size = self.rows[split], self.run.train.micro_batch
@@ -111,12 +110,12 @@ class Scoring(Callback):
         for start in range(0, len(numbers), each):
             heartbeat.phase("answering" if start else "first step")
             now = numbers[start : start + each]
-            own = np.concatenate([now, np.full(-len(now) % each, -1)]).reshape(-1, ranks, size)[:, rank]
-            asked = np.where(own < 0, now[-1], own)
-            yield own, [rows.collate_fn([rows[row] for row in batch]) for batch in asked.tolist()]
-            self.done += len(now)
-            heartbeat.step(self.done)
-            self._tell(split)
+            of_rank = np.concatenate([now, np.full(-len(now) % each, -1)]).reshape(-1, ranks, size)[:, rank]
+            filled = np.where(of_rank < 0, now[-1], of_rank)
+            yield of_rank, [rows.collate_fn([rows[row] for row in batch]) for batch in filled.tolist()]
+            self.scored += len(now)
+            heartbeat.step(self.scored)
+            self._log_progress(split)
 
     def _sequences(self) -> int:
         """Sequences of a micro batch."""
@@ -127,26 +126,26 @@ class Scoring(Callback):
         kind = Rows if objectives.has_teacher(self.run) else Answers
         return kind(file(place, split), self.run.data.seq_length, prepared.load(place).pad_id)
 
-    def _tell(self, split: str) -> None:
+    def _log_progress(self, split: str) -> None:
         if distributed.get_rank() == 0:
             total = sum(map(len, self.rows.values()))
-            line = {"split": split, "done": self.done, "total": total, "time": time.time()}
+            line = {"split": split, "done": self.scored, "total": total, "time": time.time()}
             with (self.folder / PROGRESS).open("a") as log:
                 log.write(json.dumps(line) + "\n")
 
 
-def _speaks() -> bool:
-    """Whether this rank writes what its data-parallel share of the model says: one of all that compute it does."""
+def _writes() -> bool:
+    """Whether this rank writes the scores of its data-parallel rank: of all ranks that compute them, one does."""
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
     return last and first
 
 
 def _from_first(value: Any) -> Any:
-    """The value that the first rank has."""
-    found = [value]
-    distributed.broadcast_object_list(found, src=0)
-    return found[0]
+    """The first rank's value."""
+    values = [value]
+    distributed.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def splits(run: Run) -> list[str]:

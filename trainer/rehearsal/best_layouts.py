@@ -1,14 +1,14 @@
-"""Trials of a run's fastest plans, one after another on this host, the fastest measured one named at the end.
+"""Trials of a run's fastest plans, one after another on this host; the fastest measured one is named at the end.
 
-    candidates(asked, run, facts, gpu, best)                 the plans, the configuration's own layout first if legal
-    measured(candidate, conf, given, more) -> Row            one trial, in a process of its own
-    line(row), verdict(rows, conf, given)                    what was measured, and the keys of the fastest
+    candidates(configured, run, facts, gpu, best)            the plans, the configuration's own layout first if legal
+    measured(candidate, conf, given, more) -> Row            one trial, in a separate process
+    line(row), verdict(rows, conf, given)                    the measurements, and the keys of the fastest plan
 
-A plan's time is off by what hosts differ by: the same MoE step took 2.4 to 3.4 s on three hosts of the same GPU. So the
-plan proposes, and trials choose.
+A planned time is as inaccurate as hosts differ: the same MoE step took 2.4 to 3.4 s on three hosts with the same GPU.
+So the plan proposes layouts, and trials choose.
 
-Not covered: several hosts. Trials of a cut model rank layouts of the whole one only where each stage is left as large a
-share of its layers as before.
+Not covered: several hosts. Trials of a cut model rank layouts of the whole model only if each stage keeps its share of
+layers.
 """
 
 import json
@@ -30,7 +30,7 @@ from contract.processes import end_with_parent
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that is legal and fits by the plan."""
+    """A layout that is legal and fits according to the plan."""
 
     name: str
     overrides: str  # of the configuration; none for its own layout
@@ -39,11 +39,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of a trial, or the reason why there are none."""
+    """The measurements of a trial, or the reason why it failed."""
 
     candidate: Candidate
-    seconds: float | None = None  # of a step of what was measured
-    planned: float | None = None  # of the same
+    seconds: float | None = None  # of a step of the measured model
+    planned: float | None = None  # of the same model
     allocated: float | None = None  # bytes on the fullest rank
     failed: str = ""
 
@@ -51,24 +51,26 @@ class Row:
         return vars(self) | {"candidate": vars(self.candidate)}
 
 
-def candidates(asked: Run, run: Run, facts: ModelFacts, gpu: Gpu, best: int) -> list[Candidate]:
-    """The configuration's own layout, where it is legal, and the `best` fastest others of as many GPUs.
+def candidates(configured: Run, run: Run, facts: ModelFacts, gpu: Gpu, best: int) -> list[Candidate]:
+    """Return the configuration's own layout, if legal, and the `best` fastest others with as many GPUs.
 
-    `run` is what was asked for with the layout that it gets, which differ where layout.auto chooses it.
+    `run` is `configured` with its final layout, which differs if layout.auto chooses it.
     """
     if run.layout.nodes > 1:
         raise Fault(
-            f"--best: {run.layout.nodes} hosts, and trials take one; say layout.nodes=1 and what of the layout is to "
-            "change with it"
+            f"--best: {run.layout.nodes} hosts, but trials use one; set layout.nodes=1 and the layout keys that "
+            "depend on it"
         )
     offered = search(run, facts, gpu, run.world).offered
     if not offered:
-        raise Fault(f"--best: no layout of {run.world} {gpu.name} is legal and fits; python -m flows.plan says why")
-    own = []
+        raise Fault(f"--best: no layout of {run.world} {gpu.name} is legal and fits; python -m flows.plan shows why")
+    configured_layout = []
     if not problems(run, facts, suggest=False):
-        own = [Candidate(f"as configured: {_name(run)}", "", timing(run, facts, gpu).likely)]
-    others = [(one, made) for one in offered if changes(run, made := one.applied(run))]
-    return own + [Candidate(_name(made), changes(asked, made), one.seconds) for one, made in others[:best]]
+        configured_layout = [Candidate(f"as configured: {_name(run)}", "", timing(run, facts, gpu).likely)]
+    others = [(offer, changed) for offer in offered if changes(run, changed := offer.applied(run))]
+    return configured_layout + [
+        Candidate(_name(changed), changes(configured, changed), offer.seconds) for offer, changed in others[:best]
+    ]
 
 
 def _name(run: Run) -> str:
@@ -76,21 +78,21 @@ def _name(run: Run) -> str:
 
 
 def merged(given: list[str], overrides: str) -> list[str]:
-    """The keys that were given, but for those that the candidate sets, and the candidate's."""
+    """Return the given keys without those that the candidate sets, then the candidate's."""
     own = overrides.split()
     names = {key.partition("=")[0] for key in own}
     return [*(key for key in given if key.partition("=")[0] not in names), *own]
 
 
 def measured(candidate: Candidate, conf: str, given: list[str], more: list[str]) -> Row:
-    """Take a trial of the configuration with the keys that were given and the candidate's. `more` are its options."""
+    """Run a trial of the configuration with the given keys and the candidate's. `more` are further options."""
     command = [sys.executable, "-m", "trainer.trial", conf, *merged(given, candidate.overrides), *more, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=_with_parent)
+    process = subprocess.run(command, capture_output=True, text=True, preexec_fn=end_with_parent)
     try:
-        answer = json.loads(done.stdout.splitlines()[-1])
+        answer = json.loads(process.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
-        return Row(candidate, failed=next((line for line in said if line.startswith("error:")), said[-1])[:200])
+        errors = [line for line in process.stderr.splitlines() if line.strip()] or [f"exit code {process.returncode}"]
+        return Row(candidate, failed=next((line for line in errors if line.startswith("error:")), errors[-1])[:200])
     if answer["out_of_memory"]:
         return Row(candidate, failed="out of memory")
     slowest = max(answer["ranks"], key=lambda rank: rank["measured"]["seconds"])
@@ -98,12 +100,8 @@ def measured(candidate: Candidate, conf: str, given: list[str], more: list[str])
     return Row(candidate, slowest["measured"]["seconds"], slowest["planned"].get("seconds"), allocated or None)
 
 
-def _with_parent() -> None:
-    end_with_parent()
-
-
 def line(row: Row) -> str:
-    """One row as people read it."""
+    """Return one row as text."""
     if row.seconds is None:
         return f"{row.candidate.name}: {row.failed}"
     planned = "" if row.planned is None else f" / {row.planned * 1e3:,.0f} = {row.seconds / row.planned:.2f}"
@@ -112,14 +110,18 @@ def line(row: Row) -> str:
 
 
 def verdict(rows: list[Row], conf: str, given: list[str]) -> str:
-    """The fastest, beside the configuration's own layout, and the command that takes it."""
-    ended = [row for row in rows if row.seconds is not None]
-    if not ended:
-        return "no trial ended well"
-    best = min(ended, key=lambda row: row.seconds or 0)
+    """Return the fastest layout, compared with the configuration's own, and the command that uses it."""
+    succeeded = [row for row in rows if row.seconds is not None]
+    if not succeeded:
+        return "no trial succeeded"
+    best = min(succeeded, key=lambda row: row.seconds or 0)
     if not best.candidate.overrides:
-        return f"the fastest is {conf} as it is"
-    own = next((row.seconds for row in ended if not row.candidate.overrides), None)
-    times = f", {own / best.seconds:.2f} times as fast as {conf} as it is" if own and best.seconds else ""
+        return f"the fastest is {conf} unchanged"
+    configured_seconds = next((row.seconds for row in succeeded if not row.candidate.overrides), None)
+    times = (
+        f", {configured_seconds / best.seconds:.2f} times as fast as {conf} unchanged"
+        if configured_seconds and best.seconds
+        else ""
+    )
     keys = " ".join([conf, *merged(given, best.candidate.overrides)])
     return f"the fastest is {best.candidate.name}{times}:\n    python -m flows.finetune {keys}"

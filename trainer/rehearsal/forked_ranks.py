@@ -1,7 +1,7 @@
 """Ranks as forks of this process, for many short runs: Megatron is imported once instead of once per rank and run.
 
-import_all() first, and nothing that starts threads or a process group before or after it. Rehearsals and tests only:
-a real run's ranks are started by torchrun, which watches them.
+Call import_all() first, and start no threads or process group before or after it. Only for rehearsals and tests: a real
+run's ranks are started by torchrun, which monitors them.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ PORTS = range(20000, 32768)  # below those of ip_local_port_range
 
 
 def import_all() -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = str(os.cpu_count())  # one thread a rank
+    os.environ["LOCAL_WORLD_SIZE"] = str(os.cpu_count())  # one thread per rank
     device.start()
     import megatron.bridge.training.finetune
     import megatron.bridge.training.gpt_step  # noqa: F401
@@ -35,10 +35,10 @@ def import_all() -> None:
 
 
 def call(command: Callable[[Run], None], run: Run, log: Path, until: Callable[[], bool] = lambda: False) -> int:
-    """Run a command's main on run.world ranks. Returns 0, or the first failed rank's code; `log` keeps their output.
+    """Run a command's main on run.world ranks. Return 0, or the first failed rank's code; `log` gets their output.
 
-    Of ranks that fail together, one that was killed is the first: the others have lost their connection to it.
-    Once until() is true, every rank is killed with SIGKILL, as when a host is lost.
+    If ranks fail together, a killed one counts as the first: the others have lost their connection to it. When until()
+    becomes true, every rank is killed with SIGKILL, like when a host is lost.
     """
     port = _free_port()
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def _failed(ranks: list[ForkProcess]) -> int:
 
 
 def _free_port() -> int:
-    """A port that nobody listens on, of those that the kernel gives to no connection before rank 0 listens there."""
+    """Return a free port outside the range that the kernel gives to connections before rank 0 listens."""
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))
@@ -79,7 +79,7 @@ def _rank(command, run: Run, rank: int, port: int, log: Path) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
 
-    # OpenMP's threads are not forked. An operation that counts on them waits for ever, where there were some before.
+    # OpenMP's threads are not forked. An operation that needs threads of the parent process would wait forever.
     torch.set_num_threads(1)
     with entry.faults_in_one_line():
         command(run)

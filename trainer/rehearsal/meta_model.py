@@ -1,9 +1,9 @@
-"""Model of a run as one rank would hold it, without memory and without the other ranks; and Megatron's verdict on it.
+"""The model of one rank of a run, without memory and without the other ranks, and Megatron's checks of it.
 
-The process group is torch's fake one, where a collective does nothing. The device is meta, where a tensor has a shape
-and no memory. Everything else is as in training: the recipe, the checks of Megatron-core and Megatron-Bridge, the
-adapters, the buffers of gradients, the optimizer and its states. Then a step is begun and left before its first
-product, for the checks that Megatron leaves until then.
+The process group is torch's fake one, whose collectives do nothing. The device is meta, on which tensors have a shape
+but no memory. Everything else is as in training: the recipe, the checks of Megatron-core and Megatron-Bridge, the
+adapters, the buffers of gradients, the optimizer and its states. Then a step is begun and abandoned before its first
+product, for the checks that Megatron makes only there.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -26,20 +26,20 @@ from trainer.startup import device
 
 REFUSALS = (ValueError, AssertionError, RuntimeError, NotImplementedError, AttributeError, ArithmeticError)
 
-# Gradients are summed over dp * cp, or over edp. Where both are the same ranks, Megatron counts all as the first.
+# Gradients are summed over dp * cp, or over edp. If both are the same ranks, Megatron counts all as dense.
 TRAINED = ("trained_dense", "trained_experts")
-# Bytes of gradients and of the optimizer; and how many numbers in the gradients' buffers belong to no parameter, as
-# parameters begin at multiples of 64 in them, and buffers end at one of lcm(copies, 128).
+# Bytes of gradients and of the optimizer; and the number of padding elements in the gradients' buffers: parameters
+# begin at multiples of 64, and buffers end at a multiple of lcm(copies, 128).
 STATES = ("gradients", "optimizer")
 PADDING = "padding"
 
 
 class Refused(Exception):
-    """Refusal of Megatron, in its own words on one line."""
+    """Refusal by Megatron, with its message on one line."""
 
 
 def prepare() -> None:
-    """Import Megatron, once in a process."""
+    """Import Megatron, once per process."""
     os.environ.setdefault("RANK", "0")
     device.start()
     warnings.filterwarnings("ignore", "ModelProviderMixin-based")  # no user can migrate it
@@ -50,41 +50,41 @@ def prepare() -> None:
 def count(run: Run, config: dict[str, Any], rank: int) -> Counter[str]:
     """Count the parameters of one rank by the kinds of conf/planner/parameters.py, those of TRAINED, and STATES.
 
-    Raises Refused where Megatron refuses the layout.
+    Raise Refused if Megatron refuses the layout.
     """
-    with _megatrons_words(), _world(run, rank), _on_meta(), contextlib.redirect_stdout(None):
+    with _refusals(), _world(run, rank), _on_meta(), contextlib.redirect_stdout(None):
         chunks, optimizer = _build(run, config)
         _step_off(run, chunks)
-        found = _states(chunks, optimizer)
+        counts = _states(chunks, optimizer)
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
-                found[kind_of(re.sub(r"^(module\.)+", "", name))] += parameter.numel()
+                counts[kind_of(re.sub(r"^(module\.)+", "", name))] += parameter.numel()
                 if parameter.requires_grad:
-                    found[TRAINED[0 if getattr(parameter, "allreduce", True) else 1]] += parameter.numel()
-        return found
+                    counts[TRAINED[0 if getattr(parameter, "allreduce", True) else 1]] += parameter.numel()
+        return counts
 
 
 def _states(chunks: list, optimizer) -> Counter[str]:
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     for buffer in buffers:
         numbers = sum(parameter.numel() for parameter in buffer.params)
-        found["gradients"] += numbers * buffer.grad_data.itemsize
-        found[PADDING] += buffer.numel - numbers
+        counts["gradients"] += numbers * buffer.grad_data.itemsize
+        counts[PADDING] += buffer.numel - numbers
     weights = {parameter.untyped_storage()._cdata for chunk in chunks for parameter in chunk.parameters()}
-    for one in optimizer.chained_optimizers:
-        if not one.optimizer:  # of a rank that trains nothing
+    for member in optimizer.chained_optimizers:
+        if not member.optimizer:  # this rank trains nothing
             continue
-        one.init_state_fn(one.optimizer, one.config)
-        mains = [parameter for group in one.optimizer.param_groups for parameter in group["params"]]
-        moments = [tensor for state in one.optimizer.state.values() for tensor in state.values()]
-        own = (tensor for tensor in mains + moments if tensor.untyped_storage()._cdata not in weights)
-        found["optimizer"] += sum(tensor.nbytes for tensor in own)
-    return found
+        member.init_state_fn(member.optimizer, member.config)
+        mains = [parameter for group in member.optimizer.param_groups for parameter in group["params"]]
+        moments = [tensor for state in member.optimizer.state.values() for tensor in state.values()]
+        optimizer_tensors = (tensor for tensor in mains + moments if tensor.untyped_storage()._cdata not in weights)
+        counts["optimizer"] += sum(tensor.nbytes for tensor in optimizer_tensors)
+    return counts
 
 
 def kind_of(name: str) -> str:
-    """Kind of a parameter, by Megatron's name."""
+    """Return the kind of a parameter, by Megatron's name."""
     routed = ".experts." in name
     if ".adapter." in name:
         return "adapters_experts" if routed else "adapters_dense"
@@ -98,7 +98,7 @@ def kind_of(name: str) -> str:
 
 
 @contextlib.contextmanager
-def _megatrons_words() -> Iterator[None]:
+def _refusals() -> Iterator[None]:
     try:
         yield
     except REFUSALS as error:
@@ -125,7 +125,7 @@ def _world(run: Run, rank: int) -> Iterator[None]:
 def _on_meta() -> Iterator[None]:
     """Make meta the current device while the block runs.
 
-    Values, of which there are none, are neither drawn nor sent.
+    Values do not exist there, so they are neither drawn nor sent.
     """
     import torch
     from megatron.bridge.peft.utils import ParallelLinearAdapter
@@ -133,7 +133,7 @@ def _on_meta() -> Iterator[None]:
     from trainer.megatron import adapters
 
     with (
-        mock.patch.dict(os.environ),  # Megatron notes the kind of attention there, and refuses another
+        mock.patch.dict(os.environ),  # Megatron stores the kind of attention there, and refuses another
         mock.patch.object(torch.cuda, "current_device", return_value=torch.device("meta")),
         mock.patch.object(ParallelLinearAdapter, "_synchronize_shared_expert_parameters"),
         mock.patch.object(adapters, "draw_initial_values"),
@@ -145,7 +145,7 @@ def _on_meta() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_with_a_gpu() -> Iterator[None]:
-    """Answer Megatron's questions about a GPU, and about packages that are installed beside one, as with a GPU."""
+    """Answer Megatron's queries about a GPU, and about packages installed only with one, as if a GPU existed."""
     import torch
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -165,15 +165,15 @@ def _types_of_a_gpu():
 
     class Names(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            found = func(*args, **(kwargs or {}))
-            named = func is torch.Tensor.type and isinstance(found, str)
-            return found.replace("torch.meta.", "torch.cuda.").replace("cuda.meta", "cuda") if named else found
+            result = func(*args, **(kwargs or {}))
+            named = func is torch.Tensor.type and isinstance(result, str)
+            return result.replace("torch.meta.", "torch.cuda.").replace("cuda.meta", "cuda") if named else result
 
     return Names()
 
 
 def _build(run: Run, config: dict[str, Any]) -> tuple[list, Any]:
-    """Build the stages of this rank and their optimizer, validated and put together as by Bridge before training."""
+    """Build the stages of this rank and their optimizer, validated and assembled like by Bridge before training."""
     from megatron.bridge.training.config import runtime_config_update
     from megatron.bridge.training.optim import setup_optimizer
     from megatron.core.model_parallel_config import ModelParallelConfig
@@ -181,7 +181,7 @@ def _build(run: Run, config: dict[str, Any]) -> tuple[list, Any]:
     from trainer.megatron import sequences
     from trainer.megatron.recipe import make_adapter, make_config
 
-    # Bridge turns sequence parallelism off where tp is 1; core refuses it.
+    # Bridge turns sequence parallelism off if tp is 1; core refuses it.
     ModelParallelConfig(tensor_model_parallel_size=run.layout.tp, sequence_parallel=run.layout.sp)
     bridge, stands_in = open_bridge(config), not device.has_gpu()
     with (
@@ -194,7 +194,7 @@ def _build(run: Run, config: dict[str, Any]) -> tuple[list, Any]:
     if stands_in:  # Transformer Engine itself must have these kernels
         provider.apply_rope_fusion = provider.moe_permute_fusion = provider.moe_router_fusion = False
         provider.gradient_accumulation_fusion = False
-    # Bridge's own way to an adapter insists on a checkpoint of the model below it.
+    # Bridge's own adapter setup requires a checkpoint of the base.
     whole.peft, adapter = None, make_adapter(run)
     if adapter:
         provider.register_pre_wrap_hook(lambda chunks: adapter(chunks, training=True))
@@ -216,7 +216,7 @@ def open_bridge(config: dict[str, Any]):
 
 
 def _no_data(run: Run):
-    """Data settings as far as Megatron validates them (trainer/megatron/sequences.py). A rehearsal has no files."""
+    """Return data settings that pass Megatron's validation; a rehearsal has no files."""
     from megatron.bridge.data.packing.config import PackedSequenceSpecs
     from megatron.bridge.training.config import GPTSFTDatasetConfig
 
@@ -230,7 +230,7 @@ def _no_data(run: Run):
 
 
 class _Stepping(Exception):
-    """Signal that the schedule has come to its first forward step."""
+    """Signal that the schedule has reached its first forward step."""
 
 
 def _step_off(run: Run, chunks: list) -> None:

@@ -1,10 +1,11 @@
 """Scaled-down copy of a run: real steps of the same kind of layout on a tiny model of the same family, on this CPU.
 
-train() takes the steps in up to RANKS gloo processes, and returns the scaled-down run and the losses. Degrees above
-what 4 tiny layers and 8 experts can be cut into are lowered, and copies are dropped where there are too many. It keeps
-these properties: which dimensions are cut, sp, vpp, packing, the adapter, recompute, the distributed optimizer.
+train() takes the steps in up to RANKS gloo processes, and returns the scaled-down run and the losses. Degrees are
+lowered to what 4 tiny layers and 8 experts can be cut into, and data-parallel copies are dropped if there are too many
+processes. These properties stay: which dimensions are cut, sp, vpp, packing, the adapter, recompute, the distributed
+optimizer.
 
-Not covered: families without a tiny model (trainer/tiny.py), where layers lie on uneven stages beyond first or last.
+Not covered: families without a tiny model (trainer/tiny.py), uneven stages other than the first or last.
 """
 
 import json
@@ -31,10 +32,10 @@ LIMITS = {"tp": 2, "pp": 2, "cp": 2, "ep": 4, "etp": 2}
 def train(
     run: Run, config: dict[str, Any], steps: int, convert: Callable[[Run], None], take_steps: Callable[[Run], None]
 ) -> tuple[Run, list[float]]:
-    """Train the scaled-down run. Returns it and the losses.
+    """Train the scaled-down run. Return it and the losses.
 
-    `convert` and `take_steps` do the work of the commands trainer/convert.py and trainer/train.py. Raises Fault where
-    the run cannot be scaled down, and RuntimeError where its ranks fail.
+    `convert` and `take_steps` are the main functions of trainer/convert.py and trainer/train.py. Raise a Fault if the
+    run cannot be scaled down, and a RuntimeError if its ranks fail.
     """
     kinds, family = families.tiny(), families.of(config)
     if not family.tiny:
@@ -45,16 +46,16 @@ def train(
     with tempfile.TemporaryDirectory(prefix="twin-") as name:
         folder = Path(name)
         twin = make(run, kind, steps, folder)
-        if found := problems(twin, facts_from_hf(families.tiny()[kind])):
-            raise Fault(f"--steps: no twin of this layout on {RANKS} processes: {found[0]}")
+        if faults := problems(twin, facts_from_hf(families.tiny()[kind])):
+            raise Fault(f"--steps: no twin of this layout on {RANKS} processes: {faults[0]}")
         tiny_models.make_model(kind, folder / "model", dtype="float32")
         tiny_models.make_data(folder / "given", rows=64)
         alone = twin.model_copy(update={"layout": Layout()})
         paths = {"data": str(folder / "given"), "output": str(folder / "prepared")}
         rows = alone.model_copy(update={"paths": alone.paths.model_copy(update=paths)})
-        for command, asked in ((convert, alone), (prepared.make, rows), (take_steps, twin)):
+        for command, command_run in ((convert, alone), (prepared.make, rows), (take_steps, twin)):
             log = folder / f"{command.__module__}.log"
-            if forked_ranks.call(command, asked, log):
+            if forked_ranks.call(command, command_run, log):
                 raise RuntimeError("".join(log.read_text().splitlines(keepends=True)[-5:]))
         lines = map(json.loads, (folder / "output" / "metrics.jsonl").read_text().splitlines())
         return twin, [line["lm_loss"] for line in lines if line["kind"] == "train"]
@@ -87,7 +88,7 @@ def make(run: Run, kind: str, steps: int, folder: Path) -> Run:
 
 
 def scale(layout: Layout, layers: int) -> Layout:
-    """The largest layout of the same kind on RANKS processes. Degrees are lowered to 2, expert ones first."""
+    """Return the largest layout of the same kind on RANKS processes. Degrees are lowered to 2, expert ones first."""
     degrees = {key: min(getattr(layout, key), limit) for key, limit in LIMITS.items()}
 
     def cut() -> int:
@@ -105,7 +106,7 @@ def scale(layout: Layout, layers: int) -> Layout:
         **degrees,
         vpp=vpp,
         sp=layout.sp and degrees["tp"] > 1,
-        # a stage that differs from the others, where one does
+        # one uneven stage, if the layout has one
         last_stage_layers=layers - 3 if uneven and degrees["pp"] == 2 and not vpp else None,
     )
 

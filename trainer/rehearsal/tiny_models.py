@@ -97,11 +97,11 @@ def make_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def draw_tensor(name: str, shape: tuple[int, ...], dtype, seed: int):
-    """Draw a tensor from its name, so that kinds which share a tensor share its values.
+    """Draw a tensor from its name: kinds that share a tensor share its values.
 
     A spread of 0.08 gives logits of about unit spread at this width. Norm weights, biases and the router's correction
-    spread by 0.2 around the value that a missing one would have (1 or 0), so that a lost or swapped vector shows. Sinks
-    are scores, and spread as scores do.
+    spread by 0.2 around the value of a missing vector (1 or 0): a lost or swapped vector then changes the logits. Sinks
+    are scores, and spread like scores.
     """
     import torch
 
@@ -192,7 +192,7 @@ def make_model(kind: str, folder: str | Path, seed: int = 0, dtype: str = "bfloa
 def make_data(folder: str | Path, rows: int = 512, seed: int = 0) -> None:
     """Write `rows` examples for training and an eighth as many for validation: sums, and up to 48 words to repeat."""
     rng = random.Random(seed)
-    answers: dict[str, str] = {}  # by question, so that none occurs twice
+    answers: dict[str, str] = {}  # by question: none occurs twice
     while len(answers) < rows + max(1, rows // 8):
         if rng.random() < 0.5:
             a, b = rng.randrange(100), rng.randrange(100)

@@ -1,10 +1,10 @@
 """Micro batches of scored answers, padded or packed, for each data-parallel rank.
 
-What Megatron reads is [rows, tokens]: a row is one sequence, or, packed, as many as fit. What the loss reads is
-[answers, tokens of the longest]: `places` says where in the flattened rows each of these tokens is predicted. A loss
-that needs whole answers is then the same however they are laid out.
+Megatron reads tensors of shape [rows, tokens]: a row is one sequence, or, packed, as many as fit. The loss reads
+tensors of shape [answers, tokens of the longest]: `places` has the position of each token's prediction in the flattened
+rows. The loss of whole answers therefore does not depend on how the rows are built.
 
-Packed micro batches are balanced by tokens. Every rank gets equally many, so that experts on several ranks keep step.
+Packed micro batches are balanced by tokens. Every rank gets the same number, which experts on several ranks need.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ class Form:
 
     rows: int  # of a micro batch
     length: int  # of a row
-    multiple: int  # that a packed sequence's length is rounded up to; 0 = not packed
-    groups: int  # interleaved pipeline stages take micro batches in groups of so many
+    multiple: int  # to which a packed sequence's length is rounded up; 0 = not packed
+    groups: int  # size of the groups in which interleaved pipeline stages take micro batches
 
     @classmethod
     def of(cls, run: Run) -> "Form":
@@ -37,20 +37,20 @@ class Form:
 
 
 def micro_batches(sequences: Sequence[Scored], form: Form, rank: int, ranks: int) -> list[dict[str, torch.Tensor]]:
-    """Micro batches of a data-parallel rank. Together those of all ranks have every sequence once."""
+    """Micro batches of a data-parallel rank. Those of all ranks together contain every sequence once."""
     if form.multiple:
-        packs = balanced([_rounded(one, form.multiple) for one in sequences], form.length, ranks, form.groups)
-        mine = packs[rank * len(packs) // ranks : (rank + 1) * len(packs) // ranks]
+        packs = balanced([_rounded(scored, form.multiple) for scored in sequences], form.length, ranks, form.groups)
+        of_rank = packs[rank * len(packs) // ranks : (rank + 1) * len(packs) // ranks]
     else:
         share = range(len(sequences))[rank * len(sequences) // ranks : (rank + 1) * len(sequences) // ranks]
-        mine = [list(share[start : start + form.rows]) for start in range(0, len(share), form.rows)]
-    return [_batch(numbers, sequences, form) for numbers in mine]
+        of_rank = [list(share[start : start + form.rows]) for start in range(0, len(share), form.rows)]
+    return [_batch(numbers, sequences, form) for numbers in of_rank]
 
 
 def balanced(lengths: Sequence[int], capacity: int, ranks: int, groups: int) -> list[list[int]]:
-    """Numbers of the sequences of each pack: few packs, equally many for each rank, much alike in tokens.
+    """Numbers of the sequences of each pack: few packs, the same number for each rank, with similar token counts.
 
-    The longest sequences go first, each to the pack that has the fewest tokens.
+    The longest sequences are placed first, each into the pack with the fewest tokens.
     """
     step = ranks * groups
     count = -(-sum(lengths) // capacity // step) * step or step
@@ -66,61 +66,62 @@ def balanced(lengths: Sequence[int], capacity: int, ranks: int, groups: int) -> 
         count += step
 
 
-def _rounded(one: Scored, multiple: int) -> int:
-    return -(-(len(one.prompt) + len(one.answer) - 1) // multiple) * multiple
+def _rounded(scored: Scored, multiple: int) -> int:
+    return -(-(len(scored.prompt) + len(scored.answer) - 1) // multiple) * multiple
 
 
 def _batch(numbers: Sequence[int], sequences: Sequence[Scored], form: Form) -> dict[str, torch.Tensor]:
     lengths = [_rounded(sequences[number], form.multiple) if form.multiple else form.length for number in numbers]
     starts = [sum(lengths[:place]) for place in range(len(lengths))]
-    mine = [sequences[number] for number in numbers]
-    found = _rows(mine, starts, form) | _answers(mine, starts) | {"numbers": torch.tensor(numbers, dtype=torch.long)}
+    chosen = [sequences[number] for number in numbers]
+    batch = _rows(chosen, starts, form) | _answers(chosen, starts)
+    batch["numbers"] = torch.tensor(numbers, dtype=torch.long)
     if sequences and sequences[0].routes is not None:
-        found["routes"] = _routes(mine, starts, form, routes.read(sequences[0].routes))
-    return found
+        batch["routes"] = _routes(chosen, starts, form, routes.read(sequences[0].routes))
+    return batch
 
 
-def _routes(mine: Sequence[Scored], starts: Sequence[int], form: Form, like: torch.Tensor) -> torch.Tensor:
-    found = routes.nobody_s(form.rows * form.length, like)
-    for one, start in zip(mine, starts, strict=True):
-        assert one.routes is not None, "all answers of a step have routes, or none"
-        known = routes.read(one.routes)
-        routes.require_told(known, len(one.prompt) + len(one.answer) - 1)
-        found[start : start + len(known)] = known
-    return found.view(form.rows, form.length, *found.shape[1:])
+def _routes(chosen: Sequence[Scored], starts: Sequence[int], form: Form, like: torch.Tensor) -> torch.Tensor:
+    table = routes.unknown(form.rows * form.length, like)
+    for scored, start in zip(chosen, starts, strict=True):
+        assert scored.routes is not None, "all answers of a step have routes, or none"
+        of_answer = routes.read(scored.routes)
+        routes.require_known(of_answer, len(scored.prompt) + len(scored.answer) - 1)
+        table[start : start + len(of_answer)] = of_answer
+    return table.view(form.rows, form.length, *table.shape[1:])
 
 
-def _rows(mine: Sequence[Scored], starts: Sequence[int], form: Form) -> dict[str, torch.Tensor]:
+def _rows(chosen: Sequence[Scored], starts: Sequence[int], form: Form) -> dict[str, torch.Tensor]:
     size = form.rows * form.length
     tokens, labels = torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
     positions, mask = torch.arange(form.length).repeat(form.rows), torch.zeros(size)
     bounds = [*(starts or [0]), size]
-    for one, start, end in zip(mine, bounds[:-1], bounds[1:], strict=bool(mine)):
-        row = torch.tensor(one.prompt + one.answer)
+    for scored, start, end in zip(chosen, bounds[:-1], bounds[1:], strict=bool(chosen)):
+        row = torch.tensor(scored.prompt + scored.answer)
         tokens[start : start + len(row) - 1], labels[start : start + len(row) - 1] = row[:-1], row[1:]
-        mask[start + len(one.prompt) - 1 : start + len(row) - 1] = torch.tensor(one.sampled, dtype=mask.dtype)
+        mask[start + len(scored.prompt) - 1 : start + len(row) - 1] = torch.tensor(scored.sampled, dtype=mask.dtype)
         if form.multiple:
             positions[start:end] = torch.arange(end - start)
     named = {"tokens": tokens, "labels": labels, "position_ids": positions, "loss_mask": mask}
-    found = {name: values.view(form.rows, form.length) for name, values in named.items()}
-    if form.multiple:  # what is left of the row belongs to its last sequence, behind all that counts
+    rows = {name: values.view(form.rows, form.length) for name, values in named.items()}
+    if form.multiple:  # the rest of the row belongs to its last sequence, after all tokens that count
         cut = torch.tensor([bounds], dtype=torch.int32)
-        found |= {"cu_seqlens_q": cut, "cu_seqlens_kv": cut, "max_seqlen_q": cut.diff().max()}
-    return found
+        rows |= {"cu_seqlens_q": cut, "cu_seqlens_kv": cut, "max_seqlen_q": cut.diff().max()}
+    return rows
 
 
-def _answers(mine: Sequence[Scored], starts: Sequence[int]) -> dict[str, torch.Tensor]:
-    shape = max(1, len(mine)), max((len(one.answer) for one in mine), default=1)
+def _answers(chosen: Sequence[Scored], starts: Sequence[int]) -> dict[str, torch.Tensor]:
+    shape = max(1, len(chosen)), max((len(scored.answer) for scored in chosen), default=1)
     places = torch.zeros(shape, dtype=torch.long)
-    found = {name: torch.zeros(shape) for name in ("mask", "engine", "advantages", "old", "reference")}
-    for number, (one, start) in enumerate(zip(mine, starts, strict=True)):
-        count = len(one.answer)
-        places[number, :count] = start + len(one.prompt) - 1 + torch.arange(count)
-        found["mask"][number, :count] = torch.tensor(one.sampled, dtype=torch.float)
-        found["advantages"][number, :count] = one.advantage
-        engine = [value or 0.0 for value in one.engine]
-        for name, values in (("engine", engine), ("old", one.old), ("reference", one.reference)):
+    columns = {name: torch.zeros(shape) for name in ("mask", "engine", "advantages", "old", "reference")}
+    for number, (scored, start) in enumerate(zip(chosen, starts, strict=True)):
+        count = len(scored.answer)
+        places[number, :count] = start + len(scored.prompt) - 1 + torch.arange(count)
+        columns["mask"][number, :count] = torch.tensor(scored.sampled, dtype=torch.float)
+        columns["advantages"][number, :count] = scored.advantage
+        engine = [value or 0.0 for value in scored.engine]
+        for name, values in (("engine", engine), ("old", scored.old), ("reference", scored.reference)):
             if values is not None:
-                found[name][number, :count] = torch.tensor(values)
-    counts = [len(one.answer) for one in mine]
-    return {"places": places, "counts": torch.tensor(counts, dtype=torch.long)} | found
+                columns[name][number, :count] = torch.tensor(values)
+    counts = [len(scored.answer) for scored in chosen]
+    return {"places": places, "counts": torch.tensor(counts, dtype=torch.long)} | columns

@@ -1,4 +1,4 @@
-"""Work of the first rank, for all: the others hear the outcome, so that a fault ends all of them alike."""
+"""Work of the first rank for all ranks: the others get its result or its Fault, which then ends all ranks."""
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -9,7 +9,7 @@ from torch import distributed
 
 from contract.faults import Fault
 
-LONGEST = timedelta(days=1)  # that a rank waits, as for all answers of a step; a first rank that has ended is noticed
+LONGEST = timedelta(days=1)  # limit for a rank's wait, for example for a step's answers; the end of rank 0 is noticed
 
 
 class FirstRank:
@@ -17,11 +17,14 @@ class FirstRank:
 
     @cached_property
     def _waiting(self) -> Any:
-        """Group in which the others wait. NCCL would wait on the GPU, of which vLLM may have its turn."""
+        """Group in which the other ranks wait. NCCL would wait on the GPU, which vLLM may be using."""
         return distributed.new_group(backend="gloo", timeout=LONGEST)
 
     def __call__(self, call: Callable[[], Any] | None, drained: Iterator[Any] | None = None) -> Any:
-        """What rank 0 gets from the call, on every rank. `drained` is what the others have to go through meanwhile."""
+        """Rank 0's result of the call, on every rank.
+
+        The other ranks iterate over `drained` meanwhile, because each of its items is computed by all ranks together.
+        """
         outcome: list[Any] = [None]
         if distributed.get_rank() == 0:
             assert call is not None
@@ -30,13 +33,13 @@ class FirstRank:
             except Fault as fault:
                 outcome = [(False, str(fault))]
                 if drained is not None:
-                    for _ in drained:  # the others wait for this rank in each tensor
+                    for _ in drained:  # the other ranks wait for this rank in each tensor
                         pass
         elif drained is not None:
             for _ in drained:
                 pass
         distributed.broadcast_object_list(outcome, src=0, group=self._waiting)
-        well, found = outcome[0]
-        if not well:
-            raise Fault(found)
-        return found
+        succeeded, result = outcome[0]
+        if not succeeded:
+            raise Fault(result)
+        return result

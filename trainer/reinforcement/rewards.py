@@ -1,12 +1,12 @@
-"""Rewards: what an answer is worth, from the row that its prompt is of.
+"""Rewards of answers, from the row of the prompt.
 
-exact          1 where the answer is the row's answer, spaces around both aside
-number         1 where the last number of the answer is the last number of the row's answer
-regex          1 where reinforce.pattern, or else the row's answer, is found in the answer
-json_schema    1 where the answer is JSON that fits the schema in reinforce.pattern, or else in the row's answer
-function       what a function of one's own returns, in a guarded process (guarded/), as rules are
-judge          what another model says, behind an OpenAI-compatible address (judge.py)
-code           share of the row's checks, lines of Python, that hold after the answer's program, in such a process
+exact          1 if the answer equals the row's answer; spaces around both are ignored
+number         1 if the last number of the answer is the last number of the row's answer
+regex          1 if reinforce.pattern, or else the row's answer, matches somewhere in the answer
+json_schema    1 if the answer is JSON that fits the schema in reinforce.pattern, or else in the row's answer
+function       result of the user's function, in a guarded process (guarded/), like regex and json_schema
+judge          reward from another model, at an OpenAI-compatible address (judge.py)
+code           share of the row's checks (lines of Python) that pass after the answer's program, in a guarded process
 """
 
 import math
@@ -28,20 +28,20 @@ NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)
 
 
 def make(run: Run) -> Callable[[Sequence[Question]], list[float]]:
-    """The reward of the run, for many answers at once. Raises a Fault where it cannot be."""
-    asked = run.reinforce
-    if asked.reward in ("function", "code"):
+    """The run's reward function for many answers at once. Raises a Fault if it cannot be loaded."""
+    kind = run.reinforce.reward
+    if kind in ("function", "code"):
         return _worker(run).rewards
-    if asked.reward == "judge":
+    if kind == "judge":
         return Judge(run).rewards
-    if asked.reward in RULES:
+    if kind in RULES:
         return partial(_by_rule, run, _worker(run))
-    one = {"exact": exact, "number": number}[asked.reward]
-    return lambda questions: [one(question) for question in questions]
+    reward = {"exact": exact, "number": number}[kind]
+    return lambda questions: [reward(question) for question in questions]
 
 
 def check(run: Run) -> None:
-    """Raise a Fault where reward or environment cannot be made, as of a function that cannot be loaded."""
+    """Raise a Fault if the reward or the environment cannot be loaded."""
     if run.reinforce.reward in ("function", "code", *RULES):
         _worker(run).close()
     else:
@@ -50,34 +50,35 @@ def check(run: Run) -> None:
 
 
 def require_references(run: Run, references: Iterable[str], path: Path) -> None:
-    """Raise a Fault where a row's answer is none that the reward can compare with, before anything is sampled."""
-    asked = run.reinforce
+    """Raise a Fault if the reward cannot use a row's answer. Called before sampling."""
+    reinforce = run.reinforce
     for row, reference in enumerate(references, 1):
         try:
-            if asked.reward == "number":
+            if reinforce.reward == "number":
                 _number_of(reference)
-            elif asked.reward in RULES and asked.pattern is None:
-                _rule(asked.reward, reference)
+            elif reinforce.reward in RULES and reinforce.pattern is None:
+                _rule(reinforce.reward, reference)
         except Fault as fault:
             raise Fault(f"{path}:{row}: {fault}") from None
 
 
 def _worker(run: Run) -> Worker:
-    asked = run.reinforce
-    return Worker(asked.reward, asked.function, asked.reward_seconds, asked.reward_memory_gb)
+    reinforce = run.reinforce
+    return Worker(reinforce.reward, reinforce.function, reinforce.reward_seconds, reinforce.reward_memory_gb)
 
 
 def _by_rule(run: Run, worker: Worker, questions: Sequence[Question]) -> list[float]:
-    """Rewards by patterns, each in the place of a row's answer.
+    """Rewards by patterns, which the worker gets as references.
 
-    A pattern may take years for an answer of 40 letters, and a schema may name another one on the network.
+    They run in a guarded process: a pattern may take years for an answer of 40 characters, and a schema may refer to
+    another one on the network.
     """
-    asked, found = run.reinforce, list[Question]()
+    reinforce, checks = run.reinforce, list[Question]()
     for question in questions:
-        rule = question.reference if asked.pattern is None else asked.pattern
-        _rule(asked.reward, rule)
-        found.append(Question("", question.answer, rule))
-    return worker.rewards(found)
+        rule = question.reference if reinforce.pattern is None else reinforce.pattern
+        _rule(reinforce.reward, rule)
+        checks.append(Question("", question.answer, rule))
+    return worker.rewards(checks)
 
 
 def _rule(kind: str, text: str) -> None:
@@ -96,17 +97,17 @@ def number(question: Question) -> float:
 
 
 def _number_of(reference: str) -> Decimal:
-    found = last_number(reference)
-    if found is None:
-        raise Fault(f"reinforce.reward: number, but a row's answer has none: {reference[:60]!r}")
-    return found
+    value = last_number(reference)
+    if value is None:
+        raise Fault(f"reinforce.reward: number, but a row's answer has no number: {reference[:60]!r}")
+    return value
 
 
 def last_number(text: str) -> Decimal | None:
     """The last number in a text; 1,234.50 is 1234.5."""
-    found = [match for match in NUMBER.findall(text) if any(letter.isdigit() for letter in match)]
+    numbers = [match for match in NUMBER.findall(text) if any(character.isdigit() for character in match)]
     try:
-        return Decimal(found[-1].replace(",", "")) if found else None
+        return Decimal(numbers[-1].replace(",", "")) if numbers else None
     except InvalidOperation:
         return None
 
@@ -114,4 +115,4 @@ def last_number(text: str) -> Decimal | None:
 def require_finite(rewards: Sequence[float], questions: Sequence[Question]) -> None:
     for reward, question in zip(rewards, questions, strict=True):
         if not math.isfinite(reward):
-            raise Fault(f"reinforce.reward: {reward} for the answer {question.answer[:60]!r}; a number is wanted")
+            raise Fault(f"reinforce.reward: {reward} for the answer {question.answer[:60]!r}; a number is needed")

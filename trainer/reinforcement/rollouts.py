@@ -1,8 +1,8 @@
-"""The trainer's side of vLLM: one or several engines, which have the same weights and share the prompts.
+"""The trainer's side of vLLM: one or several engines with the same weights, which share the prompts.
 
-Rank 0 has them, beside itself or on hosts of their own (reinforce.hosts). An engine that ends is left out from then on,
-and what it was asked is asked of the others: the run goes on as long as there is one. What they print is in
-<paths.logs>/rollout.log, rollout-1.log and so on.
+Rank 0 controls them, on its own host or on other hosts (reinforce.hosts). An engine that ends is removed, and its
+prompts go to the others: the run continues while at least one engine runs. Their output is in <paths.logs>/rollout.log,
+rollout-1.log and so on.
 """
 
 import shutil
@@ -29,16 +29,16 @@ from trainer.serving import unmerged
 from trainer.startup import device
 from trainer.startup.console import say
 
-WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of what it holds on a GPU
-# A prompt as vLLM has read it, its answers, and the version of the weights that gave them.
+WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of its memory on a GPU
+# A prompt as vLLM has read it, its answers, and the version of the weights.
 Answered = tuple[list[int], list[tuple], int]
 
 
 class Rollouts(Group):
-    """Engines of vLLM, which answer by the weights that they were sent."""
+    """Engines of vLLM, which answer with the weights that were sent to them."""
 
     def __init__(self, run: Run):
-        settings.require_room_beside(run)
+        settings.require_room(run)
         super().__init__(engines(run), far=bool(run.reinforce.hosts))
         self.run, self.transport = run, settings.transport(run)
         self.sender = Sender(run, self, self.transport)
@@ -46,20 +46,20 @@ class Rollouts(Group):
         self.meeting = Meeting(run) if run.reinforce.hosts else None
         if self.meeting:
             return
-        given = settings.of(run)
+        of_engine = settings.of(run)
         for number in range(self.started):
             log = Path(run.paths.logs) / (f"rollout-{number}.log" if number else "rollout.log")
-            self.engines.append(LocalEngine(f"engine {number}", given, log, settings.environment(run, number)))
+            self.engines.append(LocalEngine(f"engine {number}", of_engine, log, settings.environment(run, number)))
         self._watch()
 
     def ready(self) -> None:
         """Wait until vLLM has loaded the released model.
 
-        Without all engines beside the trainer a run does not begin. A host of vLLM's own that fails is left out.
+        A run does not start without all engines on the trainer's host. An engine on another host that fails is removed.
         """
         if self.meeting:
             self.engines = [*self.meeting.engines()]
-            say(f"rollout: {', '.join(engine.name for engine in self.engines)} are there")
+            say(f"rollout: connected: {', '.join(engine.name for engine in self.engines)}")
             self._watch()
             for engine in [*self.engines]:
                 self.attempt(engine, engine.ready)
@@ -67,42 +67,42 @@ class Rollouts(Group):
             engine.ready()
 
     def _watch(self) -> None:
-        if self.started > 1 or self.run.reinforce.staleness:  # what reads of an engine may be long in coming
+        if self.started > 1 or self.run.reinforce.staleness:  # the next read of an engine may be much later
             for engine in self.engines:
                 engine.watch(_say_ended)
 
     def answer(
         self, prompts: Sequence[list[int]], seeds: Sequence[int] | None, max_tokens: int | list[int], **sampling: Any
     ) -> list[Answered]:
-        """Have prompts answered. Every engine has a share of them, and those of one that ends go to the others."""
-        found: dict[int, Answered] = {}
-        left, busy = [*range(len(prompts))], dict[Engine, list[int]]()
+        """Get answers to prompts. Every engine gets a share of them; if one ends, its share goes to the others."""
+        answered: dict[int, Answered] = {}
+        waiting, busy = [*range(len(prompts))], dict[Engine, list[int]]()
 
         def ask(engine: Engine, numbers: list[int]) -> None:
-            limits = [max_tokens[one] for one in numbers] if isinstance(max_tokens, list) else max_tokens
-            given = {"prompts": [prompts[one] for one in numbers], "max_tokens": limits}
-            given["seeds"] = [seeds[one] for one in numbers] if seeds else None
-            engine.ask("answer", given | sampling)
+            limits = [max_tokens[number] for number in numbers] if isinstance(max_tokens, list) else max_tokens
+            arguments = {"prompts": [prompts[number] for number in numbers], "max_tokens": limits}
+            arguments["seeds"] = [seeds[number] for number in numbers] if seeds else None
+            engine.ask("answer", arguments | sampling)
             busy[engine] = numbers
 
-        while left or busy:
+        while waiting or busy:
             idle = [engine for engine in self.engines if engine not in busy]
-            for engine, numbers in zip(idle, _shares(left, len(idle)), strict=True):
+            for engine, numbers in zip(idle, _shares(waiting, len(idle)), strict=True):
                 if numbers:
                     self.attempt(engine, partial(ask, engine, numbers))
-            left = [one for one in left if not any(one in numbers for numbers in busy.values())]
-            for engine in _answering(busy):
+            waiting = [number for number in waiting if not any(number in numbers for numbers in busy.values())]
+            for engine in _ready(busy):
                 numbers = busy.pop(engine)
                 for answers in self.attempt(engine, partial(engine.answer, "answer")):
-                    said = [(read, told, engine.version) for read, told in answers]
-                    found |= dict(zip(numbers, said, strict=True))
-                left += [one for one in numbers if one not in found]
-        return [found[number] for number in range(len(prompts))]
+                    results = [(prompt, outputs, engine.version) for prompt, outputs in answers]
+                    answered |= dict(zip(numbers, results, strict=True))
+                waiting += [number for number in numbers if number not in answered]
+        return [answered[number] for number in range(len(prompts))]
 
     def update(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int, export: Export | None = None) -> int:
-        """Give vLLM all weights of a version. Returns how many bytes went over to each engine. begin() comes next.
+        """Send all weights of a version to vLLM. Returns the number of bytes sent to each engine. Call begin() next.
 
-        `export` is what the tensors are of, where they may be made without it.
+        `export` is the source of the tensors; it may know how to fill buckets without exporting them.
         """
         self.wake(WEIGHTS)
         if self.transport == "files":
@@ -110,17 +110,17 @@ class Rollouts(Group):
         return self.sender.send(tensors, version, export)
 
     def begin(self) -> None:
-        """Have vLLM ready to answer by the weights that it was given, and by nothing it has kept of earlier ones."""
+        """Prepare vLLM to answer with the new weights: wake it, and drop its caches of earlier weights."""
         self.wake()
         self.each("forget")
 
     def adapt(self, folder: str, version: int) -> int:
-        """Give vLLM the adapter of a version, from a folder in PEFT's format. Returns how many bytes went over."""
+        """Send vLLM the adapter of a version, as a folder in PEFT's format. Returns the number of bytes."""
         self.wake()
-        found = load_file(Path(folder) / unmerged.WEIGHTS)
-        metas = [wire.meta(name, tensor) for name, tensor in found.items()]
+        tensors = load_file(Path(folder) / unmerged.WEIGHTS)
+        metas = [wire.meta(name, tensor) for name, tensor in tensors.items()]
         self.each("adapt", folder=folder, metas=metas, version=version)
-        return sum(one.bytes for one in metas)
+        return sum(meta.bytes for meta in metas)
 
     def close(self) -> None:
         self.closing = True
@@ -130,15 +130,15 @@ class Rollouts(Group):
             engine.close()
 
     def sleep(self) -> None:
-        """Have vLLM leave the GPU to the trainer. It forgets what will be sent again anyway."""
+        """Make vLLM free the GPU for the trainer. It drops weights that will be sent again anyway."""
         if self.sleeps and not self.asleep:
             self.each("sleep", level=1 if self.transport == "adapter" else 2)
             self.asleep = {WEIGHTS, CACHE}
 
     def wake(self, *parts: str) -> None:
-        """Have vLLM take its memory again, all of it or these parts. The trainer leaves what it holds and does not use.
+        """Make vLLM take its memory again, all of it or these parts. First the trainer frees its unused memory.
 
-        The cache of keys and values comes behind the weights, when what they were sent through is free again.
+        The cache of keys and values is woken after the weights, when the memory for their transfer is free again.
         """
         if waking := self.asleep & set(parts or self.asleep):
             torch.cuda.empty_cache()
@@ -151,21 +151,21 @@ class Rollouts(Group):
             for file in model.glob("*.json"):
                 if not file.name.endswith(".index.json"):
                     shutil.copy(file, folder)
-            found = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors}
-            metas = [wire.meta(name, tensor) for name, tensor in found.items()]
-            save_file(found, Path(folder) / "model.safetensors")
+            weights = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors}
+            metas = [wire.meta(name, tensor) for name, tensor in weights.items()]
+            save_file(weights, Path(folder) / "model.safetensors")
             self.each("load", folder=folder, metas=metas, version=version)
-        return sum(one.bytes for one in metas)
+        return sum(meta.bytes for meta in metas)
 
 
-def _shares(numbers: Sequence[int], among: int) -> list[list[int]]:
-    """Parts of the numbers, one behind another and as even as can be."""
-    bounds = [len(numbers) * part // among for part in range(among + 1)] if among else []
+def _shares(numbers: Sequence[int], count: int) -> list[list[int]]:
+    """The numbers in consecutive parts of nearly equal size."""
+    bounds = [len(numbers) * part // count for part in range(count + 1)] if count else []
     return [[*numbers[start:end]] for start, end in pairwise(bounds)]
 
 
-def _answering(busy: dict[Engine, list[int]]) -> list[Engine]:
-    """The engines that have answered, or ended, once there is one."""
+def _ready(busy: dict[Engine, list[int]]) -> list[Engine]:
+    """Wait for an engine; return all that have answered or ended."""
     ready = wait([engine.connection for engine in busy])
     return [engine for engine in busy if engine.connection in ready]
 

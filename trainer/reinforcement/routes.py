@@ -1,8 +1,8 @@
-"""Routes: the experts that vLLM chose for each token, which the trainer's routers take in place of their own choice.
+"""Routes: the experts that vLLM chose for each token, which the trainer's routers then use instead of their own choice.
 
-Trainer and engine round differently, and now and then that gives a token other experts: then both compute another
-function. Routes go with each answer, from the journal on. Experts' weights are still the trainer's own: only the choice
-is replayed, and gradients reach the routers as ever.
+Trainer and engine round differently. Sometimes a token therefore gets other experts, and both compute different
+functions. Routes are stored with each answer, also in the journal. Only the choice is replayed: the trainer computes
+the experts' weights, and gradients reach the routers as usual.
 """
 
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
@@ -21,7 +21,7 @@ BYTES = {1: torch.uint8, 2: torch.int16}  # of an expert's number, which is belo
 
 
 def written(routes: Any) -> str:
-    """Routes [tokens, layers, experts of a token] of vLLM's as a text."""
+    """vLLM's routes [tokens, layers, experts of a token] as text."""
     _, layers, chosen = routes.shape
     return f"{layers},{chosen},{routes.dtype.itemsize}:{base64.b64encode(routes.tobytes()).decode()}"
 
@@ -30,30 +30,28 @@ def read(text: str) -> torch.Tensor:
     """Routes from a text."""
     form, _, data = text.partition(":")
     layers, chosen, size = map(int, form.split(","))
-    found = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=BYTES[size])
-    return found.view(-1, layers, chosen)
+    values = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=BYTES[size])
+    return values.view(-1, layers, chosen)
 
 
-def nobody_s(tokens: int, like: torch.Tensor) -> torch.Tensor:
-    """Routes of padding: any experts, each once."""
+def unknown(tokens: int, like: torch.Tensor) -> torch.Tensor:
+    """Routes of padding: arbitrary experts, each once."""
     _, layers, chosen = like.shape
     return torch.arange(chosen, dtype=like.dtype).expand(tokens, layers, chosen).clone()
 
 
-def require_told(routes: torch.Tensor, tokens: int) -> None:
-    """Require routes of each token that was read, some of which differ: an engine that tells none has zeros."""
+def require_known(routes: torch.Tensor, tokens: int) -> None:
+    """Raise a Fault unless each token has routes and some of them differ: without routes, vLLM returns zeros."""
     if len(routes) != tokens:
-        raise Fault(f"reinforce.replay_experts: vLLM tells the experts of {len(routes)} tokens, and has read {tokens}")
+        raise Fault(f"reinforce.replay_experts: vLLM returned routes of {len(routes)} tokens, but has read {tokens}")
     if routes.shape[2] > 1 and not (routes[..., :1] != routes[..., 1:]).any():
-        raise Fault(
-            "reinforce.replay_experts: vLLM tells the same expert for all choices of each token, so none at all"
-        )
+        raise Fault("reinforce.replay_experts: vLLM returned the same expert for all choices of each token: not routes")
 
 
 class Choice:
-    """Experts that a router is to choose, in the place of megatron-core's RouterReplay.
+    """Experts that a router must choose, instead of megatron-core's RouterReplay.
 
-    Core's own tells forward and recompute apart by a switch for all routers, which pipelines cannot use.
+    RouterReplay distinguishes forward and recompute by a switch for all routers, which does not work with pipelines.
     """
 
     def __init__(self) -> None:
@@ -70,52 +68,52 @@ class Choice:
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Callable
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores of the experts that are chosen, and these. Core calls this by its name."""
+        """Scores and numbers of the chosen experts. Megatron-core calls this method by its name."""
         if self.now is None:
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         chosen = self.recomputed.take(self.now).long()
         if chosen.shape != (len(scores), topk):
             raise Fault(
-                f"reinforce.replay_experts: a router reads {len(scores)} tokens and takes {topk} experts of each, and "
-                f"was told those of {tuple(chosen.shape)}"
+                f"reinforce.replay_experts: a router needs {topk} experts for each of {len(scores)} tokens, but the "
+                f"routes have the shape {tuple(chosen.shape)}"
             )
         return scores.gather(1, chosen), chosen
 
 
 class Replay:
-    """Routers of a model on this rank, and what they are to choose."""
+    """Routers of a model on this rank, and the experts that they must choose."""
 
     def __init__(self) -> None:
         self.routers: dict[int, list[Any]] = {}  # by chunk of the model
 
     def install(self, model: Any) -> None:
-        """Find the routers. A head that predicts further tokens keeps its own choice: vLLM has none of it here."""
+        """Find the routers. Layers for multi-token prediction keep their own choice: vLLM does not run them here."""
         from megatron.core.transformer.moe.router import TopKRouter
         from megatron.core.utils import unwrap_model
 
         for chunk in unwrap_model(model):
-            mine = self.routers.setdefault(id(chunk), [])
+            routers = self.routers.setdefault(id(chunk), [])
             for name, module in chunk.named_modules():
                 if isinstance(module, TopKRouter) and not name.startswith("mtp"):
-                    module.config.moe_router_fusion = False  # its kernel asks nobody
+                    module.config.moe_router_fusion = False  # the fused kernel ignores router_replay
                     module.router_replay = Choice()
-                    mine.append(module)
+                    routers.append(module)
 
     def begin(self, chunk: Any, batch: dict[str, torch.Tensor]) -> None:
-        """Have routers of a chunk choose the experts of a micro batch, also where layers are recomputed."""
+        """Make the routers of a chunk choose the experts of a micro batch, also when layers are recomputed."""
         from megatron.core.utils import unwrap_model
 
         from trainer.megatron.whole_rows import of_this_rank
 
         routers = self.routers[id(unwrap_model(chunk))]
         if routers:
-            # All at once: a copy for each layer would have the host wait for the GPU in each.
-            here = batch["routes"].to("cuda", non_blocking=True)
-            of_tokens = of_this_rank(here, batch.get("cu_seqlens_q"), routers[0].config.sequence_parallel)
+            # One copy for all layers: with a copy in each layer, the host would wait for the GPU each time.
+            on_device = batch["routes"].to("cuda", non_blocking=True)
+            of_tokens = of_this_rank(on_device, batch.get("cu_seqlens_q"), routers[0].config.sequence_parallel)
             for router in routers:
                 router.router_replay.begin(of_tokens[:, router.layer_number - 1])
 
     def end(self) -> None:
-        """Have routers choose for themselves."""
+        """Let routers choose experts again."""
         for router in chain(*self.routers.values()):
             router.router_replay.end()

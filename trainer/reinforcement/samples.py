@@ -1,4 +1,4 @@
-"""Answers of one step, which is the journal's unit, and what the loss is told of each."""
+"""Answers of one step, the unit of the journal, and the inputs of the loss for each."""
 
 from dataclasses import dataclass, field
 
@@ -8,17 +8,17 @@ class Answer:
     """One sampled answer."""
 
     tokens: list[int]
-    log_probs: list[float | None]  # the engine's, as it sampled; None of what an environment said
-    text: str  # of the last turn, where there are several
-    ended: bool  # by itself, and not by the limit
+    log_probs: list[float | None]  # of the engine at sampling; None for an environment's tokens
+    text: str  # of the last turn, if there are several
+    ended: bool  # with an end token or text; False if the limit cut it
     reward: float = 0.0
-    routes: str | None = None  # the engine's experts for each token that it has read, where they are replayed
-    version: int | None = None  # of the weights that sampled, as the engine says: the optimizer steps that they had had
+    routes: str | None = None  # the engine's experts for each token that it has read, if they are replayed
+    version: int | None = None  # of the weights that sampled, reported by the engine: number of optimizer steps
 
     @property
     def sampled(self) -> int:
         """Tokens that the policy wrote."""
-        return sum(one is not None for one in self.log_probs)
+        return sum(value is not None for value in self.log_probs)
 
 
 @dataclass
@@ -36,15 +36,14 @@ class Group:
 
 @dataclass
 class Step:
-    """All that one step was trained on."""
+    """All training data of one step."""
 
     number: int  # from 1 on
-    version: int  # of the weights that it was sampled by: the number of optimizer steps that they had had
+    version: int  # of the weights that sampled it: number of optimizer steps
     groups: list[Group]
-    drawn: int  # prompts asked for them
-    old: list[list[float]] = field(
-        default_factory=list
-    )  # trainer's log-probabilities, where a step has several updates
+    drawn: int  # prompts that were answered to get the groups
+    # The trainer's log-probabilities, if a step has several updates.
+    old: list[list[float]] = field(default_factory=list)
 
     @property
     def answers(self) -> list[Answer]:
@@ -53,11 +52,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Scored:
-    """One answer behind its prompt, and what its tokens are worth."""
+    """One answer with its prompt, its advantage, and the log-probabilities that the loss needs."""
 
     prompt: list[int]
     answer: list[int]
-    engine: list[float | None]  # None of tokens that the policy did not write, and is not trained on
+    engine: list[float | None]  # None for tokens that the policy did not write and is not trained on
     advantage: float
     old: list[float] | None
     reference: list[float] | None
@@ -65,4 +64,4 @@ class Scored:
 
     @property
     def sampled(self) -> list[bool]:
-        return [one is not None for one in self.engine]
+        return [value is not None for value in self.engine]

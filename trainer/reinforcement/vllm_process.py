@@ -1,13 +1,13 @@
-"""Answer prompts by vLLM while the model is trained: the process that trainer.reinforce starts beside itself.
+"""The process, started by trainer.reinforce, in which vLLM answers prompts while the model is trained.
 
     python -m trainer.reinforcement.vllm_process DESCRIPTOR < SETTINGS.json
 
-It reads requests from an inherited socket, one at a time, and ends when the other side does. A request is a name and
-arguments; the answer is {"result": ...} with the version of the weights that gave it, or {"error": one line}, which
-says whether it is a fault of the run's, as others would find as well.
+It reads requests from an inherited socket, one at a time, and ends when the other side ends. A request is a name and
+arguments. The answer is {"result": ...} with the version of the weights, or {"error": one line}, with "fault" true if
+the run is at fault and other engines would fail in the same way.
 
-On several GPUs vLLM has a worker process for each, which it starts as Python's multiprocessing does: each imports this
-module, by another name. They end with this process, and this process with any of them.
+With several GPUs vLLM has a worker process for each, which Python's multiprocessing starts: each imports this module
+under another name. They end with this process, and this process ends with any of them.
 """
 
 # pyright: reportArgumentType=false, reportOptionalSubscript=false
@@ -33,18 +33,19 @@ from trainer.patches.transformers_imports import import_transformers
 from trainer.reinforcement import messages
 from trainer.serving import engine, unmerged
 
-ENDING = threading.Event()  # of this process, by itself
-CODES = 1.0  # seconds in which the code is known that a process has ended with
-CONTEXT = 8  # tokens of a prompt before its answer, which may change how the answer reads
-Told = tuple[list[int], list[float], str, bool, str | None]  # tokens, log-probabilities, text, whether it ended, routes
+ENDING = threading.Event()  # set when this process ends in order
+CODES = 1.0  # seconds to wait for the exit code of a process that has ended
+CONTEXT = 8  # last tokens of a prompt, which may change the text of the answer
+# Tokens, log-probabilities, text, whether the answer ended, routes.
+Output = tuple[list[int], list[float], str, bool, str | None]
 READ = {"skip_special_tokens": True}
 AS_WORKER = "__mp_main__"  # this module's name in a process that multiprocessing has spawned
-# A forked worker would keep the trainer's connection open, which then nobody hears the end of.
+# A forked worker would keep the trainer's connection open, and its end would not be noticed.
 SPAWNED = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 
 class Rollout:
-    """A model of vLLM's whose weights change."""
+    """A model in vLLM whose weights change."""
 
     def __init__(self, settings: dict[str, Any]):
         vllm_cpu.require_known()
@@ -60,7 +61,7 @@ class Rollout:
         self.version = -1  # as released
         self.names: set[str] = set()
         self.arrived: set[str] = set()
-        self.adapter: Any = None  # beside the released weights
+        self.adapter: Any = None  # added to the released weights
         self.sleeps = bool(settings["arguments"].get("enable_sleep_mode"))
         backend = {"backend": weight_engine.name(settings["transport"])}
         extended = {"weight_transfer_config": backend, "worker_extension_cls": worker.NAME}
@@ -72,12 +73,12 @@ class Rollout:
             self._each("tell_routes")
 
     def _each(self, name: str, **arguments: Any) -> list[Any]:
-        """Ask every worker the same. Returns what each says; a fault of the run's ends it as one of this process."""
-        told = self.llm.collective_rpc("answer_or_fault", args=(name, arguments))
-        for number, (_, fault) in enumerate(told):
+        """Call a method of every worker. Returns their results, or raises the Fault of one of them."""
+        answers = self.llm.collective_rpc("answer_or_fault", args=(name, arguments))
+        for number, (_, fault) in enumerate(answers):
             if fault:
-                raise Fault(f"{fault} (worker {number})" if len(told) > 1 else fault)
-        return [result for result, _ in told]
+                raise Fault(f"{fault} (worker {number})" if len(answers) > 1 else fault)
+        return [result for result, _ in answers]
 
     def sleep(self, level: int) -> None:
         self.llm.sleep(level)
@@ -93,25 +94,25 @@ class Rollout:
         self.llm.start_weight_update()
 
     def bucket(self, metas: list, used: int, shared: tuple | None) -> None:
-        self.arrived |= {one.name for one in metas}
+        self.arrived |= {meta.name for meta in metas}
         self._each("update_weights", update_info={"metas": metas, "used": used, "shared": shared})
 
     def finish(self, version: int) -> str:
-        """Have vLLM complete its layers. Returns why the transfer cannot be repeated with other numbers, or nothing."""
+        """Let vLLM complete its layers. Returns the reason why the transfer cannot be repeated, or an empty text."""
         for number, names in enumerate(self._each("arrived_tensors")):
             if missing := sorted(self.arrived - names):
-                raise Fault(f"transfer of weights: {_first(missing)} did not come to worker {number} of vLLM's")
+                raise Fault(f"transfer of weights: {_first(missing)} did not reach worker {number} of vLLM")
         self.llm.finish_weight_update()
         self._complete(version)
         return next(filter(None, self._each("cannot_repeat", sleeps=self.sleeps)), "")
 
     def repeat(self, version: int) -> None:
-        """Take all buckets of the last transfer once more, from the pipe."""
+        """Receive all buckets of the last transfer again, from the pipe."""
         self._each("repeat_weights")
         self.version = version
 
     def repeat_bucket(self, number: int, shared: tuple) -> None:
-        """Take one of them, from memory that the trainer shares."""
+        """Receive one of them again, from memory that the trainer shares."""
         self._each("repeat_weights", number=number, shared=shared)
 
     def end_repeated(self, sums: list[int], version: int) -> None:
@@ -125,7 +126,7 @@ class Rollout:
         self._complete(version)
 
     def adapt(self, folder: str, metas: list, version: int) -> None:
-        """Take an adapter in the place of the one before."""
+        """Replace the adapter."""
         self._require(Path(folder) / unmerged.WEIGHTS, metas)
         if self.adapter:
             self.llm.llm_engine.remove_lora(self.adapter.lora_int_id)
@@ -134,83 +135,85 @@ class Rollout:
         self._complete(version)
 
     def _require(self, path: Path, metas: list) -> None:
-        """Require that a file has the tensors that the trainer says, with their digests."""
+        """Raise a Fault unless a file has the trainer's tensors with their digests."""
         from safetensors import safe_open
 
         from trainer.reinforcement.transfer import wire
 
         with safe_open(path, "pt") as file:
-            for one in metas:
-                wire.require(one, file.get_tensor(one.name))
-        self.arrived = {one.name for one in metas}
+            for meta in metas:
+                wire.require(meta, file.get_tensor(meta.name))
+        self.arrived = {meta.name for meta in metas}
 
     def _complete(self, version: int) -> None:
         if missing := sorted(self.names - self.arrived):
-            raise Fault(f"transfer of weights: {_first(missing)} came before, and not with version {version}")
+            raise Fault(f"transfer of weights: {_first(missing)} came before, but not with version {version}")
         self.names, self.version = self.arrived, version
 
     def forget(self) -> bool:
-        """Forget keys and values of earlier prompts, which were computed by earlier weights."""
+        """Drop the keys and values of earlier prompts, which were computed with earlier weights."""
         return self.llm.reset_prefix_cache()
 
     def answer(
         self, prompts: list[list[int]], seeds: list[int] | None, max_tokens: int | list[int], **settings: Any
-    ) -> list[tuple[list[int], list[Told]]]:
-        """Each prompt as it was read, and its answers. On a CPU equal seeds give equal answers, whatever else is asked.
+    ) -> list[tuple[list[int], list[Output]]]:
+        """Each prompt as vLLM has read it, and its answers.
 
-        On a GPU they would not, as sums there depend on what is asked beside them. So the seed is one of all that are
-        asked: with one each, vLLM draws for each row by itself.
+        On a CPU equal seeds give equal answers in any batch. On a GPU they do not, because sums depend on the batch.
+        There, one seed is set for the whole request, because with a seed for each prompt vLLM draws row by row.
         """
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import SamplingParams
 
         of_each: list[int | None] = [None] * len(prompts)
         if seeds and vllm_cpu.is_installed():
             of_each = [*seeds]
         elif seeds:
             self._each("seed_draws", seed=seeds[0])
-        # Tokens become text together, unless an answer ends by its text: one by one takes as long as a small model.
+        # Tokens are decoded together, unless an answer ends by its text: one by one takes as long as a small model.
         settings |= {"logprobs": 0, "flat_logprobs": True, "top_p": 1.0, "detokenize": bool(settings.get("stop"))}
         limits = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
-        asked = [
+        params = [
             SamplingParams(seed=seed, max_tokens=limit, **settings) for seed, limit in zip(of_each, limits, strict=True)
         ]
-        with _uncollected():
-            outputs = self.llm.generate([TokensPrompt(prompt_token_ids=one) for one in prompts], asked, **self._how())
-            return [(list(one.prompt_token_ids), self._answers(one)) for one in outputs]
+        with _without_garbage_collection():
+            outputs = self._generate(prompts, params)
+            return [(list(request.prompt_token_ids), self._answers(request)) for request in outputs]
 
-    def _how(self) -> dict[str, Any]:
-        return {"use_tqdm": False, "lora_request": self.adapter}
+    def _generate(self, rows: list[list[int]], params: Any) -> list[Any]:
+        from vllm import TokensPrompt
 
-    def _answers(self, request: Any) -> list[Told]:
-        """All answers to a prompt, as they read behind it: some tokenizers take a space off a text's first token."""
+        prompts = [TokensPrompt(prompt_token_ids=row) for row in rows]
+        return self.llm.generate(prompts, params, use_tqdm=False, lora_request=self.adapter)
+
+    def _answers(self, request: Any) -> list[Output]:
+        """All answers to a prompt. Text is decoded after the prompt: some tokenizers drop a text's first space."""
         from trainer.reinforcement import routes
 
-        tokenizer, known = self.llm.get_tokenizer(), list(request.prompt_token_ids[-CONTEXT:])
-        before = len(tokenizer.decode(known, **READ))
-        found = []
+        tokenizer, context = self.llm.get_tokenizer(), list(request.prompt_token_ids[-CONTEXT:])
+        before = len(tokenizer.decode(context, **READ))
+        answers = []
         for output in request.outputs:
             tokens, log_probs = list(output.token_ids), list(output.logprobs.logprobs)
             assert len(tokens) == len(log_probs), "logprobs=0 has one for each token"
-            text = output.text or tokenizer.decode(known + tokens, **READ)[before:]
-            told = None if output.routed_experts is None else routes.written(output.routed_experts)
-            found.append((tokens, log_probs, text, output.finish_reason == "stop", told))
-        return found
+            text = output.text or tokenizer.decode(context + tokens, **READ)[before:]
+            experts = None if output.routed_experts is None else routes.written(output.routed_experts)
+            answers.append((tokens, log_probs, text, output.finish_reason == "stop", experts))
+        return answers
 
     def score(self, rows: list[list[int]]) -> list[list[float]]:
-        """Log-probabilities of each row's tokens but the first, read without what is kept of earlier prompts."""
-        from vllm import SamplingParams, TokensPrompt
+        """Log-probabilities of each row's tokens except the first, read without the cache of earlier prompts."""
+        from vllm import SamplingParams
 
-        asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        outputs = self.llm.generate([TokensPrompt(prompt_token_ids=row) for row in rows], asked, **self._how())
+        outputs = self._generate(rows, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False))
         return [
-            [at[token].logprob for token, at in zip(row[1:], one.prompt_logprobs[1:], strict=True)]
-            for row, one in zip(rows, outputs, strict=True)
+            [at[token].logprob for token, at in zip(row[1:], request.prompt_logprobs[1:], strict=True)]
+            for row, request in zip(rows, outputs, strict=True)
         ]
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Look for no garbage meanwhile: each of a step's many lists would have all of vLLM's objects looked through."""
+def _without_garbage_collection() -> Iterator[None]:
+    """Context without garbage collection: a step's many lists would each trigger a scan of all of vLLM's objects."""
     gc.disable()
     try:
         yield
@@ -223,16 +226,16 @@ def _first(names: list[str]) -> str:
 
 
 def _end_with_workers() -> None:
-    """End this process as soon as one of vLLM's workers has ended: the others may wait for that one for ever."""
-    workers = {one.sentinel: one for one in multiprocessing.active_children()}
+    """End this process as soon as one of vLLM's workers has ended: the others may wait for it for ever."""
+    workers = {worker.sentinel: worker for worker in multiprocessing.active_children()}
 
     def watch() -> None:
         ended = [workers[sentinel] for sentinel in wait([*workers])]
         if not ENDING.is_set():
             until = time.monotonic() + CODES
-            while any(one.exitcode is None for one in ended) and time.monotonic() < until:
-                time.sleep(0.01)  # another thread, of vLLM's, asks the kernel for them at the same time
-            codes = ", ".join(f"{one.name} has ended with code {one.exitcode}" for one in ended)
+            while any(worker.exitcode is None for worker in ended) and time.monotonic() < until:
+                time.sleep(0.01)  # a thread of vLLM's may read the exit codes at the same time
+            codes = ", ".join(f"{worker.name} has ended with code {worker.exitcode}" for worker in ended)
             print(f"vLLM's worker: {codes}", flush=True)
             os._exit(1)
 
@@ -255,15 +258,15 @@ def main(descriptor: int) -> None:
     except BaseException as error:
         traceback.print_exc()
         fault = line_of(error)
-        told = fault or f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        messages.send(connection, {"error": told, "fault": fault is not None})
+        line = fault or f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        messages.send(connection, {"error": line, "fault": fault is not None})
         sys.exit(1)
     finally:
         ENDING.set()
 
 
 def begin_as_worker() -> None:
-    """Import vLLM as its engine's process does, before multiprocessing does so, and end with that process."""
+    """Import vLLM in the way of its engine's process, before multiprocessing does it, and end with that process."""
     end_with_parent()
     with vllm_cpu.hidden():
         import_transformers()

@@ -1,4 +1,4 @@
-"""The description of a model family, of which each file of conf/families/ holds one as FAMILY.
+"""The description of a model family. Each file of conf/families/ has one, as FAMILY.
 
 A config.json can say more than Megatron's model computes: Megatron-Bridge copies the keys that it knows, takes others
 for granted and drops the rest, and every weight still finds its place. So each key is held against the family:
@@ -9,7 +9,7 @@ for granted and drops the rest, and every weight still finds its place. So each 
     repeats     keys that transformers writes, with the key that they repeat
     stated      keys that must be present, as transformers' default is another function than Megatron-Bridge's
     not_null    keys that cannot be null: transformers refuses that, or Megatron-Bridge ignores it
-    rotations   kinds of rotary embeddings, and what is read of each
+    rotations   kinds of rotary embeddings, and the keys of each
     any other   passes if its value says nothing (null, false, 0, 1, empty), or is text
 
 conf/rules/function.py has the keys that every family shares.
@@ -64,7 +64,7 @@ class Family:
     stated: tuple[str, ...] = ()
     not_null: tuple[str, ...] = ()
     rotations: Mapping[str, Rotation] = field(default_factory=dict)  # none: positions are learned
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers', where a rule needs them
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of transformers, if a rule needs them
     layer_turns: tuple[str, ...] = ()  # kinds of layers that follow one another, again and again; none: all are alike
 
     facts: Callable[[Keys], ModelFacts] = llama_facts
@@ -75,7 +75,7 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)  # the family's names for keys of Llama
 
     read_as: str = ""  # transformers' and vLLM's model_type, if another
-    by_name: bool = False  # Megatron-Bridge registers it by name, so it takes releases with code of their own
+    by_name: bool = False  # Megatron-Bridge registers it by name, so it takes releases with code for their model
     balance: Balance | None = None  # None: no experts, or no losses of routers
     serving: Serving | None = Serving()  # None: vLLM cannot serve it
     megatron: str = ""  # torch part of a family from outside the repository: import path, or a Python file

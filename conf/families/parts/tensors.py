@@ -3,7 +3,7 @@
     layer(facts, kind)      tensors of one layer of a kind, by Llama's names or those that a family has
     ends(facts)             tensors before the first layer, and after the last
 
-A family with other layers has functions of its own, made of the parts below. The planner counts parameters from these
+A family with other layers defines its functions with the parts below. The planner counts parameters from these
 tensors, the check of a released model compares them with its files, and tiny models are made of them.
 """
 
@@ -155,7 +155,7 @@ def mtp(facts: ModelFacts) -> Tensors:
 
 
 def named(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor by its released name; of experts that are tensors of their own, one after another."""
+    """Each tensor by its released name; separate experts follow one another."""
     for count, group in groupby(tensors, key=lambda tensor: 0 if tensor.stacked else tensor.experts):
         together = list(group)
         for expert in range(count or 1):

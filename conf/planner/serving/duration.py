@@ -3,7 +3,7 @@
     duration(run, facts, gpu, serving) -> Duration
 
 START and COMPILE were measured on an H200 with tiny models in bf16 (November 2026): 51 s until the first answer, of
-which compiling, the profile of graphs and their capture took 34, and 52 s with 9.6 GB of weights. All else is
+which 34 s for compiling, the profile of graphs and their capture, and 52 s with 9.6 GB of weights. All else is
 arithmetic: a step of decoding reads all weights of a GPU and the cache of its rows, as routers ask for most experts
 where many rows are answered at once; a prompt takes 2 FLOPs a weight and token. Rows count at their full length.
 
@@ -23,7 +23,7 @@ from conf.schema.run import Run
 
 START, COMPILE = 17.0, 34.0  # imports, device and engine; what eager leaves out
 RANKS = 15.0  # for processes of more than one GPU to import the same, and to meet
-READ = 2 * GB  # bytes/s of a host's storage; its GPUs share what was read
+READ = 2 * GB  # bytes/s of a host's storage, for all of its GPUs
 ASKED = 10.0  # for each task: lm-eval's own start, the first of all shapes
 LAYER = {False: 0.03e-3, True: 0.4e-3}  # of a host, to start a layer's kernels: from a graph, and eager
 ROWS = 1000  # where evaluate.rows is null: what the data hold, nobody knows yet

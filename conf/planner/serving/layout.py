@@ -2,13 +2,12 @@
 
     choose(run, facts, gpu) -> Serving      on hosts of the run
     of(run, facts, gpu, tp, hosts)          of so many GPUs on each of so many hosts
-    refusal(run, facts, gpu)                why none fits on hosts of the run, with keys that mend it; or ""
-    with_layout(run, chosen) -> Run         the run with what was chosen written down, which is what stages get
+    refusal(run, facts, gpu)                why none fits on hosts of the run, with keys that help; or ""
+    with_layout(run, chosen) -> Run         the run with the chosen layout, for the stages
 
-One host is taken where one holds the model, and of it the fewest GPUs whose cache holds all questions at once; where
-none does, those that hold the most. On several hosts each is a stage of the pipeline, with all of its GPUs that divide
-the model. What evaluate.nodes, gpus, expert_parallel and eager say is taken as it is. Quantization changes answers, so
-it is never chosen, only advised.
+If one host can hold the model, the layout has the fewest GPUs whose cache holds all questions at once, or those that
+hold the most. On several hosts each host is a stage of the pipeline, with all of its GPUs that divide the model. Values
+of evaluate.nodes, gpus, expert_parallel and eager are kept. Quantization changes answers: it is advised, never chosen.
 """
 
 from collections.abc import Iterator
@@ -99,7 +98,7 @@ def row(run: Run) -> int:
 
 
 def power_of_two(tokens: int) -> int:
-    """The next power of two. vLLM finds what it has compiled by the longest sequence, so that there are few of them."""
+    """The next power of two. vLLM finds compiled code by the longest sequence, so few lengths save compiling."""
     return 1 << (tokens - 1).bit_length()
 
 
@@ -116,7 +115,7 @@ def is_eager(evaluate: Evaluate, at_once: int) -> bool:
 
 
 def spreads_experts(run: Run, facts: ModelFacts, tp: int) -> bool:
-    """Whether a GPU has whole experts: as asked for, or where they cannot be cut but share evenly."""
+    """Whether a GPU has whole experts: as configured, or if they cannot be cut but divide evenly."""
     if run.evaluate.expert_parallel is not None:
         return run.evaluate.expert_parallel and tp > 1
     return serving.has_whole_experts(facts, tp)
@@ -138,7 +137,7 @@ def unsupported(run: Run, gpu: Gpu) -> list[str]:
 
 
 def refusal(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
-    """The reason why vLLM cannot serve the model on hosts of the run, and what can; "" where it can."""
+    """The reason why vLLM cannot serve the model on hosts of the run, and what can; "" if it can."""
     here = choose(run, facts, gpu)
     if here.lacks <= 0:
         return ""

@@ -7,12 +7,12 @@ Bytes on a GPU, of weights of w bytes a number (bf16 2, FP8 1 and a scale for ea
     weights      w * (attention + dense MLP + shared experts + experts) / tp + B * (embedding, output) / tp + B * the
                  rest, of a pipeline stage. Fewer key-value heads than tp are repeated; latent attention has its
                  down-projections on every GPU, and its up-projections a second time, for decoding
-    adapters     rank * (in + out) of each matrix, and of all experts / tp, though few may have one of their own
+    adapters     rank * (in + out) of each matrix, and of all experts / tp, though few experts may have one
     activations  T * [4 H + top_k * max(2 I, H) + top_k * I] * B    T tokens of a step; vLLM measures it at the start
     sampler      rows at once * V * 12
     graphs       measured 0.12 to 0.18 GB with 4 layers, some 2 GB with 92; none if eager
     context      CUDA's, NCCL's and cuBLAS', as in training (conf/planner/memory.py)
-    cache        what is left of UTILIZATION of the GPU: keys and values of so many tokens,
+    cache        the rest of UTILIZATION of the GPU: keys and values of so many tokens,
                  layers * 2 * key-value heads / tp * head width * B each (latent: layers * (rank + rope) * B, not cut)
     prompts      T * V * (B + 8) for the log-probabilities of a prompt: vLLM does not count it, so it has to fit in what
                  UTILIZATION leaves, and in what activations and sampler give back
@@ -50,7 +50,7 @@ class Way:
     quantized: bool = False  # weights in FP8
     eager: bool = False
     byte: int = 2  # of all numbers that are not quantized
-    adapter: Adapter | None = None  # served beside the base
+    adapter: Adapter | None = None  # served next to the base
     sequences: int = 256  # that are computed at once
     tokens: int = 2048  # of a step
 
@@ -123,7 +123,7 @@ def memory(facts: ModelFacts, way: Way, gpu: Gpu) -> ServedMemory:
 
 
 def layers_of(stage: int, layers: int, stages: int) -> tuple[int, int]:
-    """First layer of a stage, and the one behind its last.
+    """First layer of a stage, and the one after its last.
 
     What does not share evenly goes to the last stage but one, and to those before it.
     """
@@ -150,7 +150,7 @@ def _layer(facts: ModelFacts, kind: str, way: Way) -> float:
     part = parameters.parts(facts, kind)
     plain = part["norms"] + part.get("router", 0)
     matrices = sum(part[name] for name in ("attention", "mlp", "shared_experts", "experts") if name in part)
-    if kind == "moe" and way.expert_parallel:  # one GPU has one expert more where they do not share evenly
+    if kind == "moe" and way.expert_parallel:  # one GPU has one expert more if they do not divide evenly
         matrices += part["experts"] // facts.experts * (-facts.experts % way.tp)
     if facts.kv_rank:
         whole = facts.hidden * (facts.q_rank + facts.kv_rank + facts.qk_rope)

@@ -1,20 +1,20 @@
-"""vLLM beside the training that gives it weights, in reinforcement learning: memory of its GPU, and time of a step.
+"""vLLM next to the training that sends it weights, in reinforcement learning: memory of its GPU, and time of a step.
 
     of(run, facts, gpu) -> Rollout       its memory, and seconds of each phase of a step
     unanswered(run, facts, gpu)          why prompts cannot be answered there, with keys that mend it; or ""
 
 vLLM is on the first GPU of the training, or each engine on several (reinforce.engine_gpus, in_turn). While it answers,
-training keeps there what lies there at all times, and what it computes with is free; while training computes, vLLM
-sleeps. Or each engine has GPUs of its own (reinforce.engine_gpus), with nothing beside it: they share the prompts, get
-their weights one after another, and answer while training computes where reinforce.staleness lets them. On several
-GPUs, each has a part of the weights, and of keys and values. The cache has room for all answers of a step at full
-length, or for what is left; with less than one row nothing is answered.
+training keeps its permanent memory there and frees the rest; while training computes, vLLM sleeps. Or each engine has
+separate GPUs (reinforce.engine_gpus): engines share the prompts, get their weights one after another, and answer while
+training computes if reinforce.staleness permits it. On several GPUs, each has a part of the weights, and of keys and
+values. The cache has room for all answers of a step at full length, or for fewer; with less than one row nothing is
+answered.
 
 TRANSFER and PROBE were measured on an H200 with 3.21 GB of a Qwen3-MoE (benchmarks/gpu/reinforcement.py, 23 November
 2026); ANSWERED, which vLLM's host takes for a token of each of 256 rows, with 9.63 GB (25 November). All else is
 arithmetic.
-HELD was measured with answers of 4096 tokens. Training over several hosts sends the first one what it has not: each of
-the tensors by itself, over one GPU's network.
+HELD was measured with answers of 4096 tokens. Training over several hosts sends the first one its missing tensors,
+one by one, over one GPU's network.
 
 Not covered: rewards, answers that wait for a slow one. Nothing was measured with vLLM on several GPUs, nor over several
 hosts, and a network between hosts of vLLM's own is taken to be as fast as what lies between two GPUs.
@@ -40,8 +40,8 @@ from conf.rules.serving import BYTES, has_whole_experts
 from conf.schema.run import Run
 from conf.schema.sections import Adapter
 
-# Bytes/s from Megatron's layout into vLLM's, on one GPU; files is a guess, and nccl, of which
-# most is the export as well.
+# Bytes/s from Megatron's layout into vLLM's, on one GPU; files and nccl are guesses, and
+# most of nccl is the export as well.
 TRANSFER = {"ipc": 10.3 * GB, "nccl": 10.3 * GB, "gloo": 0.62 * GB, "files": 0.62 * GB}
 PROBE = 0.18  # seconds
 BEGINNING = 60.0  # seconds until vLLM has compiled, and both can begin
@@ -72,7 +72,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Rollout:
-    """vLLM on GPUs of a training, or each engine on some of its own: bytes are of each of these."""
+    """vLLM on GPUs of a training, or on separate ones: bytes are those of each GPU."""
 
     way: Way
     memory: ServedMemory
@@ -81,7 +81,7 @@ class Rollout:
     trains: int  # bytes that it holds while vLLM sleeps, at most
     engines: int = 1
     alone: bool = False  # whether vLLM's GPUs are none of training's
-    seconds: Seconds | None = None  # None where no time is predicted
+    seconds: Seconds | None = None  # None if no time is predicted
 
     @property
     def gpus(self) -> int:
@@ -123,7 +123,7 @@ class Rollout:
 
 
 def of(run: Run, facts: ModelFacts, gpu: Gpu) -> Rollout:
-    """vLLM beside a training whose layout is legal."""
+    """vLLM next to a training whose layout is legal."""
     asked, trained = run.reinforce, as_training(run)
     byte, sequences = BYTES[run.train.precision], min(SEQUENCES, asked.prompts * asked.samples)
     alone = run.adapter if asked.transport == "adapter" else None
@@ -141,7 +141,7 @@ def of(run: Run, facts: ModelFacts, gpu: Gpu) -> Rollout:
 
 
 def _shared(stages: int, gpus: int, taken: int) -> int:
-    """Pipeline stages of which vLLM has some of the GPUs: the first stage has the first ones."""
+    """Number of pipeline stages that share GPUs with vLLM: the first stage has the first GPUs."""
     return ceil(min(taken, gpus) * stages / gpus)
 
 
@@ -188,7 +188,7 @@ def held(run: Run) -> int:
 
 
 def unanswered(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
-    """The reason why prompts cannot be answered beside a legal training, and what mends it; "" where they can."""
+    """The reason why prompts cannot be answered next to a legal training, and what helps; "" if they can."""
     if not gpu.cuda:
         return uncut(run, facts) or _unheld(run, gpu)
     why = _lack(run, facts, gpu)
@@ -198,7 +198,7 @@ def unanswered(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
 
 
 def _lack(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
-    """The reason against so many GPUs, or the bytes of each that are missing; "" where there is none."""
+    """The reason against this number of GPUs, or the bytes that each lacks; "" if there is no reason."""
     if reason := uncut(run, facts):
         return reason
     here, trained = of(run, facts, gpu), run.layout.gpus_per_node
@@ -215,7 +215,7 @@ def _lack(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
 
 
 def _unheld(run: Run, gpu: Gpu) -> str:
-    """The reason why this host's memory does not hold a step's answers; "" where it does."""
+    """The reason why this host's memory does not hold a step's answers; "" if it does."""
     asked, bytes_ = run.reinforce, held(run) * run.layout.gpus_per_node
     if bytes_ <= gpu.memory:
         return ""
@@ -243,7 +243,7 @@ def _mends(run: Run, facts: ModelFacts, gpu: Gpu) -> Iterator[str]:
 
 
 def _more_gpus(run: Run, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[str, Run]]:
-    """The run with more GPUs for an engine, as few as do: of training, behind those, on a host of its own."""
+    """The run with just enough GPUs for an engine: training's, more on that host, or those of another host."""
     asked, layout = run.reinforce, run.layout
     own = layout.gpus_per_node if asked.hosts else gpu.per_host - layout.gpus_per_node
     places: list[tuple[dict[str, int | None], int, int]] = [

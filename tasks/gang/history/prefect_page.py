@@ -1,6 +1,6 @@
 """A gang's page in Prefect, its tags in MLflow and its history in the store, updated as attempts begin and end.
 
-    with told(History(gang, run, flow), metrics, store, tracked) as teller:
+    with reporting(History(gang, run, flow), metrics, store, tracked, key) as teller:
         controller.carry_out(..., teller)
 
 A thread per service sends only the newest history. An outage of a service blocks nothing, and the service gets the
@@ -8,11 +8,11 @@ newest history afterwards.
 """
 
 import contextlib
+import functools
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,16 +31,24 @@ SHOWN = 50  # hosts and attempts on the page
 
 
 @contextlib.contextmanager
-def told(history: History, metrics: Path, store: Store, tracked: Stage, of: str | None = None) -> Iterator[Teller]:
-    """Report a gang to all services. The key of its page is gang-<of>, by default with the run's name."""
-    show, earlier = PrefectPage(f"gang-{of or history.run}"), Earlier(store, history.gang)
-    keeps = Carrier(lambda newest: timeline.write(store, earlier.before(newest)), f"history of {history.gang}")
-    shows = Carrier(lambda newest: show(earlier.before(newest), store), f"page of {history.gang}")
+def reporting(history: History, metrics: Path, store: Store, tracked: Stage, key: str) -> Iterator[Teller]:
+    """Report a gang to all services. Its page in Prefect has this key."""
+    artifact = TaskArtifact(key, "markdown")
+    earlier = functools.cache(lambda: timeline.read(store, history.gang))  # of earlier flow runs
+
+    def keep(newest: History) -> None:
+        timeline.write(store, newest.after(earlier()))
+
+    def show(newest: History) -> None:
+        whole = newest.after(earlier())
+        artifact.send(page(whole, store), state(whole))
+
+    carriers = [Carrier(give, f"{give.__name__} {history.gang}") for give in (keep, show)]
 
     def tell(newest: History) -> None:
         tag(tracked, newest)
-        keeps.take(newest)
-        shows.take(newest)
+        for carrier in carriers:
+            carrier.take(newest)
 
     teller = Teller(history, metrics, tell)
     try:
@@ -48,7 +56,7 @@ def told(history: History, metrics: Path, store: Store, tracked: Stage, of: str 
             yield teller
     finally:
         until = time.monotonic() + LAST_WORDS
-        for carrier in (keeps, shows):
+        for carrier in carriers:
             carrier.close(max(0.0, until - time.monotonic()))
 
 
@@ -93,34 +101,6 @@ class Carrier:
                 return
             self._wake.wait(AGAIN if newest is not sent else None)
             self._wake.clear()
-
-
-class Earlier:
-    """History of the gang from earlier flow runs, read once."""
-
-    def __init__(self, store: Store, gang: str):
-        self.store, self.gang = store, gang
-        self._turn, self._read, self._history = threading.Lock(), False, None
-
-    def before(self, newest: History) -> History:
-        with self._turn:
-            if not self._read:
-                self._history, self._read = timeline.read(self.store, self.gang), True
-            return newest.after(self._history)
-
-
-@dataclass
-class PrefectPage:
-    """Artifact of the current task. The first call creates it, later calls change it."""
-
-    key: str
-
-    def __post_init__(self) -> None:
-        self.artifact = TaskArtifact(self.key, "markdown")
-
-    def __call__(self, history: History, store: Store) -> None:
-        if self.artifact.has_task:
-            self.artifact.send(page(history, store), state(history))
 
 
 def page(history: History, store: Store) -> str:

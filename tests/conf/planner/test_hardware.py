@@ -112,7 +112,7 @@ def test_price():
     assert priced(GPUS["h100"], 2.5).price == 2.5
     assert priced(GPUS["h100"], None) is GPUS["h100"]
     for wrong in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match="is no price"):
+        with pytest.raises(ConfigError, match="is not a price"):
             priced(GPUS["h100"], wrong)
 
 

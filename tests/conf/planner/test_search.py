@@ -36,7 +36,7 @@ def test_what_it_offers_is_legal_fits_and_is_sorted():
 def test_the_whole_batch_on_more_gpus_than_it_has_sequences_needs_other_cuts():
     found = search(load("glm47"), known("glm47"), H100, 64)
     assert all(one.layout.tp * one.layout.cp * one.layout.pp >= 4 for one in found.fitting)
-    assert any("train.global_batch 16 is no multiple of dp" in reason for reason in found.reasons)
+    assert any("train.global_batch 16 is not a multiple of dp" in reason for reason in found.reasons)
     assert "illegal: layout.ep: 64 does not divide the 160 experts" in found.reasons
 
 

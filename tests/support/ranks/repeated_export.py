@@ -32,7 +32,7 @@ def main(run: Run) -> None:
             filling.fill(memory)
             made = {one.name: wire.part(memory, one, place) for one, place in wire.placed(filling.metas)}
             different |= {name for name, tensor in made.items() if not torch.equal(tensor, wanted[name])}
-    kinds = [kind(one) for one in export._noted.values()]
+    kinds = [kind(one) for one in export._recipes.values()]
     answer = {"tensors": sum(map(len, buckets)), "different": sorted(different)}
     answer |= {one: kinds.count(one) for one in ("view", "merged", "steps")}
     model[0].register_buffer("new", torch.zeros(3))  # which no tensor is made of

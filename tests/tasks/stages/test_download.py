@@ -24,7 +24,7 @@ def test_a_tiny_model_of_a_run_that_was_killed_behind_it_is_taken(tmp_path, monk
     started = []
     (tmp_path / "files").mkdir()
 
-    def makes(arguments, log, say, stopped):
+    def makes(arguments, log, say, stopped, changed):
         started.append(arguments)
         (tmp_path / "files/config.json").write_text("{}")
 
@@ -37,7 +37,7 @@ def test_a_tiny_model_of_a_run_that_was_killed_behind_it_is_taken(tmp_path, monk
 def test_drawn_weights_of_a_run_that_was_killed_behind_them_are_taken(tmp_path, monkeypatch):
     started = []
 
-    def makes(arguments, log, say, stopped):
+    def makes(arguments, log, say, stopped, changed):
         folder = {"trainer.tiny": tmp_path / "tokenizer", "trainer.weights.drawn": tmp_path / "files"}[arguments[0]]
         folder.mkdir()  # both programs refuse a folder that is not empty
         (folder / "config.json").write_text("{}")

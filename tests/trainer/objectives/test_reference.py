@@ -48,7 +48,7 @@ def test_killed_ranks_go_on_at_another_layout_and_ask_no_row_twice(compared, ask
     assert result.code == -15 and len(begun) < len(more) < 250, "it is ended at once"
     result, run, lines = asked("of-two", "layout.gpus_per_node=1")
     assert result.code == 0, result.output[-3000:]
-    assert "reference: goes on with " in result.output
+    assert "reference: continues with " in result.output
     # what the ranks that died had in their hands was in no part yet
     twice = len(lines) - len({*lines})
     assert len({*lines}) == 320 and twice <= 2 * run.train.micro_batch
@@ -64,11 +64,11 @@ def test_parts_of_other_rows_are_not_gone_on_with(tmp_path):
     mine.add(1, np.array([[1.0, 2.0]], np.float32))
     mine.write(last=True)
     parts.begin(tmp_path, {"rows": "these"})
-    assert parts.left(tmp_path, "training", 3).tolist() == [0, 2]
-    with pytest.raises(RuntimeError, match="of row 0 of training nothing was said, and of 2 in all"):
+    assert parts.missing(tmp_path, "training", 3).tolist() == [0, 2]
+    with pytest.raises(RuntimeError, match="2 rows of training have no score, the first is row 0"):
         parts.join(tmp_path, "training", 3, parts.names(tmp_path))
     parts.begin(tmp_path, {"rows": "others"})
-    assert parts.left(tmp_path, "training", 3).tolist() == [0, 1, 2]
+    assert parts.missing(tmp_path, "training", 3).tolist() == [0, 1, 2]
 
 
 def test_rows_of_unlike_length_are_joined_in_their_order(tmp_path):

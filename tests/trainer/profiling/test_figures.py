@@ -135,7 +135,7 @@ def test_a_folder_of_traces_becomes_words_and_a_page(tmp_path):
 def test_a_file_that_is_no_trace_is_named(tmp_path, text):
     file = tmp_path / report.TRACE.format(0)
     file.write_bytes(gzip.compress(text.encode()))
-    with pytest.raises(Fault, match="no trace of torch's profiler"):
+    with pytest.raises(Fault, match="not a trace of torch's profiler"):
         report.report(tmp_path)
 
 

@@ -48,7 +48,7 @@ def test_beside_the_layout_that_auto_takes_others_are_written_out_whole():
 
 
 def test_several_hosts_are_refused():
-    with pytest.raises(Fault, match="--best: 2 hosts, and trials take one"):
+    with pytest.raises(Fault, match="--best: 2 hosts, but trials use one"):
         plans(1, "layout.nodes=2", "train.micro_batch=1")
 
 
@@ -74,10 +74,10 @@ def test_what_became_of_a_trial_is_one_line(monkeypatch, stdout, stderr, text):
 def test_the_fastest_is_named_with_its_keys():
     own, other = Candidate("as configured: a", "", 1.0), Candidate("b", "layout.tp=2", 0.5)
     assert verdict([Row(own, 2.0), Row(other, 1.0)], "x", ["layout.tp=4", "train.steps=3"]) == (
-        "the fastest is b, 2.00 times as fast as x as it is:\n    python -m flows.finetune x train.steps=3 layout.tp=2"
+        "the fastest is b, 2.00 times as fast as x unchanged:\n    python -m flows.finetune x train.steps=3 layout.tp=2"
     )
-    assert verdict([Row(own, 2.0), Row(other, failed="out of memory")], "x", []) == "the fastest is x as it is"
-    assert verdict([Row(own, failed="y")], "x", []) == "no trial ended well"
+    assert verdict([Row(own, 2.0), Row(other, failed="out of memory")], "x", []) == "the fastest is x unchanged"
+    assert verdict([Row(own, failed="y")], "x", []) == "no trial succeeded"
 
 
 @pytest.mark.slow

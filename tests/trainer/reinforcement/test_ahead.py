@@ -48,7 +48,7 @@ def train(ahead: Ahead, asked: Reinforce, first: int, last: int) -> dict[int, in
     for number in range(first, last + 1):
         version = (number - 1) * asked.updates
         taken = ahead.take(number)
-        if ahead.wants(version):
+        if ahead.needs(version):
             ahead.begin(version)
         taken = taken or ahead.take(number)
         assert taken and taken.step.number == number
@@ -84,9 +84,9 @@ def test_a_sampler_that_is_slower_than_training_is_left_alone_until_it_needs_wei
     asked, sampler = Reinforce(steps=4, staleness=2), Quick()
     ahead = make(sampler, journal, asked)
     sampler.let.clear()
-    assert ahead.take(1) is None and ahead.wants(0)
+    assert ahead.take(1) is None and ahead.needs(0)
     ahead.begin(0)
-    assert not ahead.wants(0)  # it samples
+    assert not ahead.needs(0)  # it samples
     sampler.let.set()
     assert train(ahead, asked, 1, 4).keys() == {1, 2, 3, 4}
 
@@ -104,14 +104,14 @@ def test_answers_in_the_journal_that_are_too_old_are_sampled_again(journal, capf
     asked, sampler = Reinforce(steps=5, staleness=1), Quick()
     found = train(make(sampler, journal, asked), asked, 4, 5)
     assert found == {4: 3, 5: 3} and journalled(journal, 4).version == 3
-    assert capfd.readouterr().out.count("are 3 steps old, and reinforce.staleness is 1: sampled again") == 1
+    assert capfd.readouterr().out.count("are 3 steps old, but reinforce.staleness is 1: sampled again") == 1
 
 
 def test_older_answers_than_the_bound_are_never_trained_on():
     asked = Reinforce(steps=9, staleness=2, updates=2)
     assert require_fresh(step(4, 2), asked) == 2
     with pytest.raises(
-        Fault, match=r"^step 4: its answers are 3 steps older than the policy, and reinforce\.staleness"
+        Fault, match=r"^step 4: its answers are 3 steps older than the policy, but reinforce\.staleness"
     ):
         require_fresh(step(4, 0), asked)
 

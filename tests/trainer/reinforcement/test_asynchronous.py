@@ -73,7 +73,7 @@ def test_two_engines_give_the_answers_of_one_also_when_one_of_them_is_killed(sta
         assert time.monotonic() - began < 15
         time.sleep(0.05)
     assert process.wait(900) == 0, log.read_text()[-3000:]
-    assert "engine 1 is left out, and 1 of 2 engines go on" in log.read_text()
+    assert "engine 1 is removed, and 1 of 2 engines continue" in log.read_text()
     assert lines(folder)[0]["engines"] == 2 and lines(folder)[-1]["engines"] == 1
     assert [tokens for tokens, _ in answers(folder)] == [tokens for tokens, _ in answers(expected)]
     assert norms(folder) == pytest.approx(norms(expected), rel=1e-4)

@@ -95,7 +95,7 @@ def test_a_tokenizer_of_another_model_is_told_before_vllm_starts(said, work, row
 @pytest.mark.timeout(600)
 def test_rewards_that_are_all_equal_end_the_run_after_so_many_steps(said, place):
     line = said("equal", {"reinforce.pattern": "there is no such answer", "reinforce.patience": 2})
-    assert "all answers to each prompt have been worth the same for 2 steps (the last ones 0)" in line
+    assert "for 2 steps, all answers to each prompt got the same reward (the last ones 0)" in line
     assert len(list((place / "equal" / "rollouts").glob("0*.json"))) == 2
 
 

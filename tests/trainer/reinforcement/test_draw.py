@@ -19,7 +19,7 @@ def test_prompts_that_leave_no_room_are_told_before_any_is_asked(run):
     with pytest.raises(Fault) as fault:
         draw.require_fit(run, [56, 57, 80, 60], Path("rows"))
     assert str(fault.value) == (
-        "rows:2: a prompt of 57 tokens, and 2 more like it; the longest has 80; data.seq_length 64 less "
+        "rows:2: a prompt of 57 tokens, and 2 more are too long; the longest has 80; data.seq_length 64 less "
         "reinforce.max_tokens 8 leaves 56"
     )
 

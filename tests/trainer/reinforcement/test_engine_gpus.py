@@ -51,7 +51,7 @@ def test_a_version_counts_once_every_worker_has_had_all_tensors():
     whole = rollout({"a", "b", "c"}, {"a", "b", "c"})
     assert whole.finish(3) == "it packs its weights"  # which one of them does
     assert whole.version == 3
-    with pytest.raises(Fault, match=r"^transfer of weights: b and 1 more did not come to worker 1 of vLLM's$"):
+    with pytest.raises(Fault, match=r"^transfer of weights: b and 1 more did not reach worker 1 of vLLM$"):
         rollout({"a", "b", "c"}, {"a"}).finish(3)
 
 
@@ -129,7 +129,7 @@ def routes(folder: Path) -> list[str]:
 
 
 SAID = {
-    "unheard": "model.layers.1.self_attn.o_proj.weight did not come to worker 1 of vLLM's",
+    "unheard": "model.layers.1.self_attn.o_proj.weight did not reach worker 1 of vLLM",
     "halved": "probe: vLLM and Megatron differ by ",
     "flipped": "is not what was sent: digest",
 }

@@ -40,14 +40,12 @@ def test_engines_get_the_gpus_behind_those_of_training(gpus):
     gpus(3, "5,2,GPU-7")
     assert seen(run) == [{"CUDA_VISIBLE_DEVICES": "2"}, {"CUDA_VISIBLE_DEVICES": "GPU-7"}]
     assert settings.transport(run) == "nccl"
-    settings.require_room_beside(run)
+    settings.require_room(run)
 
 
 def test_a_host_with_too_few_of_them_says_so(gpus):
     gpus(2)
-    with pytest.raises(
-        Fault, match=r"^reinforce\.engine_gpus: 2 x 1 GPUs beside the 1 of training are 3, and 2 can be"
-    ):
+    with pytest.raises(Fault, match=r"^reinforce\.engine_gpus: 2 x 1 GPUs and the 1 of training are 3, but 2 can be"):
         seen(of("qwen3-30b-a3b-1xh200", "reinforce.engines=2", "reinforce.engine_gpus=1"))
 
 
@@ -67,7 +65,9 @@ def test_gpus_that_cannot_read_those_of_training_are_told_of(gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
     settings.require_reach(run)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one < 3)
-    with pytest.raises(Fault, match=r"^reinforce.transport: ipc, but GPU 3 of this host cannot read the memory of its"):
+    with pytest.raises(
+        Fault, match=r"^reinforce.transport: ipc, but GPU 3 of this host cannot read the memory of the first"
+    ):
         settings.require_reach(run)
     settings.require_reach(of("qwen3-30b-a3b-full-8xh200", "reinforce.engine_gpus=4"))
 
@@ -81,27 +81,27 @@ def test_on_the_first_gpu_of_training_an_engine_is_as_it_was(gpus):
 def test_a_configuration_for_a_cpu_is_refused_on_a_gpu_that_both_would_want_at_once(gpus):
     gpus(1)
     with pytest.raises(
-        Fault, match=r"^reinforce\.staleness: 1, but vLLM and Megatron have this host's first GPU in turn"
+        Fault, match=r"^reinforce\.staleness: 1, but vLLM and Megatron use this host's first GPU in turn"
     ):
-        settings.require_room_beside(of("tiny-rl", "reinforce.staleness=1"))
+        settings.require_room(of("tiny-rl", "reinforce.staleness=1"))
     with pytest.raises(Fault, match=r"^reinforce\.engines: 2, but"):
-        settings.require_room_beside(of("tiny-rl", "reinforce.engines=2"))
+        settings.require_room(of("tiny-rl", "reinforce.engines=2"))
     gpus(0)
-    settings.require_room_beside(of("tiny-rl", "reinforce.staleness=1", "reinforce.engines=2"))
+    settings.require_room(of("tiny-rl", "reinforce.staleness=1", "reinforce.engines=2"))
 
 
 def test_on_a_cpu_each_engine_has_a_core(gpus, monkeypatch):
     gpus(0)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    settings.require_room_beside(of("tiny-rl", "reinforce.engines=2"))
+    settings.require_room(of("tiny-rl", "reinforce.engines=2"))
     with pytest.raises(
         Fault, match=r"^reinforce\.engines: 100 processes of vLLM, but this host has 2 cores; 2 at most$"
     ):
-        settings.require_room_beside(of("tiny-rl", "reinforce.engines=100"))
-    settings.require_room_beside(of("tiny-rl", "reinforce.engine_gpus=2"))
+        settings.require_room(of("tiny-rl", "reinforce.engines=100"))
+    settings.require_room(of("tiny-rl", "reinforce.engine_gpus=2"))
     for keys in (["reinforce.engine_gpus=4"], ["reinforce.engine_gpus=2", "reinforce.engines=2"]):
-        with pytest.raises(Fault, match=r"^reinforce\.engine_gpus: \d x \d processes of vLLM, and this host"):
-            settings.require_room_beside(of("tiny-rl", *keys))
+        with pytest.raises(Fault, match=r"^reinforce\.engine_gpus: \d x \d processes of vLLM, but this host"):
+            settings.require_room(of("tiny-rl", *keys))
 
 
 def test_on_a_cpu_engines_share_the_cores(gpus, monkeypatch):

@@ -78,7 +78,7 @@ def test_prompts_of_an_engine_that_ends_while_it_answers_are_asked_of_the_others
     prompts = [*PROMPTS[:4], [0], *PROMPTS[5:]]
     tokens, who = asked(three, prompts)
     assert tokens == [[seed] for seed in SEEDS] and len(who) == 2
-    assert "engine 1 is left out, and 2 of 3 engines go on" in capfd.readouterr().out
+    assert "engine 1 is removed, and 2 of 3 engines continue" in capfd.readouterr().out
     assert asked(three, PROMPTS)[0] == tokens
 
 

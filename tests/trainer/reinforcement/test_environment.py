@@ -95,9 +95,9 @@ def test_a_conversation_ends_with_its_turns_its_room_or_an_answer_that_has_no_en
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("number", "it returned a int; text, or None, is wanted"),
+        ("number", "it returned a int; it must return text or None"),
         ("raises", "KeyError: 'Q:'"),
-        ("longer", "it returned 5000 letters; 4096 are the most"),
+        ("longer", "it returned 5000 characters; 4096 at most"),
         (
             "half",
             "UnicodeEncodeError: 'utf-8' codec can't encode character '\\ud800' in position 0: surrogates not allowed",
@@ -108,7 +108,7 @@ def test_what_is_no_reply_ends_the_run_with_a_line(name, told, made):
     groups = [Group(0, [ord("Q")], [answer("add 2 3.")])]
     with pytest.raises(Fault) as fault:
         made(name).play(groups, said, asking()[0], Random(0))
-    assert str(fault.value) == f"reinforce.environment: behind the answer 'add 2 3': {told}"
+    assert str(fault.value) == f"reinforce.environment: after the answer 'add 2 3': {told}"
 
 
 def test_an_environment_that_cannot_be_loaded_is_told_before_anything_is_sampled(made, tmp_path):

@@ -126,8 +126,8 @@ def test_it_may_have_threads_and_no_secrets(worker, monkeypatch):
         ("starts", "PermissionError"),
         ("eats", "MemoryError"),
         ("leaves", "it has ended its process (code 3)"),
-        ("text", "it returned a str; a number is wanted"),
-        ("several", "it returned a list; a number is wanted"),
+        ("text", "it returned a str; it must return a number"),
+        ("several", "it returned a list; it must return a number"),
         ("exits", "SystemExit: 0"),
         ("unsaid", "Unsaid"),
         ("colours", "ValueError:  [31m "),
@@ -144,7 +144,7 @@ def test_what_a_function_may_not_do_ends_the_run_in_one_line(worker, name, reaso
 
 @pytest.mark.parametrize("said", [f'{{"reward": 1{"0" * 400}}}', "[" * 50000, "[1]", '{"reward": null}', "\x00"])
 def test_a_forged_reply_ends_the_run_in_one_line(worker, said):
-    with pytest.raises(Fault, match=r"^reinforce\.reward: function: .*: what it returned is no number$"):
+    with pytest.raises(Fault, match=r"^reinforce\.reward: function: .*: its result is not a number$"):
         worker("forges").rewards([question(said)])
 
 
@@ -253,7 +253,7 @@ def test_it_reaches_no_network(worker):
         ("{}/none.py:good", r"no such file"),
         ("{}/rewards.py", r"PATH\.py:NAME is wanted"),
         ("{}/rewards.py:absent", r"there is no absent in it"),
-        ("{}/number.py:good", r"NameError: good is no function of the file"),
+        ("{}/number.py:good", r"NameError: the file has no function good"),
         ("{}/broken.py:good", r"broken\.py: no Python: .* \(line 1\)"),
     ],
 )

@@ -80,7 +80,7 @@ def test_a_step_that_would_be_trained_on_wrongly_is_refused(tmp_path, step, dama
     found = json.loads(path.read_text())
     DAMAGES[damage](found)
     path.write_text(json.dumps(found))
-    with pytest.raises(Fault, match=r"000003\.json: .*; without it the step is made anew$"):
+    with pytest.raises(Fault, match=r"000003\.json: .*; if you remove it, the step is sampled again$"):
         journal.read(3)
 
 
@@ -91,5 +91,7 @@ def test_half_a_step_is_told_with_what_mends_it(tmp_path, step, share):
     journal.write(step)
     path = tmp_path / "rollouts/000003.json"
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
-    with pytest.raises(Fault, match=r"000003\.json: not readable as JSON .*; without it the step is made anew$"):
+    with pytest.raises(
+        Fault, match=r"000003\.json: not readable as JSON .*; if you remove it, the step is sampled again$"
+    ):
         journal.read(3)

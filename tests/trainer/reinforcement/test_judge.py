@@ -107,7 +107,7 @@ def test_what_the_judge_says_is_what_an_answer_is_worth(make, server, monkeypatc
 
 def test_the_last_number_of_a_reply_counts_from_0_to_1():
     said = ["0.25", "of 10 points 7, so .7", "1", "1.5", "-1", "fine", ""]
-    assert [judge.worth(one) for one in said] == [0.25, 0.7, 1.0, None, None, None, None]
+    assert [judge.reward(one) for one in said] == [0.25, 0.7, 1.0, None, None, None, None]
 
 
 def test_a_reply_without_a_number_is_worth_nothing_and_a_judge_without_any_ends_the_run(make, server):
@@ -161,7 +161,7 @@ def _drip(handler: Handler) -> bool:
         (_drip, r"no end within 0.5 s \(reinforce.reward_seconds\)"),
         (lambda _: time.sleep(1.5) or True, "timed out"),
         (lambda handler: handler.say({}, 500) or True, "500 Internal Server Error"),
-        (lambda handler: handler.say([1]) or True, "no JSON object"),  # type: ignore[arg-type]
+        (lambda handler: handler.say([1]) or True, "not a JSON object"),  # type: ignore[arg-type]
     ],
 )
 def test_a_judge_that_is_away_ends_the_run_with_one_line_after_its_tries(does, reason, make, server):
@@ -179,7 +179,7 @@ def test_what_another_try_would_not_change_is_not_tried_again(make, server):
         found([RIGHT])
     assert len(server.asked) == 1
     server.does = lambda handler: handler.say({"text": "1"}) or True
-    with pytest.raises(Fault, match="what it replies with is no chat completion"):
+    with pytest.raises(Fault, match="the reply is not a chat completion"):
         found([RIGHT])
 
 
@@ -222,10 +222,10 @@ def test_a_training_learns_what_a_judge_says_of_its_answers(server, tmp_path, fi
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        ([1], "no answer in 3 tries (no JSON object)"),
-        ({"data": None}, "what it replies with is no list of models"),
-        ({"data": ["stern"]}, "what it replies with is no list of models"),
-        ({}, "what it replies with is no list of models"),
+        ([1], "no answer in 3 tries (not a JSON object)"),
+        ({"data": None}, "the reply is not a list of models"),
+        ({"data": ["stern"]}, "the reply is not a list of models"),
+        ({}, "the reply is not a list of models"),
     ],
 )
 def test_a_server_of_something_else_is_one_line(said, reason, make, monkeypatch):
@@ -252,7 +252,7 @@ def test_brackets_without_end_are_one_line(make, server):
         return True
 
     found, server.does = make(), nest
-    with pytest.raises(Fault, match=r"no answer in 3 tries \(brackets that are nested too deeply\)") as fault:
+    with pytest.raises(Fault, match=r"no answer in 3 tries \(brackets are nested too deeply\)") as fault:
         found([RIGHT])
     line(fault)
 
@@ -273,7 +273,7 @@ def test_the_key_goes_to_no_other_place_and_into_no_line(make, server, monkeypat
         found([RIGHT])
     assert len(server.asked) == 2
     monkeypatch.setenv("JUDGE_API_KEY", "sec\nret")
-    with pytest.raises(Fault, match=r"^JUDGE_API_KEY: has a letter that no header of HTTP takes$"):
+    with pytest.raises(Fault, match=r"^JUDGE_API_KEY: has a character that is not allowed in an HTTP header$"):
         make()
 
 

@@ -71,7 +71,7 @@ def test_they_are_those_that_are_told_with_each_token(base, work, tmp_path):
     base("glm4-moe")
     plain, _, ordinary, _ = ask(work / "glm4-moe", tmp_path, "plain")
     kept, left, scheduler, told_whole = ask(work / "glm4-moe", tmp_path, "kept")
-    assert (ordinary, scheduler) == ("Scheduler", "Keeping")
+    assert (ordinary, scheduler) == ("Scheduler", "CollectingScheduler")
     assert left == 0 and told_whole == 2 * (5 + 2)  # both answers of each request that asks for nothing else
     for mine, theirs in zip(kept, plain, strict=True):
         assert [mine[0], mine[1], mine[3]] == [theirs[0], theirs[1], theirs[3]]

@@ -85,11 +85,11 @@ def test_engines_of_other_hosts_share_prompts_and_one_that_ends_is_left_out(host
     started[1].kill()
     lost.wait()
     assert asked(two) == [[seed] for seed in SEEDS] and len(two.engines) == 1
-    assert "engine 0 on host1 is left out, and 1 of 2 engines go on" in capfd.readouterr().out
+    assert "engine 0 on host1 is removed, and 1 of 2 engines continue" in capfd.readouterr().out
     last = two.engines[0]
     started[0].kill()
     last.wait()
-    with pytest.raises(RuntimeError, match=r"vLLM on host0 has ended, .*; no host of vLLM's own is left"):
+    with pytest.raises(RuntimeError, match=r"vLLM on host0 has ended, .*; no host of vLLM's is left"):
         asked(two)  # no fault of the run's: the next attempt has other hosts
 
 
@@ -106,13 +106,13 @@ def test_who_does_not_know_the_key_is_not_listened_to(hosts, monkeypatch):
 def test_engines_that_do_not_come_are_told_of(hosts, monkeypatch):
     monkeypatch.setattr(meeting, "WITHIN", 0.0)
     two = hosts({}, {})
-    with pytest.raises(RuntimeError, match=r"^rollout: 0 of 2 engines came within 0 s$"):
+    with pytest.raises(RuntimeError, match=r"^rollout: 0 of 2 engines connected within 0 s$"):
         two.ready()
 
 
 def test_a_trainer_that_no_gang_has_started_says_so(monkeypatch, tmp_path):
     monkeypatch.delenv("GANG_ATTEMPT", raising=False)
-    with pytest.raises(Fault, match=r"^reinforce.hosts: 2, and only a gang has other hosts: python -m flows.finetune"):
+    with pytest.raises(Fault, match=r"^reinforce.hosts: 2, but only a gang has other hosts: python -m flows.finetune"):
         Meeting(load("tiny-rl", ["reinforce.hosts=2", f"paths.logs={tmp_path}"]))
 
 

@@ -11,8 +11,8 @@ import pytest
 PLANTED = int(os.environ.get("PLANTED", "3"))
 SAID = {
     "no sync": "probe: vLLM has weights of version",
-    "an old version": "vLLM still computes with the version before",
-    "one tensor left out": "came before, and not with version",
+    "an old version": "vLLM still computes with the previous version",
+    "one tensor left out": "came before, but not with version",
     "prefix cache not reset": "its prefix cache is of an older version",
     "another template": "probe: vLLM has read another prompt than the template makes of a row",
     "a flipped byte": "is not what was sent: digest",

@@ -22,10 +22,10 @@ def test_agreement_passes():
     ("differences", "before", "versions", "said"),
     [
         (Differences(2e-7, 2e-7), None, (3, 4), "vLLM has weights of version 3, not of 4: they were not transferred"),
-        (Differences(0.08, 0.09), 2e-7, GIVEN, "vLLM still computes with the version before"),
+        (Differences(0.08, 0.09), 2e-7, GIVEN, "vLLM still computes with the previous version"),
         (Differences(2e-7, 0.03), 0.08, GIVEN, "its prefix cache is of an older version"),
-        (Differences(4.4, 4.1), 4.3, GIVEN, "weights were lost or changed on the way"),
-        (Differences(math.nan, math.nan), None, GIVEN, "weights were lost or changed on the way"),
+        (Differences(4.4, 4.1), 4.3, GIVEN, "weights were lost or changed in the transfer"),
+        (Differences(math.nan, math.nan), None, GIVEN, "weights were lost or changed in the transfer"),
     ],
 )
 def test_a_fault_is_told_from_another(differences, before, versions, said):

@@ -47,7 +47,7 @@ def test_experts_that_bridge_stacks_are_left_to_it(base, configure, ranks, work)
     folder.mkdir()
     result = ranks("repeated_export", configure("gpt-oss", "adapter.kind=none", f"paths.output={folder}"))
     assert result.code == 0, result.output[-4000:]
-    assert "for every step, as recipes do not do: aten.copy_.default is not known to them" in result.output
+    assert "for every step, because recipes cannot be used: aten.copy_.default is not supported" in result.output
     found = json.loads((folder / "answer.json").read_text())
     assert found["different"] == [] and found["view"] + found["merged"] + found["steps"] == 0
 
@@ -261,7 +261,7 @@ def learned(model: Inner, transfers: int = 2) -> tuple[Learned, list[torch.Tenso
         if found is None:
             found = Learned(model, watch.ended())
         else:
-            found.hold_against(model)
+            found.compare(model)
     assert found
     return found, buckets
 
@@ -328,9 +328,9 @@ def test_the_digest_of_a_tensor_is_of_its_own_bytes_and_of_its_place():
     "swaps, computes, transfers, sleeps, why",
     [
         (True, False, 2, False, "layers keep their weights in another form"),
-        (False, True, 2, False, ".length is computed of weights"),
-        (False, False, 1, False, "the copies of one transfer are no proof"),
-        (False, False, 2, True, ".length is not kept asleep"),
+        (False, True, 2, False, ".length is computed from weights"),
+        (False, False, 1, False, "one transfer proves nothing"),
+        (False, False, 2, True, ".length is not kept while vLLM sleeps"),
     ],
 )
 def test_where_copies_are_not_all_that_vllm_does_they_do_not_do(swaps, computes, transfers, sleeps, why):

@@ -62,7 +62,7 @@ def test_a_rule_says_what_an_answer_is_worth(kind, answer, reference, pattern, e
     [
         ("regex", "(", None, r"^reinforce\.pattern: '\(' is no regular expression"),
         ("json_schema", '{"type": 3}', None, r"^reinforce\.pattern: .* is no JSON schema"),
-        ("number", "none", None, r"^reinforce\.reward: number, but a row's answer has none: 'none'$"),
+        ("number", "none", None, r"^reinforce\.reward: number, but a row's answer has no number: 'none'$"),
     ],
 )
 def test_a_rule_that_is_none_is_told_in_one_line(kind, reference, pattern, said):
@@ -99,7 +99,7 @@ def test_a_schema_that_names_another_one_reaches_no_network():
 @pytest.mark.parametrize(
     ("kind", "right", "wrong", "said"),
     [
-        ("number", "#### 3", "three", r"reinforce\.reward: number, but a row's answer has none: 'three'$"),
+        ("number", "#### 3", "three", r"reinforce\.reward: number, but a row's answer has no number: 'three'$"),
         ("regex", "^3$", "(3", r"reinforce\.pattern: '\(3' is no regular expression"),
         ("json_schema", SCHEMA, "3", r"reinforce\.pattern: '3' is no JSON schema"),
     ],
@@ -115,7 +115,7 @@ def test_a_row_without_an_answer_to_compare_with_is_named_before_anything_is_sam
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_reward_is_a_number(value):
-    with pytest.raises(Fault, match=r"for the answer 'a'; a number is wanted$"):
+    with pytest.raises(Fault, match=r"for the answer 'a'; a number is needed$"):
         rewards.require_finite([value], [Question("p", "a", "")])
 
 

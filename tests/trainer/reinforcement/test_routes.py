@@ -49,10 +49,10 @@ def test_each_token_that_the_model_reads_has_its_routes(form):
 
 
 def test_an_engine_that_tells_nothing_of_its_experts_is_found():
-    with pytest.raises(Fault, match=r"^reinforce.replay_experts: vLLM tells the same expert for all choices"):
-        routes.require_told(torch.zeros(4, LAYERS, CHOSEN, dtype=torch.long), 4)
-    with pytest.raises(Fault, match=r"the experts of 4 tokens, and has read 5$"):
-        routes.require_told(torch.from_numpy(drawn(4)).long(), 5)
+    with pytest.raises(Fault, match=r"^reinforce.replay_experts: vLLM returned the same expert for all choices"):
+        routes.require_known(torch.zeros(4, LAYERS, CHOSEN, dtype=torch.long), 4)
+    with pytest.raises(Fault, match=r"routes of 4 tokens, but has read 5$"):
+        routes.require_known(torch.from_numpy(drawn(4)).long(), 5)
 
 
 def test_what_is_recomputed_takes_the_experts_of_its_own_micro_batch():
@@ -90,7 +90,7 @@ def test_what_is_recomputed_takes_the_experts_of_its_own_micro_batch():
 def test_experts_of_other_tokens_than_a_router_reads_are_refused():
     choice = routes.Choice()
     choice.begin(torch.from_numpy(drawn(3)[:, 0]).long())
-    with pytest.raises(Fault, match=r"reads 4 tokens and takes 2 experts of each, and was told those of \(3, 2\)"):
+    with pytest.raises(Fault, match=r"needs 2 experts for each of 4 tokens, but the routes have the shape \(3, 2\)"):
         choice.get_replay_topk(torch.rand(4, EXPERTS), CHOSEN, None, None, lambda: None)
 
 

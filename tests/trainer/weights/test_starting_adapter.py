@@ -55,7 +55,7 @@ def same(one, other) -> bool:
     ("changes", "says"),
     [
         (["adapter.rank=4"], "adapter.rank: 4, but"),
-        (["adapter.alpha=8"], "adapter.alpha: 8 scales what the adapter gives by 1, and"),
+        (["adapter.alpha=8"], "adapter.alpha: 8 scales the adapter's output by 1, but"),
     ],
 )
 def test_another_rank_or_scale_is_one_line(exported, configure, changes, says):
@@ -110,7 +110,7 @@ def test_another_trainers_unlike_matrices_are_refused(exported, configure, ranks
     refused = ranks("train", configure(name, f"model.adapter={foreign}", f"paths.output={work}/foreign-{name}-output"))
     assert refused.code == 2 and "differ, but Megatron has one for all" in refused.output
     (foreign / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
-    with pytest.raises(Fault, match="is IA3, and LoRA alone can be gone on with"):
+    with pytest.raises(Fault, match="is IA3, but only LoRA can be continued"):
         adapters.check(configure(name, f"model.adapter={foreign}"))
 
 

@@ -1,7 +1,7 @@
-"""One engine of vLLM, as the trainer asks it: over a connection, one thing at a time.
+"""One vLLM engine, as the trainer calls it: over a connection, one call at a time.
 
-A LocalEngine is a process beside the trainer: it is started, asked over a socket pair, and gone when the trainer is.
-Nobody else can reach the socket. What the process prints is in a log of its own. Engines of other hosts are in
+A LocalEngine is a process on the trainer's host: the trainer starts it and calls it over a socket pair, which nobody
+else can reach, and it ends with the trainer. Its output goes to a log file. Engines on other hosts are in
 trainer/reinforcement/engines/meeting.py.
 """
 
@@ -24,23 +24,23 @@ from contract.processes import end_with_parent
 from trainer.reinforcement import judge, messages
 from trainer.reinforcement.transfer import wire
 
-# What torchrun tells its ranks; vLLM would take it for its own.
+# Variables of torchrun that vLLM would misread as its own.
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
 OF_RANKS += ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "GROUP_WORLD_SIZE", "ROLE_NAME")
 PROGRAM = "trainer.reinforcement.vllm_process"
 SHOWN = 3  # last lines of a log
-PATIENCE = 10  # seconds for a process to end by itself
+PATIENCE = 10  # seconds for a process to end before it is killed
 
 
 class Lost(Fault):
-    """An engine that answers no more: its process has ended, or an error that is no fault of the run's ends it."""
+    """An engine does not answer any more: its process has ended, or failed with an error that is not a Fault."""
 
 
 class Engine(ABC):
-    """vLLM, wherever it is."""
+    """An engine of vLLM, on this host or on another."""
 
-    patience: float | None = None  # seconds in which a bucket of weights has to go over; None = as long as it takes
-    address = "127.0.0.1"  # where it reaches the trainer
+    patience: float | None = None  # seconds for the transfer of a bucket of weights; None = no limit
+    address = "127.0.0.1"  # of the trainer, for this engine
 
     def __init__(self, name: str, log: Path, connection: Connection):
         self.name, self.log, self.connection, self.version = name, log, connection, -1
@@ -49,17 +49,17 @@ class Engine(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until it is gone."""
+        """Wait until the engine has ended."""
 
     @abstractmethod
     def is_gone(self) -> bool: ...
 
     @abstractmethod
     def end(self) -> str:
-        """Say how it has ended, as far as that is known."""
+        """Return a text on how it has ended, as far as that is known."""
 
     def watch(self, ended: Callable[["Engine"], None]) -> None:
-        """Have somebody told as soon as it is gone before it is closed, whatever this process does meanwhile."""
+        """Call ended(engine) from a thread as soon as the engine has ended before it was closed."""
 
         def wait() -> None:
             self.wait()
@@ -97,11 +97,11 @@ class Engine(ABC):
         return answer["result"]
 
     def close(self, patience: float = PATIENCE) -> None:
-        """Have it end."""
+        """Close the connection, which makes the engine end."""
         self.closed = True
-        # Closing alone is not heard while another thread of this process reads.
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as heard:
-            heard.shutdown(socket.SHUT_RDWR)
+        # While another thread of this process reads, only a shutdown reaches the other end.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as duplicate:
+            duplicate.shutdown(socket.SHUT_RDWR)
         self.connection.close()
 
     def lost(self, name: str) -> Lost:
@@ -109,13 +109,13 @@ class Engine(ABC):
 
 
 class LocalEngine(Engine):
-    """vLLM in a process of its own beside this one."""
+    """vLLM in a separate process on this host."""
 
     def __init__(self, name: str, settings: dict[str, Any], log: Path, environment: dict[str, str]):
-        mine, theirs = socket.socketpair()
-        with theirs:
-            self.process = start(theirs, settings, log, environment)
-        super().__init__(name, log, Connection(mine.detach()))
+        trainer_end, engine_end = socket.socketpair()
+        with engine_end:
+            self.process = start(engine_end, settings, log, environment)
+        super().__init__(name, log, Connection(trainer_end.detach()))
 
     def wait(self) -> None:
         self.process.wait()
@@ -142,19 +142,19 @@ class LocalEngine(Engine):
 def start(
     connection: socket.socket, settings: dict[str, Any], log: Path, environment: dict[str, str]
 ) -> subprocess.Popen:
-    """Start vLLM's process, which answers over the connection and ends with this one.
+    """Start vLLM's process, which answers over the connection and ends with this process.
 
-    It reads its settings from its standard input, a file that has no name: nothing is left, however both end.
+    It reads its settings from its standard input, an unnamed file, of which nothing remains however the processes end.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    kept = {name: value for name, value in os.environ.items() if not _is_of_ranks(name) and name != judge.KEY}
-    with log.open("a") as file, tempfile.TemporaryFile("w+") as given:
-        json.dump(settings, given)
-        given.seek(0)
+    inherited = {name: value for name, value in os.environ.items() if not _is_of_ranks(name) and name != judge.KEY}
+    with log.open("a") as file, tempfile.TemporaryFile("w+") as stdin:
+        json.dump(settings, stdin)
+        stdin.seek(0)
         return subprocess.Popen(
             [sys.executable, "-m", PROGRAM, str(connection.fileno())],
-            env=kept | environment,
-            stdin=given,
+            env=inherited | environment,
+            stdin=stdin,
             stdout=file,
             stderr=subprocess.STDOUT,
             pass_fds=[connection.fileno()],

@@ -1,4 +1,4 @@
-"""Engines that are asked the same: one that ends is left out from then on, as long as there is another."""
+"""A group of engines that get the same calls. An engine that ends is removed, unless it is the last."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,17 +16,19 @@ class Group:
         self.started, self.far, self.closing = started, far, False
 
     def each(self, name: str, **arguments: Any) -> dict[Engine, Any]:
-        """Ask every engine the same. Returns what each says."""
+        """Call every engine. Returns the result of each."""
         for engine in [*self.engines]:
             self.attempt(engine, partial(engine.ask, name, arguments))
         return {
-            engine: found for engine in [*self.engines] for found in self.attempt(engine, partial(engine.answer, name))
+            engine: result
+            for engine in [*self.engines]
+            for result in self.attempt(engine, partial(engine.answer, name))
         }
 
     def attempt(self, engine: Engine, call: Callable[[], Any]) -> list[Any]:
-        """Result of the call in a list; an empty one where the engine is lost and others are left.
+        """Result of the call in a list; an empty list if the engine is lost and others remain.
 
-        An engine that was left out before is asked nothing: what was begun with it may come up once more.
+        An engine that was removed before is not called: a caller may still hold it from an earlier call.
         """
         if engine not in self.engines:
             return []
@@ -34,10 +36,10 @@ class Group:
             return [call()]
         except Lost as lost:
             if len(self.engines) == 1 and self.far and not self.closing:
-                raise RuntimeError(f"{lost}; no host of vLLM's own is left") from None  # the next attempt has others
+                raise RuntimeError(f"{lost}; no host of vLLM's is left") from None  # the next attempt has others
             if len(self.engines) == 1 or self.closing:
                 raise
             self.engines.remove(engine)
             engine.close(patience=0)
-            say(f"{lost}; {engine.name} is left out, and {len(self.engines)} of {self.started} engines go on")
+            say(f"{lost}; {engine.name} is removed, and {len(self.engines)} of {self.started} engines continue")
             return []

@@ -1,8 +1,8 @@
-"""Whole weights from the trainer to all engines, in buckets, and the same buckets once more with other numbers.
+"""Send whole weights from the trainer to all engines in buckets, and later the same buckets with new numbers.
 
-The first two transfers take every tensor from Megatron-Bridge and have vLLM load it. Behind them each side may know
-where the numbers of a bucket lie (trainer/reinforcement/transfer/repeated/): then nothing is left but to fill buckets
-and to send them, at the speed of what lies between the two.
+The first two transfers take every tensor from Megatron-Bridge, and vLLM loads it. After that, each side may know the
+place of every number in the buckets (trainer/reinforcement/transfer/repeated/). Further transfers then only fill and
+send buckets, at the speed of the link.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,36 +26,36 @@ from trainer.reinforcement.transfer.repeated.filling import Filling
 from trainer.startup import device
 from trainer.startup.console import say
 
-AFTERWARDS = 2.0  # seconds in which a process that takes no weights may say why
+AFTERWARDS = 2.0  # seconds for a process that does not receive weights to report the reason
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 class Sender:
-    """The trainer's end of what lies between it and the engines: a pipe to each, or memory that all see."""
+    """The trainer's end of the transfer of weights: a pipe to each engine, or memory that all share."""
 
     def __init__(self, run: Run, group: Group, transport: str):
         self.run, self.group, self.transport = run, group, transport
         self.buckets: list[list[wire.Meta]] = []  # of the last whole transfer
-        self.repeated: Buckets | None = None  # the same, once it has been repeated
-        self.can_repeat = self.told = False  # whether every engine can
-        self.fillings: list[Filling] | None = None  # what may fill the buckets without Bridge
-        self.proven = False  # whether it has filled them with what Bridge exports
+        self.repeated: Buckets | None = None  # the same buckets, after the first repetition
+        self.can_repeat = self.reported = False  # whether every engine can repeat; whether the reason was logged
+        self.fillings: list[Filling] | None = None  # these may fill the buckets without Bridge
+        self.proven = False  # whether they have filled them with the same bytes as Bridge
 
     def send(self, tensors: Tensors, version: int, export: Export | None) -> int:
-        """Give every engine the weights of a version. Returns how many bytes went over to each."""
+        """Send the weights of a version to every engine. Returns the number of bytes sent to each."""
         for engine in [*self.group.engines]:
             if not engine.joined:
                 self.group.attempt(engine, partial(self._join, engine))
         sent = (self._repeat if self.can_repeat else self._send_whole)(tensors, version, export)
         self.proven = bool(self.fillings)
         if export and self.unlike:
-            export.give_up(f"{self.unlike} would be another")
+            export.give_up(f"{self.unlike} would differ")
         if self.transport == "ipc":
             shared_memory.collect()
         return sent
 
     def _prepare(self, export: Export | None) -> None:
-        """Have what fills the buckets, as far as it is known."""
+        """Prepare the fillings, if the export already knows them."""
         self.unlike = ""
         known = export is not None and bool(self.buckets) and export.is_known()
         if not known:
@@ -78,27 +78,27 @@ class Sender:
         self._wait_for(reading)
         reasons = self.group.each("finish", version=version).values()
         self.can_repeat = not any(reasons) and bool(before)
-        if before and not self.can_repeat and not self.told and device.has_gpu():  # on a CPU it is always so
-            self.told = True
-            say(f"weights: vLLM loads them for every step, as it would for the first: {next(filter(None, reasons))}")
-        return sum(one.bytes for one in chain.from_iterable(self.buckets))
+        if before and not self.can_repeat and not self.reported and device.has_gpu():  # a CPU can never repeat
+            self.reported = True
+            say(f"weights: vLLM loads them again for every step: {next(filter(None, reasons))}")
+        return sum(meta.bytes for meta in chain.from_iterable(self.buckets))
 
     def _compare(self, number: int, metas: list[wire.Meta], memory: torch.Tensor) -> None:
-        """Hold what fills a bucket without Bridge against what Bridge has made."""
+        """Compare a bucket's filling with the bytes from Bridge."""
         if self.fillings is None or self.proven:
             return
-        mine = self.fillings[number] if number < len(self.fillings) else None
-        if mine is None or [one.name for one in mine.metas] != [one.name for one in metas]:
+        own = self.fillings[number] if number < len(self.fillings) else None
+        if own is None or [meta.name for meta in own.metas] != [meta.name for meta in metas]:
             self.unlike = metas[0].name
         else:
-            found = torch.empty_like(memory)
-            mine.fill(found)
-            self.unlike = filling.first_unlike(metas, found, memory) or ""
+            filled = torch.empty_like(memory)
+            own.fill(filled)
+            self.unlike = filling.first_unlike(metas, filled, memory) or ""
         if self.unlike:
             self.fillings = None
 
     def _wait_for(self, reading: list[Engine]) -> None:
-        """Wait until vLLM is done with the bucket before, whose memory is filled next."""
+        """Wait until vLLM has read the previous bucket, whose memory is filled next."""
         for engine in reading:
             self.group.attempt(engine, partial(engine.answer, "bucket"))
         reading.clear()
@@ -110,9 +110,9 @@ class Sender:
             self._over(engine, "bucket", partial(engine.pipe.send, bucket.bytes))
 
     def _repeat(self, tensors: Tensors, version: int, export: Export | None) -> int:
-        """Send all buckets once more."""
+        """Send all buckets again with new numbers."""
         if self.transport != "ipc":
-            for engine in [*self.group.engines]:  # which get ready while this side does
+            for engine in [*self.group.engines]:  # they prepare while this side does
                 self.group.attempt(engine, partial(engine.ask, "repeat", {"version": version}))
         self._prepare(export)
         allocate, _ = self._memory()
@@ -125,27 +125,27 @@ class Sender:
         else:
             self._repeat_over_pipes(tensors, rooms, self.repeated)
         if not self.proven and (more := next(tensors, None)):
-            raise Fault(f"transfer of weights: {more[0]} came, and not before")
+            raise Fault(f"transfer of weights: {more[0]} came, but not in the transfer before")
         return self.repeated.bytes
 
     def _repeat_over_pipes(self, tensors: Tensors, rooms: list[torch.Tensor], repeated: Buckets) -> None:
-        """While a bucket goes over, the next is filled; the digests of all go over behind the last."""
-        going = list[list[tuple[Engine, Any]]]()
+        """Fill a bucket while the previous one is sent; send the digests of all after the last."""
+        sending = list[list[tuple[Engine, Any]]]()
         for number, (room, used) in enumerate(zip(rooms, repeated.used, strict=True)):
             memory = room[:used]
-            for engine, work in going[number - 2] if number > 1 else ():
+            for engine, work in sending[number - 2] if number > 1 else ():
                 self._attempt_over(engine, work.wait)
             self._fill(number, memory, tensors)
             repeated.add(number, memory)
-            going.append([])
+            sending.append([])
             for engine in [*self.group.engines]:
                 assert engine.pipe
                 begin = partial(engine.pipe.broadcast, memory.to(engine.pipe.device))
-                going[-1] += [(engine, work) for work in self._attempt_over(engine, begin)]
-        found = repeated.digests()
+                sending[-1] += [(engine, work) for work in self._attempt_over(engine, begin)]
+        digests = repeated.digests()
         for engine in [*self.group.engines]:
             assert engine.pipe
-            self._attempt_over(engine, partial(engine.pipe.send, found))
+            self._attempt_over(engine, partial(engine.pipe.send, digests))
         for engine in [*self.group.engines]:
             self.group.attempt(engine, partial(engine.answer, "repeat"))
 
@@ -155,12 +155,13 @@ class Sender:
             memory = room[:used]
             self._fill(number, memory, tensors)
             repeated.add(number, memory)
-            if memory.is_cuda:  # the other process does not wait for this one's stream
+            if memory.is_cuda:  # the other process does not wait for this process's stream
                 torch.cuda.current_stream().synchronize()
             self._wait_for(reading)
-            asked = {"number": number, "shared": self._shared(room, handles)}
+            arguments = {"number": number, "shared": self._shared(room, handles)}
             for engine in [*self.group.engines]:
-                reading += [engine for _ in self.group.attempt(engine, partial(engine.ask, "repeat_bucket", asked))]
+                ask = partial(engine.ask, "repeat_bucket", arguments)
+                reading += [engine for _ in self.group.attempt(engine, ask)]
         self._wait_for(reading)
 
     def _fill(self, number: int, memory: torch.Tensor, tensors: Tensors) -> None:
@@ -169,15 +170,15 @@ class Sender:
             self.fillings[number].fill(memory)
             return
         metas = self.buckets[number]
-        for one, place in wire.placed(metas):
+        for meta, place in wire.placed(metas):
             name, tensor = next(tensors, ("nothing", None))
-            if name != one.name or tensor is None:
-                raise Fault(f"transfer of weights: {name} came in the place of {one.name}")
-            wire.part(memory, one, place).copy_(tensor.detach())
+            if name != meta.name or tensor is None:
+                raise Fault(f"transfer of weights: {name} came in the place of {meta.name}")
+            wire.part(memory, meta, place).copy_(tensor.detach())
         self._compare(number, metas, memory)
 
     def _shared(self, memory: torch.Tensor, handles: dict[int, Any]) -> Any:
-        """What opens the memory elsewhere. A second handle of the same memory would keep it from being freed."""
+        """Handle that opens the memory in another process. A second handle of the same memory would never free it."""
         place = memory.data_ptr()
         handles[place] = handles.get(place) or shared_memory.shared(memory)
         return handles[place]
@@ -186,13 +187,13 @@ class Sender:
         return self.group.attempt(engine, partial(self._over, engine, "repeat", call))
 
     def _over(self, engine: Engine, name: str, call: Callable[[], Any]) -> Any:
-        """Do what sends something to the engine. Where that fails, the engine says why."""
+        """Make a call that sends data to the engine. If it fails, raise the reason that the engine reports."""
         try:
             return call()
         except RuntimeError:
             if engine.patience and not engine.connection.poll(AFTERWARDS):
                 raise engine.lost(name) from None
-            engine.answer(name)  # says why it is gone
+            engine.answer(name)  # raises the engine's own error, if it has one
             raise
 
     def _join(self, engine: Engine) -> None:
@@ -204,8 +205,8 @@ class Sender:
             engine.ask("join", {"host": engine.address, "port": port})
             where = torch.device("cuda" if self.transport == "nccl" and device.has_gpu() else "cpu")
             try:
-                given = (engine.address, port, 0, where, engine.is_gone, engine.patience)
-                engine.pipe = wire.Pipe(*given, workers=cut(self.run))
+                end = (engine.address, port, 0, where, engine.is_gone, engine.patience)
+                engine.pipe = wire.Pipe(*end, workers=cut(self.run))
             except RuntimeError:
                 if engine.patience:
                     raise engine.lost("join") from None
@@ -214,7 +215,7 @@ class Sender:
         engine.joined = True
 
     def _memory(self) -> tuple[Callable[[int], torch.Tensor], int]:
-        """What allocates memory for buckets, and how many bytes a bucket has."""
+        """The function that allocates memory for buckets, and the number of bytes of a bucket."""
         if self.transport == "ipc":
             return shared_memory.allocate, wire.BUCKET_OF_GPU if device.has_gpu() else wire.BUCKET
         where, size = ("cuda", wire.BUCKET_OF_GPU) if device.has_gpu() else ("cpu", wire.BUCKET)

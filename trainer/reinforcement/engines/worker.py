@@ -1,7 +1,7 @@
-"""Questions to each of vLLM's workers, besides vLLM's own: an engine has a worker for each of its GPUs.
+"""Additional methods of vLLM's workers: an engine has a worker for each of its GPUs.
 
-vLLM imports this module in every worker, by its setting worker_extension_cls, and makes Worker part of its own class.
-A worker of several is a process of its own; the one of an engine on one GPU is in the engine's process.
+vLLM imports this module in every worker, because of its setting worker_extension_cls, and adds Worker to its own class.
+If an engine has several workers, each is a process; the worker of an engine on one GPU runs in the engine's process.
 """
 
 from typing import Any
@@ -12,38 +12,38 @@ from trainer.reinforcement.transfer import weight_engine
 
 NAME = f"{__name__}.Worker"
 
-weight_engine.register()  # vLLM looks for it by its name, in each worker
+weight_engine.register()  # each worker of vLLM looks it up by its name
 
 
 class Worker:
-    """Questions to a worker, for vLLM's collective_rpc."""
+    """Methods of a worker, for vLLM's collective_rpc."""
 
     weight_transfer_engine: Any
     model_runner: Any
 
     def answer_or_fault(self, name: str, arguments: dict[str, Any]) -> tuple[Any, str | None]:
-        """Call a method. Returns its result, or the line of a fault of the run's: vLLM would bring it as any error."""
+        """Call a method. Returns its result, or the line of a Fault, which vLLM would report like any other error."""
         try:
             return getattr(self, name)(**arguments), None
         except Fault as fault:
             return None, str(fault)
 
     def arrived_tensors(self) -> frozenset[str]:
-        """Names of all tensors that came since the transfer began, were as they had been sent, and were loaded."""
+        """Names of all tensors that arrived undamaged since the transfer began, and were loaded."""
         return frozenset(self.weight_transfer_engine.arrived)
 
     def cannot_repeat(self, sleeps: bool) -> str:
-        """The reason that a transfer cannot be repeated here with other numbers; empty where it can."""
+        """The reason why a transfer cannot be repeated here with new numbers; empty if it can."""
         return self.weight_transfer_engine.cannot_repeat(sleeps)
 
-    def repeat_weights(self, **given: Any) -> None:
-        self.weight_transfer_engine.repeat(**given)
+    def repeat_weights(self, **arguments: Any) -> None:
+        self.weight_transfer_engine.repeat(**arguments)
 
     def end_repeated(self, sums: list[int]) -> None:
         self.weight_transfer_engine.end_repeated(sums)
 
     def seed_draws(self, seed: int) -> None:
-        """Seed what vLLM draws from where a request has no seed of its own."""
+        """Seed the generators that vLLM uses for requests without a seed."""
         import numpy
         import torch
 
@@ -51,5 +51,5 @@ class Worker:
         numpy.random.seed(seed % 2**32)
 
     def tell_routes(self) -> None:
-        """Have experts on a CPU tell which of them they choose."""
+        """Make the routers on a CPU record which experts they choose."""
         vllm_cpu.tell_routes(self.model_runner.get_model())

@@ -1,49 +1,55 @@
-"""Answers of several turns: an environment replies to what the model has said, and the model goes on from there.
+"""Answers of several turns: an environment replies to the model's answer, and the model continues from there.
 
-A reply is text behind the model's own tokens, with whatever marks of turns it needs. The policy reads it and is not
-trained on it. A conversation is over when the environment has nothing to say, after reinforce.turns answers, or when an
-answer or the next reply finds no room in reinforce.max_tokens, which all of a conversation behind its prompt keeps to.
+A reply is text after the model's tokens, including the marks of turns that it needs. The policy reads it and is not
+trained on it. A conversation ends if the environment returns None, after reinforce.turns answers, or if an answer or
+the next reply exceeds reinforce.max_tokens, the limit for all tokens after the prompt.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 from conf.schema.run import Run
 from trainer.reinforcement.guarded.worker import ENVIRONMENT, Conversation, Worker
 from trainer.reinforcement.samples import Answer, Group
 
-# Answers to prompts of so many tokens at most each, with a seed each; of each prompt one.
+# Takes prompts, seeds and limits of tokens; returns one answer to each prompt.
 Ask = Callable[[list[list[int]], list[int], list[int]], list[Answer]]
 
 
 class Environment:
-    """The environment of a run, and the turns that are taken with it."""
+    """The environment of a run, and the conversations with it."""
 
     def __init__(self, run: Run, encode: Callable[[str], list[int]], without_end: Callable[[str], str]):
-        asked = run.reinforce
-        self.turns, self.room = asked.turns, asked.max_tokens
+        reinforce = run.reinforce
+        self.turns, self.room = reinforce.turns, reinforce.max_tokens
         self.encode, self.without_end = encode, without_end
-        self.worker = Worker(ENVIRONMENT, asked.environment, asked.reward_seconds, asked.reward_memory_gb)
+        self.worker = _worker(run)
 
-    def play(self, groups: Sequence[Group], said: Callable[[Group], tuple[str, str]], ask: Ask, draw: Random) -> None:
-        """Take the turns behind each first answer. `said` has the text of a group's prompt, and its reference."""
-        going = [(group, answer, [self.without_end(answer.text)]) for group in groups for answer in group.answers]
+    def play(
+        self, groups: Sequence[Group], texts_of: Callable[[Group], tuple[str, str]], ask: Ask, draw: Random
+    ) -> None:
+        """Play the turns after each first answer. texts_of() returns the text of a prompt, and its reference."""
+        running = [(group, answer, [self.without_end(answer.text)]) for group in groups for answer in group.answers]
         for _ in range(1, self.turns):
-            going = [one for one in going if one[1].ended]
-            replies = self.worker.replies([Conversation(*_around(said(group), texts)) for group, _, texts in going])
-            going = [one for one, reply in zip(going, replies, strict=True) if self._heard(one[1], reply)]
-            if not going:
+            running = [conversation for conversation in running if conversation[1].ended]
+            questions = [(texts_of(group), texts) for group, _, texts in running]
+            replies = self.worker.replies(
+                [Conversation(prompt, [*texts], reference) for (prompt, reference), texts in questions]
+            )
+            pairs = zip(running, replies, strict=True)
+            running = [conversation for conversation, reply in pairs if self._append(conversation[1], reply)]
+            if not running:
                 return
-            prompts = [group.prompt + answer.tokens for group, answer, _ in going]
-            limits = [self.room - len(answer.tokens) for _, answer, _ in going]
-            found = ask(prompts, [draw.randrange(2**40) for _ in going], limits)
-            for (_, answer, texts), more in zip(going, found, strict=True):
+            prompts = [group.prompt + answer.tokens for group, answer, _ in running]
+            limits = [self.room - len(answer.tokens) for _, answer, _ in running]
+            answers = ask(prompts, [draw.randrange(2**40) for _ in running], limits)
+            for (_, answer, texts), more in zip(running, answers, strict=True):
                 answer.tokens, answer.log_probs = answer.tokens + more.tokens, answer.log_probs + more.log_probs
                 answer.text, answer.ended, answer.routes = more.text, more.ended, more.routes
                 texts.append(self.without_end(more.text))
 
-    def _heard(self, answer: Answer, reply: str | None) -> bool:
-        """Put the reply behind the answer. Returns whether the model goes on from there."""
+    def _append(self, answer: Answer, reply: str | None) -> bool:
+        """Append the reply to the answer. Returns whether the model continues from there."""
         if reply is None:
             return False
         tokens = self.encode(reply)
@@ -55,12 +61,11 @@ class Environment:
 
 
 def check(run: Run) -> None:
-    """Raise a Fault where the environment cannot be loaded."""
+    """Raise a Fault if the environment cannot be loaded."""
     if run.reinforce.environment:
-        asked = run.reinforce
-        Worker(ENVIRONMENT, asked.environment, asked.reward_seconds, asked.reward_memory_gb).close()
+        _worker(run).close()
 
 
-def _around(said: tuple[str, str], texts: Iterable[str]) -> tuple[str, list[str], str]:
-    prompt, reference = said
-    return prompt, list(texts), reference
+def _worker(run: Run) -> Worker:
+    reinforce = run.reinforce
+    return Worker(ENVIRONMENT, reinforce.environment, reinforce.reward_seconds, reinforce.reward_memory_gb)

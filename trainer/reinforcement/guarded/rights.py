@@ -1,11 +1,11 @@
-"""Rights that a guarded process gives up, for good, before it runs code of others. The kernel holds it to that.
+"""Rights that a guarded process gives up for good before it runs untrusted code. The kernel enforces this.
 
 limit           rlimits: memory, no file written, few files open
-filter_calls    seccomp: no network, no program started, no file changed, nobody signalled
-hide_files      Landlock: nothing is read but what Python itself reads; without Landlock, no file is opened at all
-become_nobody   a process of root's leaves root's own files to root
+filter_calls    seccomp: no network, no program started, no file changed, no signal sent
+hide_files      Landlock: only files that Python needs can be read; without Landlock, no file can be opened
+become_nobody   a process of root becomes the user nobody
 
-Standard library only: what is imported here is what that code finds in memory.
+Standard library only: untrusted code finds in memory what this module imports.
 """
 
 import ctypes
@@ -31,25 +31,25 @@ LOAD, EQUAL, AT_LEAST, ANY_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, MACHINE, ARGUMENT = 0, 4, 16  # offsets in seccomp_data
 CLONE_THREAD = 0x10000
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-# From here on numbers are the same on all machines. Libraries do without calls that a kernel has not: clone3 is one.
+# From this number on, calls have the same numbers on all machines. Libraries work without unknown ones, such as clone3.
 NEWER = 424
 OF_NEWER = (436, 439, 444, 445, 446, 449, 454, 455, 456)  # close_range, faccessat2, Landlock, futexes
-OWNERS_OF_SIGNALS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to others on behalf of a descriptor
+OWNERS_OF_SIGNALS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: let a descriptor signal other processes
 OWNERS_OF_SOCKETS = (0x8901, 0x8902)  # FIOSETOWN, SIOCSPGRP
 
 
 @dataclass(frozen=True)
 class Calls:
-    """Numbers of system calls on one kind of machine."""
+    """Numbers of system calls on a machine type."""
 
     machine: int
     refused: tuple[int, ...]
-    own: tuple[int, ...]  # allowed where their first argument is 0, which is the process itself
-    open: tuple[tuple[int, int], ...]  # and which argument has the flags
+    own: tuple[int, ...]  # allowed if their first argument is 0, which means the process itself
+    open: tuple[tuple[int, int], ...]  # with the number of the argument that has the flags
     clone: int
     fcntl: int
     ioctl: int
-    last: tuple[int, ...]  # refused once nothing more is to be given up
+    last: tuple[int, ...]  # refused when all rights have been given up
 
 
 MACHINES = {
@@ -92,7 +92,7 @@ MACHINES = {
         last=(167, 277),
     ),
 }
-# Landlock's calls, and what of files it can hold a process to, by its version.
+# Landlock's calls, and the file accesses that it can restrict, by its version.
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 READ_FILE, READ_DIR = 1 << 2, 1 << 3
 FILES = (0, 0x1FFF, 0x3FFF, 0x7FFF, 0x7FFF, 0xFFFF)
@@ -114,7 +114,7 @@ def limit(memory_gb: float) -> None:
 
 
 def filter_calls() -> None:
-    """Refuse what changes anything outside of this process, or reaches another one."""
+    """Refuse calls that change anything outside this process, or that reach another process."""
     calls = MACHINES[platform.machine()]
     for arguments in ((PR_SET_DUMPABLE, 0, 0, 0, 0), (PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)):
         _require(LIBC.prctl(*arguments), "prctl")
@@ -131,20 +131,20 @@ def filter_calls() -> None:
 
 
 def hide_files(root: Path) -> None:
-    """Read nothing from now on but what Python reads. `root` is on its path, and is hidden all the same."""
+    """Allow reading only Python's files from now on. `root` is on Python's path, but is hidden too."""
     version = _call(CREATE_RULESET, None, 0, 1)
     if version < 1:
         _install(_refused(number for number, _ in MACHINES[platform.machine()].open))
         return
     files = FILES[min(version, len(FILES) - 1)]
-    # Signals and abstract sockets to processes outside are refused where Landlock knows of them.
-    asked = struct.pack("QQQ", files, 0, 3 if version >= 6 else 0)[: 24 if version >= 6 else 8]
-    ruleset = _call(CREATE_RULESET, asked, len(asked), 0)
+    # From version 6 on, Landlock can also refuse signals and abstract sockets to other processes.
+    attributes = struct.pack("QQQ", files, 0, 3 if version >= 6 else 0)[: 24 if version >= 6 else 8]
+    ruleset = _call(CREATE_RULESET, attributes, len(attributes), 0)
     _require(ruleset, "landlock")
     for path in {*sys.path, *OF_PYTHON.split()} - {"", str(root)}:
         try:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        except OSError:  # there is none
+        except OSError:  # it does not exist
             continue
         rights = READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE
         _require(_call(ADD_RULE, ruleset, 1, struct.pack("=Qi", rights, place), 0), f"landlock: {path}")
@@ -154,12 +154,12 @@ def hide_files(root: Path) -> None:
 
 
 def become_nobody(parent: int) -> None:
-    """Leave root's own files to root, and give up nothing more from now on."""
+    """Become the user nobody, if this process is root's, and refuse to change the rights again."""
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-    end_with_parent()  # the kernel forgets it with the change of the user
+    end_with_parent()  # set again: the kernel resets it when the user changes
     if os.getppid() != parent:
         os._exit(1)
     _install(_refused(MACHINES[platform.machine()].last))
@@ -172,22 +172,22 @@ def _refused(numbers: Iterable[int]) -> Iterator[Line]:
 
 
 def _newer() -> list[Line]:
-    """Calls that a kernel has got since, but for those in use, are unknown."""
-    known = [(EQUAL, len(OF_NEWER) - place, 0, number) for place, number in enumerate(OF_NEWER)]
-    return [(AT_LEAST, 0, len(known) + 1, NEWER), *known, (RETURN, 0, 0, UNKNOWN)]
+    """Instructions that report newer calls of the kernel as unknown, except those in use."""
+    allowed = [(EQUAL, len(OF_NEWER) - place, 0, number) for place, number in enumerate(OF_NEWER)]
+    return [(AT_LEAST, 0, len(allowed) + 1, NEWER), *allowed, (RETURN, 0, 0, UNKNOWN)]
 
 
-def _of_argument(number: int, argument: int, judged: list[Line]) -> list[Line]:
-    """What is said of one argument of a call. The number is at hand again behind it."""
-    inside = [(LOAD, 0, 0, ARGUMENT + 8 * argument), *judged, (LOAD, 0, 0, NUMBER)]
+def _of_argument(number: int, argument: int, rule: list[Line]) -> list[Line]:
+    """Instructions that apply a rule to one argument of a call. Afterwards the call's number is loaded again."""
+    inside = [(LOAD, 0, 0, ARGUMENT + 8 * argument), *rule, (LOAD, 0, 0, NUMBER)]
     return [(EQUAL, 0, len(inside), number), *inside]
 
 
 def _install(lines: Iterable[Line]) -> None:
-    """Have the kernel run these BPF instructions at every system call."""
+    """Make the kernel run these BPF instructions at every system call."""
     machine = MACHINES[platform.machine()].machine
     whole = [(LOAD, 0, 0, MACHINE), (EQUAL, 1, 0, machine), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
-    if platform.machine() == "x86_64":  # numbers of the x32 interface are other calls
+    if platform.machine() == "x86_64":  # in the x32 interface, numbers mean other calls
         whole += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]
     whole += [*lines, (RETURN, 0, 0, ALLOW)]
     program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in whole))
@@ -196,7 +196,8 @@ def _install(lines: Iterable[Line]) -> None:
 
 
 def _call(number: int, *arguments: int | bytes | None) -> int:
-    return LIBC.syscall(*(ctypes.c_long(one) if isinstance(one, int) else one for one in (number, *arguments)))
+    values = (number, *arguments)
+    return LIBC.syscall(*(ctypes.c_long(value) if isinstance(value, int) else value for value in values))
 
 
 def _require(result: int, what: str) -> None:

@@ -1,11 +1,10 @@
-"""Code of others in a process that can compute, import what is installed, and do nothing else: rewards, environments.
+"""Run untrusted code for rewards and environments in a process that can only compute and import installed packages.
 
-The process is started with an empty environment and gives up what it could do harm with, before it runs a line of that
-code (rights.py): it has no network, starts no program, reads and writes no file, signals nobody, and has limits on time
-and memory. Answers are judged one at a time; a function that takes too long, or ends the process, ends the run with one
-line.
+The process starts with an empty environment. Before it runs a line of that code, it gives up its rights (rights.py): it
+has no network, cannot start programs, read or write files or send signals, and has limits on time and memory. Answers
+are judged one at a time. A function that takes too long, or ends the process, ends the run with one line.
 
-    python -m trainer.reinforcement.guarded.process DESCRIPTOR    what runs there
+    python -m trainer.reinforcement.guarded.process DESCRIPTOR    the program of that process
 """
 
 import contextlib
@@ -33,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True)
 class Question:
-    """An answer, with what a reward may know besides."""
+    """An answer, with the prompt and the reference for its reward."""
 
     prompt: str
     answer: str
@@ -42,7 +41,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Answers of the model's so far, for an environment to reply to."""
+    """The model's answers so far, to which an environment replies."""
 
     prompt: str
     answers: list[str]
@@ -50,7 +49,7 @@ class Conversation:
 
 
 class Worker:
-    """A guarded process for one kind of code, started when it is first asked and after each death."""
+    """A guarded process for one kind of code. If it has died, the next call starts it again."""
 
     def __init__(self, kind: str, function: str | None, seconds: float, memory_gb: float):
         self.kind, self.seconds, self.memory_gb = kind, seconds, memory_gb
@@ -64,14 +63,14 @@ class Worker:
             self.file = Path(function.rpartition(":")[0]).name
         self.process: subprocess.Popen[bytes] | None = None
         self.connection: Connection | None = None
-        self._start()  # so that a function that cannot be loaded is told before anything is sampled
+        self._start()  # a function that cannot be loaded is reported before sampling starts
 
     def rewards(self, questions: Sequence[Question]) -> list[float]:
-        return [self._one(question) for question in questions]
+        return [self._reward(question) for question in questions]
 
     def replies(self, conversations: Sequence[Conversation]) -> list[str | None]:
-        """The text that comes next in each conversation; None where it is over."""
-        return [self._reply(one) for one in conversations]
+        """The next text in each conversation; None if it is over."""
+        return [self._reply(conversation) for conversation in conversations]
 
     def close(self) -> None:
         if self.process:
@@ -83,62 +82,63 @@ class Worker:
             self.connection.close()
             self.connection = None
 
-    def _one(self, question: Question) -> float:
-        if self.process is None:
-            self._start()
-        what = f"reinforce.reward: {self.kind}: for the answer {question.answer[:60]!r}"
-        found = self._ask(asdict(question), self.seconds, "reinforce.reward_seconds")
-        # Code that a model has written may do anything: it is worth nothing then. A function of one's own may not.
+    def _reward(self, question: Question) -> float:
+        result = self._ask(asdict(question))
+        # A model's program may do anything, and then gets the reward 0. The user's function must not fail.
         if self.kind == "code":
-            return found["reward"] if 0 <= found.get("reward", -1) <= 1 else 0.0
-        if "refused" in found:
-            raise Fault(f"{what}: {found['refused']}")
-        return found["reward"]
+            return result["reward"] if 0 <= result.get("reward", -1) <= 1 else 0.0
+        if "refused" in result:
+            place = f"reinforce.reward: {self.kind}: for the answer {question.answer[:60]!r}"
+            raise Fault(f"{place}: {result['refused']}")
+        return result["reward"]
 
-    def _reply(self, one: Conversation) -> str | None:
+    def _reply(self, conversation: Conversation) -> str | None:
+        result = self._ask(asdict(conversation))
+        if "refused" in result:
+            raise Fault(f"{self.key}: after the answer {conversation.answers[-1][:60]!r}: {result['refused']}")
+        return result["text"]
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         if self.process is None:
             self._start()
-        found = self._ask(asdict(one), self.seconds, "reinforce.reward_seconds")
-        if "refused" in found:
-            raise Fault(f"{self.key}: behind the answer {one.answers[-1][:60]!r}: {found['refused']}")
-        return found["text"]
+        return self._exchange(message, self.seconds, "reinforce.reward_seconds")
 
     def _start(self) -> None:
-        mine, theirs = socket.socketpair()
-        with theirs:
+        own_end, far_end = socket.socketpair()
+        with far_end:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "trainer.reinforcement.guarded.process", str(theirs.fileno())],
+                [sys.executable, "-m", "trainer.reinforcement.guarded.process", str(far_end.fileno())],
                 env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[far_end.fileno()],
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
-        self.connection = Connection(mine.detach())
-        asked = {"kind": self.kind, "source": self.source, "file": self.file, "name": self.name}
-        asked |= {"memory_gb": self.memory_gb}
-        found = self._ask(asked, STARTS_WITHIN, "to load the file")
-        if "refused" in found:
+        self.connection = Connection(own_end.detach())
+        settings = {"kind": self.kind, "source": self.source, "file": self.file, "name": self.name}
+        settings |= {"memory_gb": self.memory_gb}
+        result = self._exchange(settings, STARTS_WITHIN, "to load the file")
+        if "refused" in result:
             self.close()
-            raise Fault(f"{self.key}: {self.name or self.kind}: {found['refused']}")
+            raise Fault(f"{self.key}: {self.name or self.kind}: {result['refused']}")
 
-    def _ask(self, message: dict[str, Any], seconds: float, limit: str) -> dict[str, Any]:
-        """The answer, of plain types: nothing of the other side's is unpickled here."""
+    def _exchange(self, message: dict[str, Any], seconds: float, limit: str) -> dict[str, Any]:
+        """Send a message and return the answer in plain types: data of the guarded process are never unpickled."""
         assert self.connection and self.process
         try:
             self.connection.send_bytes(json.dumps(message).encode())
             if not self.connection.poll(seconds):
                 self.close()
                 return {"refused": f"no end within {seconds:g} s ({limit})"}
-            found = json.loads(self.connection.recv_bytes(1 << 16))
-            if "refused" in found:
-                return {"refused": _printable(str(found["refused"])[:300])}
+            result = json.loads(self.connection.recv_bytes(1 << 16))
+            if "refused" in result:
+                return {"refused": _printable(str(result["refused"])[:300])}
             if self.kind == ENVIRONMENT:
-                return {"text": None if found["text"] is None else str(found["text"])}
-            return {"reward": float(found["reward"])}
+                return {"text": None if result["text"] is None else str(result["text"])}
+            return {"reward": float(result["reward"])}
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):  # it may only have closed its connection
                 self.process.wait(1)
@@ -147,7 +147,7 @@ class Worker:
             return {"refused": f"it has ended its process ({_code(code)})"}
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # it may have forged the reply
             self.close()
-            return {"refused": f"what it returned is no {'text' if self.kind == ENVIRONMENT else 'number'}"}
+            return {"refused": f"its result is not a {'text' if self.kind == ENVIRONMENT else 'number'}"}
 
 
 def _printable(text: str) -> str:
@@ -159,5 +159,5 @@ def _code(code: int | None) -> str:
         return "its connection"
     if code < 0:
         name = signal.Signals(-code).name
-        return {"SIGSYS": "what it tried is forbidden", "SIGXCPU": "time", "SIGSEGV": "memory"}.get(name, name)
+        return {"SIGSYS": "a forbidden system call", "SIGXCPU": "time", "SIGSEGV": "memory"}.get(name, name)
     return f"code {code}"

@@ -1,7 +1,7 @@
-"""Logits in fp32 of a model in bf16 or fp16, as vLLM is asked for them too: what both say differs by less.
+"""Logits in fp32 of a model in bf16 or fp16. vLLM is configured the same way, which reduces the difference of both.
 
-Rounded to bf16, a logit of 20 is off by up to 0.06, on each side by another amount. Inputs and weights stay as they
-are, and products are added up in fp32 anyway: only the sum is no longer rounded.
+Rounded to bf16, a logit of 20 has an error of up to 0.06, which differs between trainer and vLLM. Inputs and weights
+keep their type, and products are summed in fp32 anyway: only the sum is not rounded any more.
 """
 
 # pyright: reportArgumentType=false, reportIncompatibleMethodOverride=false, reportPrivateImportUsage=false
@@ -12,13 +12,13 @@ import torch
 
 
 def install(model: Any) -> None:
-    """Have the layer of logits of a model's last stage give them in fp32."""
+    """Make the output layer of a model's last stage return fp32 logits."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.utils import unwrap_model
 
     for chunk in unwrap_model(model):
         layer = getattr(chunk, "output_layer", None)
-        # An adapter of it adds its part to what the layer itself gives.
+        # An adapter adds its part to the output of the wrapped layer.
         layer = getattr(layer, "to_wrap", layer)
         if isinstance(layer, ColumnParallelLinear):
             layer._forward_impl = logits
@@ -34,7 +34,7 @@ def logits(
     tp_group: Any,
     **_: Any,
 ) -> torch.Tensor:
-    """The product of megatron-core's layer, by the arguments that it is called with."""
+    """The product of megatron-core's output layer, with the arguments that it passes."""
     from megatron.core.tensor_parallel import (
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
@@ -44,12 +44,12 @@ def logits(
         input = gather_from_sequence_parallel_region(input, group=tp_group)
     elif allreduce_dgrad:
         input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-    found = Product.apply(input.flatten(0, -2), weight).unflatten(0, input.shape[:-1])
-    return found if bias is None else found + bias
+    product = Product.apply(input.flatten(0, -2), weight).unflatten(0, input.shape[:-1])
+    return product if bias is None else product + bias
 
 
 class Product(torch.autograd.Function):
-    """Rows times a weight, of one type both, in fp32. Gradients are multiplied in that type, as they are elsewhere."""
+    """Product of rows and a weight of the same type, in fp32. Gradients are multiplied in that type, as usual."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

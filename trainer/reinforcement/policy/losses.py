@@ -1,23 +1,23 @@
-"""Losses of policies, as their papers have them: pure functions of log-probabilities and advantages.
+"""Policy losses as defined in their papers: pure functions of log-probabilities and advantages.
 
-    objective(settings, batch) -> Objective     what one micro batch adds to the loss, and to what it is divided by
+    objective(settings, batch) -> Objective     a micro batch's part of the sum of losses, and of the divisor
 
-All tensors are [answers, tokens], and mask is 1 where a token was sampled. `new` bears the gradient. `old` is of the
-policy that the batch's updates began with, `engine` of the weights that sampled, in vLLM: the same ones, or older ones
-where vLLM samples beside training. Megatron divides the sum of all micro batches' losses by the sum of their counts,
-over all ranks, so that nothing depends on how answers are grouped into micro batches.
+All tensors are [answers, tokens]; mask is 1 for sampled tokens. `new` has the gradient. `old` is from the policy before
+the batch's updates. `engine` is from vLLM with the weights that sampled: the same weights, or older ones if vLLM
+samples during training. Megatron divides the sum of all micro batches' losses by the sum of their counts, over all
+ranks: the result does not depend on how answers are grouped into micro batches.
 
     grpo      mean over answers of the mean over tokens (DeepSeekMath, arXiv 2402.03300)
     dr_grpo   sum over tokens divided by the longest answer allowed, mean over answers (arXiv 2503.20783)
-    dapo      mean over all tokens of the batch; bounds of their own upwards (arXiv 2503.14476)
+    dapo      mean over all tokens of the batch; a separate upper clipping bound (arXiv 2503.14476)
     gspo      ratios of whole answers, by the mean of their tokens (arXiv 2507.18071)
     cispo     weights are clipped, and every token keeps its gradient (arXiv 2506.13585)
 
-Where trainer and engine disagree about a token, as by rounding or by age, samples are not the policy's own. tis weighs
-each token by the ratio of both, cut from above (arXiv 2508 "Your efficient RL framework secretly brings you off-policy
-training"); icepop leaves tokens out beyond two bounds (Ring-1T); sequence_mask leaves whole answers out whose geometric
-mean is beyond them (NeMo-RL's and OpenRLHF's seq-mask-tis). What is left has the ratio as its weight, and divisors stay
-as they are.
+If trainer and engine give a token different probabilities, because of rounding or older weights, samples are
+off-policy. tis weighs each token by the ratio of both, with an upper bound (arXiv 2508 "Your efficient RL framework
+secretly brings you off-policy training"). icepop drops tokens with a ratio outside two bounds (Ring-1T). sequence_mask
+drops whole answers with a geometric mean outside them (seq-mask-tis of NeMo-RL and OpenRLHF). The remaining tokens are
+weighed by the ratio, and divisors do not change.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from conf.schema.reinforcement import Correction, Loss
 
 @dataclass(frozen=True)
 class Settings:
-    """Keys of section reinforce that the loss depends on."""
+    """Keys of section reinforce on which the loss depends."""
 
     loss: Loss = "grpo"
     clip_low: float = 0.2
@@ -50,15 +50,15 @@ class Batch:
     engine: torch.Tensor
     advantages: torch.Tensor  # the answer's, at each of its tokens
     mask: torch.Tensor
-    reference: torch.Tensor | None = None  # of the policy that the stage began with, where kl counts
+    reference: torch.Tensor | None = None  # of the initial policy, if kl is weighed
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A micro batch's part of the loss, and figures to look at, as sums over tokens."""
+    """A micro batch's part of the loss, and figures for the metrics, as sums over tokens."""
 
     loss: torch.Tensor  # a sum
-    count: torch.Tensor  # that the sum of losses is divided by
+    count: torch.Tensor  # part of the divisor of the sum of losses
     figures: dict[str, torch.Tensor]
 
 
@@ -92,7 +92,7 @@ def policy(settings: Settings, batch: Batch) -> tuple[torch.Tensor, torch.Tensor
 
 
 def correction(settings: Settings, batch: Batch) -> torch.Tensor:
-    """Weight of each token for what trainer and engine say differently. No gradient passes through it."""
+    """Weight of each token that corrects the difference between trainer and engine. It has no gradient."""
     difference = (batch.old - batch.engine) * batch.mask
     low, high = settings.correction_low, settings.correction_high
     if settings.correction == "tis":
@@ -107,14 +107,14 @@ def correction(settings: Settings, batch: Batch) -> torch.Tensor:
 
 
 def _is_corrected(settings: Settings, batch: Batch, weight: torch.Tensor) -> torch.Tensor:
-    """Whether a token's weight was cut, or is 0."""
+    """Whether a token's weight was reduced to the bound, or is 0."""
     if settings.correction == "tis":
         return torch.exp((batch.old - batch.engine) * batch.mask) > weight
     return weight == 0
 
 
 def total(settings: Settings, losses: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of losses, and the count that the sums of all micro batches are divided by."""
+    """Sum of losses, and this micro batch's part of the divisor."""
     answers = (mask.sum(-1) > 0).sum()
     if not by_answer(settings.loss):
         return losses.sum(), mask.sum()
@@ -135,20 +135,20 @@ def mean_of_answers(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def k3(difference: torch.Tensor) -> torch.Tensor:
     """Schulman's estimate of KL(new || other) at tokens that new has sampled; difference = new - other.
 
-    expm1 keeps digits where both nearly agree.
+    expm1 keeps precision if both nearly agree.
     """
     return torch.expm1(-difference) + difference
 
 
 def _figures(batch: Batch, clipped: torch.Tensor) -> dict[str, torch.Tensor]:
     mask = batch.mask
-    apart = ((batch.old - batch.engine) * mask).detach()
+    difference = ((batch.old - batch.engine) * mask).detach()
     figures = {
         "tokens": mask.sum(),
-        "mismatch": apart.abs().sum(),
-        # The engine has sampled: KL(engine || trainer)
-        "mismatch_k3": (k3(-apart.double()) * mask).sum(),
-        "mismatch_max": apart.abs().max(),
+        "mismatch": difference.abs().sum(),
+        # KL(engine || trainer), because the engine has sampled
+        "mismatch_k3": (k3(-difference.double()) * mask).sum(),
+        "mismatch_max": difference.abs().max(),
         "clipped": (clipped * mask).sum(),
         "log_prob": (batch.new.detach() * mask).sum(),
     }

@@ -1,6 +1,6 @@
-"""Forward pass of a policy in Megatron-Bridge's loop: its own, with another loss, at a temperature.
+"""The forward_step of a policy: Megatron-Bridge's own, with another loss, at a temperature.
 
-GPTModel's loss of a token is its negative log-probability: it is the same at every layout, and needs no logits.
+GPTModel's loss of a token is its negative log-probability, at every layout; the logits are not needed.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIncompatibleVariableOverride=false
@@ -34,15 +34,15 @@ from trainer.reinforcement.routes import Replay
 from trainer.reinforcement.samples import Scored
 from trainer.training.parity import forward_only
 
-LARGEST = "mismatch_max"  # of the figures, the one that is no sum
-NOBODY = -1  # the rank that core tells of each new number
+LARGEST = "mismatch_max"  # the only figure that is a maximum instead of a sum
+NOBODY = -1  # megatron-core logs new numbers on this rank, that is, on none
 
 
 class Feed(Callback):
-    """Micro batches of the next optimizer step, as an endless source of Bridge's. It is the last of the callbacks.
+    """Micro batches of the next optimizer step, as an endless data source for Bridge. It must be the last callback.
 
-    Packed, their number differs from step to step. Bridge takes it for a schedule of growing batches, unless the number
-    is what it was between two steps.
+    With packing, their number changes from step to step. Between two steps it must have the usual value, because Bridge
+    would otherwise assume a schedule of growing batches.
     """
 
     def __init__(self):
@@ -51,10 +51,10 @@ class Feed(Callback):
 
     def give(self, batches: list[dict[str, torch.Tensor]]) -> None:
         self.batches, self.usual = list(batches), get_num_microbatches()
-        _take(len(batches))
+        _set_micro_batches(len(batches))
 
     def on_train_step_end(self, context: Any) -> None:
-        _take(self.usual)
+        _set_micro_batches(self.usual)
 
     def __iter__(self) -> "Feed":
         return self
@@ -72,7 +72,7 @@ class FromOutside(DatasetProvider):
     do_validation: bool = False
     dataloader_type: str | None = "external"
     num_workers: int | None = 0
-    # Stages in the middle of a pipeline are told where packed sequences end by these alone.
+    # Stages in the middle of a pipeline learn only from these where packed sequences end.
     enable_offline_packing: bool = False
     offline_packing_specs: PackedSequenceSpecs | None = None
 
@@ -87,7 +87,7 @@ class FromOutside(DatasetProvider):
 
 
 class PolicyStep:
-    """The forward_step of Bridge's loop, and the figures that it has seen since they were last taken."""
+    """The forward_step for Bridge's loop. It collects figures until take() is called."""
 
     def __init__(self, settings: Settings, with_old: bool, with_reference: bool):
         self.settings, self.with_old, self.with_reference = settings, with_old, with_reference
@@ -96,81 +96,82 @@ class PolicyStep:
         self.replay = Replay()
 
     def begin(self, answers: Sequence[Scored]) -> None:
-        """Take note of all answers of an optimizer step.
+        """Prepare for the answers of an optimizer step.
 
-        Megatron weighs what keeps experts balanced by tokens, so that losses have to be divided by tokens as well.
+        Megatron weighs the balancing loss of experts by tokens; other losses must be divided by tokens as well.
         """
-        tokens = sum(sum(one.sampled) for one in answers)
+        tokens = sum(sum(answer.sampled) for answer in answers)
         self.tokens_per_count = tokens / len(answers) if by_answer(self.settings.loss) else 1.0
 
     def __call__(self, state: Any, iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:
         batch = next(iterator)
-        shown = {key: batch[key] for key in ROWS if key in batch}
+        inputs = {key: batch[key] for key in ROWS if key in batch}
         if "routes" in batch:
             self.replay.begin(model, batch)
-        output, _ = gpt_step.forward_step(state, iter([shown]), model)
+        output, _ = gpt_step.forward_step(state, iter([inputs]), model)
         return output, partial(self._loss, batch)
 
     def take(self) -> dict[str, float]:
-        found, self.figures = self.figures, {}
-        return found
+        """Return the figures since the last call."""
+        figures, self.figures = self.figures, {}
+        return figures
 
     def _loss(self, batch: dict[str, torch.Tensor], output: torch.Tensor, non_loss_data: bool = False) -> Any:
-        given = {key: value.to(output.device, non_blocking=True) for key, value in batch.items()}
-        new = -whole(output.float(), given.get("cu_seqlens_q")).flatten()[given["places"]]
+        on_device = {key: value.to(output.device, non_blocking=True) for key, value in batch.items()}
+        new = -whole(output.float(), on_device.get("cu_seqlens_q")).flatten()[on_device["places"]]
         if non_loss_data:
             return new
-        found = objective(
+        result = objective(
             self.settings,
             Batch(
                 new=new,
-                # With one update the policy that is trained is the one that the batch began with.
-                old=given["old"] if self.with_old else new.detach(),
-                engine=given["engine"],
-                advantages=given["advantages"],
-                mask=given["mask"],
-                reference=given["reference"] if self.with_reference else None,
+                # With one update, the trained policy is still the policy before the batch.
+                old=on_device["old"] if self.with_old else new.detach(),
+                engine=on_device["engine"],
+                advantages=on_device["advantages"],
+                mask=on_device["mask"],
+                reference=on_device["reference"] if self.with_reference else None,
             ),
         )
-        for key, value in found.figures.items():
+        for key, value in result.figures.items():
             before = self.figures.get(key, 0.0)
             self.figures[key] = max(before, float(value)) if key == LARGEST else before + float(value)
-        # Each context-parallel rank computes the loss of whole answers, with gradients of its own part of them.
+        # Each context-parallel rank computes the loss of whole answers, and gets the gradients of its part of them.
         counts = float(parallel_state.get_context_parallel_rank() == 0)
-        loss = found.loss * self.tokens_per_count
-        tokens = (given["mask"].sum() * counts).to(torch.int)
+        loss = result.loss * self.tokens_per_count
+        tokens = (on_device["mask"].sum() * counts).to(torch.int)
         return loss, tokens, {"lm loss": torch.stack([loss.detach() * counts, tokens.to(loss.dtype)])}
 
 
 def log_probs(
     run: Run, context: Any, step: PolicyStep, batches: list[dict[str, torch.Tensor]]
 ) -> dict[int, list[float]]:
-    """Log-probabilities of the answers of a rank's micro batches, by the policy as it is; by their numbers."""
+    """Log-probabilities of the answers in a rank's micro batches by the current policy, by the answers' numbers."""
     form = Form.of(run)
-    found = forward_only(context, step, batches, form.rows, form.length)
-    named: list[Any] = [None]
+    outputs = forward_only(context, step, batches, form.rows, form.length)
+    by_number: list[Any] = [None]
     if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         lengths = [batch["counts"].tolist() for batch in batches]
-        named = [
+        by_number = [
             {
                 number: values[:length]
-                for batch, rows, counts in zip(batches, found, lengths, strict=True)
+                for batch, rows, counts in zip(batches, outputs, lengths, strict=True)
                 for number, values, length in zip(batch["numbers"].tolist(), rows.tolist(), counts, strict=False)
             }
         ]
     last = parallel_state.get_pipeline_model_parallel_last_rank()
-    distributed.broadcast_object_list(named, src=last, group=parallel_state.get_pipeline_model_parallel_group())
-    return named[0]
+    distributed.broadcast_object_list(by_number, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+    return by_number[0]
 
 
-def _take(micro_batches: int) -> None:
-    """Have the loop take so many micro batches from now on."""
+def _set_micro_batches(micro_batches: int) -> None:
+    """Set the number of micro batches that the loop takes per step."""
     size, ranks = get_micro_batch_size(), parallel_state.get_data_parallel_world_size()
     reconfigure_num_microbatches_calculator(NOBODY, None, micro_batches * size * ranks, size, ranks, False)
 
 
 class Temperature:
-    """Division of the logits, which makes the policy the one that is sampled at a temperature."""
+    """Division of the logits by the sampling temperature, which gives the policy that is sampled."""
 
     def __init__(self, value: float):
         self.value, self.on = value, True

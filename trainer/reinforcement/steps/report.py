@@ -1,4 +1,4 @@
-"""Report of a step that was trained on, and whether there is sense in going on behind it."""
+"""Report on a step after its training, and the check whether continuing makes sense."""
 
 import json
 import time
@@ -15,19 +15,19 @@ from trainer.reinforcement.policy import advantages
 from trainer.reinforcement.samples import Step
 from trainer.startup.console import say
 
-SHOWN = 4  # samples in the table of a step
-MISMATCH = 4  # times the probe's bound: of a step's own samples, which are more than the probe's rows
+SHOWN = 4  # samples of a step in the table
+MISMATCH = 4  # factor of the probe's bound, for a step's own samples, which are more than the probe's rows
 TABLE = "samples.jsonl"
 
 
 class Report:
-    """A run's lines, and how many steps have taught nothing."""
+    """Lines on a run's steps, and the number of consecutive steps without a signal."""
 
     def __init__(self, run: Run):
-        self.run, self.asked, self.without_signal = run, run.reinforce, 0
+        self.run, self.reinforce, self.without_signal = run, run.reinforce, 0
 
     def line(self, step: Step, done: int, lag: float, figures: dict[str, float], seconds: dict[str, float]) -> dict:
-        """Figures of a step. `lag` is how many steps older than the policy the weights are that sampled it."""
+        """Figures of a step. `lag`: by how many steps the weights that sampled it are older than the policy."""
         values = [answer.reward for answer in step.answers]
         lengths = [len(answer.tokens) for answer in step.answers]
         line: dict[str, Any] = {"kind": "reinforce", "step": done, "time": time.time(), "version": step.version}
@@ -44,38 +44,38 @@ class Report:
         return line
 
     def show(self, step: Step, line: dict[str, Any], seconds: dict[str, float]) -> None:
-        spent = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
-        lag = f"version lag {line['version_lag']:g}  " if self.asked.staleness else ""
+        times = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
+        lag = f"version lag {line['version_lag']:g}  " if self.reinforce.staleness else ""
         say(
-            f"reinforce {step.number}/{self.asked.steps}  reward {line['reward']:.3f}  groups with signal "
+            f"reinforce {step.number}/{self.reinforce.steps}  reward {line['reward']:.3f}  groups with signal "
             f"{_signal(step)}/{len(step.groups)}  {lag}mismatch {line['mismatch']:.1e}  entropy {line['entropy']:.3f}  "
-            f"{spent} s"
+            f"{times} s"
         )
 
-    def require_sense(self, step: Step, line: dict[str, Any]) -> None:
-        """Raise a Fault where the step's samples are of another policy, or steps have long taught nothing.
+    def require_progress(self, step: Step, line: dict[str, Any]) -> None:
+        """Raise a Fault if the step's samples are of another policy, or if too many steps had no signal.
 
-        What an older policy has sampled is of another one, as it may be: only the probe can tell of that.
+        With older weights, samples are of another policy by design: then only the probe checks the weights.
         """
         self.without_signal = 0 if _signal(step) else self.without_signal + 1
         limit = inf if line["version_lag"] else MISMATCH * probe.bound(self.run)
         if not line["mismatch"] <= limit:
             raise Fault(
-                f"step {step.number}: of its own samples vLLM and Megatron differ by {line['mismatch']:.3g} nats a "
+                f"step {step.number}: on its own samples vLLM and Megatron differ by {line['mismatch']:.3g} nats per "
                 f"token, the bound is {limit:.3g} ({MISMATCH} times that of the probe): they do not compute the same "
                 "policy"
             )
-        if self.without_signal >= self.asked.patience:
+        if self.without_signal >= self.reinforce.patience:
             raise Fault(
-                f"reinforce.reward: all answers to each prompt have been worth the same for {self.without_signal} "
-                f"steps (the last ones {step.answers[0].reward:g}), so that nothing is learned; reinforce.patience "
-                "says how long to wait"
+                f"reinforce.reward: for {self.without_signal} steps, all answers to each prompt got the same reward "
+                f"(the last ones {step.answers[0].reward:g}), and nothing is learned; reinforce.patience is the limit "
+                "of such steps"
             )
 
 
 def add_to_table(output: Path, step: Step, template: Template, rows: list[Row]) -> None:
-    """Write some answers of a step behind those of the steps before."""
-    shown = [
+    """Append some answers of a step to the table."""
+    lines = [
         {
             "step": step.number,
             "prompt": template.prompt(rows[group.row]),
@@ -86,11 +86,11 @@ def add_to_table(output: Path, step: Step, template: Template, rows: list[Row]) 
         for group in step.groups[:SHOWN]
     ]
     with (output / TABLE).open("a") as file:
-        file.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in shown)
+        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
 def _signal(step: Step) -> int:
-    """Groups of which some answers are worth more than others."""
+    """Number of groups whose rewards differ."""
     return sum(advantages.has_signal(group.rewards) for group in step.groups)
 
 

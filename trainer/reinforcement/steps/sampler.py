@@ -1,6 +1,6 @@
-"""Sampling of a step: all that vLLM, environment and rewards do for it.
+"""Sampling of a step with vLLM, the environment and the rewards.
 
-Rank 0 has it. It knows nothing of the training, so that it can work beside it.
+It runs on rank 0, and does not depend on the training, at the same time as which it may run.
 """
 
 import time
@@ -22,86 +22,88 @@ from trainer.reinforcement.samples import Answer, Group, Step
 
 @dataclass(frozen=True)
 class Sampled:
-    """A step that can be trained on, and seconds of what was done for it; none where the journal had it."""
+    """A step to train on, and the seconds of the phases of its sampling; empty if it was read from the journal."""
 
     step: Step
     seconds: dict[str, float]
 
 
 @dataclass(frozen=True)
-class Heard:
-    """Words of one engine to the probe."""
+class Probed:
+    """Results of one engine for the probe."""
 
     version: int
     read: list[list[float]]  # log-probabilities of the rows
-    written: list[list[float]]  # and of tokens that it has written behind each
-    rows: list[list[int]]  # with these tokens
+    written: list[list[float]]  # log-probabilities of the tokens that it has written after each
+    rows: list[list[int]]  # with the written tokens
 
 
 class Sampler:
     """Engines, environment and rewards of a run."""
 
     def __init__(self, run: Run, rollouts: Rollouts, template: Template, rows: list[Row], file: Path):
-        self.run, self.asked, self.rollouts, self.template, self.rows = run, run.reinforce, rollouts, template, rows
+        self.run, self.reinforce, self.rollouts, self.template, self.rows = run, run.reinforce, rollouts, template, rows
         draw.require_fit(run, (len(self._prompt(row)) for row in rows), file)
         rewards.require_references(run, map(template.reference, rows), file)
         self.reward = rewards.make(run)
         self.environment = self._environment()
 
     def step(self, number: int, version: int) -> Sampled:
-        """Draw prompts for this step, and have them answered by the weights that vLLM has now."""
-        start, drawn, kept = time.monotonic(), 0, list[Group]()
-        spent = 0.0
-        for round in range(self.asked.rounds):
-            missing = self.asked.prompts - len(kept)
+        """Draw prompts for this step and answer them with vLLM's current weights.
+
+        Groups without a signal are replaced in further rounds, up to reinforce.rounds.
+        """
+        start, drawn, chosen = time.monotonic(), 0, list[Group]()
+        reward_seconds = 0.0
+        for round in range(self.reinforce.rounds):
+            missing = self.reinforce.prompts - len(chosen)
             if not missing:
                 break
             groups = self._groups(number, round, missing)
             drawn += missing
-            began = time.monotonic()
+            reward_start = time.monotonic()
             self._reward(groups)
-            spent += time.monotonic() - began
-            last = round + 1 == self.asked.rounds
-            kept += [group for group in groups if last or advantages.has_signal(group.rewards)]
-        seconds = {"generate": time.monotonic() - start - spent, "reward": spent}
-        return Sampled(Step(number, version, kept, drawn), seconds)
+            reward_seconds += time.monotonic() - reward_start
+            last = round + 1 == self.reinforce.rounds
+            chosen += [group for group in groups if last or advantages.has_signal(group.rewards)]
+        seconds = {"generate": time.monotonic() - start - reward_seconds, "reward": reward_seconds}
+        return Sampled(Step(number, version, chosen, drawn), seconds)
 
-    def hear(self, rows: list[list[int]]) -> list[Heard]:
-        """Ask each engine about the probe's rows."""
+    def probe(self, rows: list[list[int]]) -> list[Probed]:
+        """Let each engine read the probe's rows, and write tokens after them."""
         read = self.rollouts.each("score", rows=rows)
-        # At a temperature of 1, log-probabilities are those of the model itself.
+        # With temperature 1, log-probabilities are the model's own.
         sampling = {"n": 1, "max_tokens": probe.WRITTEN, "temperature": 1.0, "ignore_eos": True}
-        seeds = [self.asked.seed + number for number in range(len(rows))]
-        found = []
+        seeds = [self.reinforce.seed + number for number in range(len(rows))]
+        results = []
         for engine, answers in self.rollouts.each("answer", prompts=rows, seeds=seeds, **sampling).items():
             probe.require_same_prompts(rows, [prompt for prompt, _ in answers])
-            behind = [told for _, (told,) in answers]
-            whole = [row + tokens for row, (tokens, *_) in zip(rows, behind, strict=True)]
-            found.append(Heard(engine.version, read[engine], [values for _, values, *_ in behind], whole))
-        return found
+            written = [output for _, (output,) in answers]
+            whole = [row + tokens for row, (tokens, *_) in zip(rows, written, strict=True)]
+            results.append(Probed(engine.version, read[engine], [values for _, values, *_ in written], whole))
+        return results
 
     def greedy(self, held_out: list[Row]) -> float:
-        """Share of these rows that are answered right, without sampling."""
-        asked = [self._prompt(row)[-draw.longest(self.run) :] for row in held_out]
-        answers = self._ask(asked, None, n=1, temperature=0.0, **self._limits())
-        groups = [
-            Group(number, prompt, found) for number, (prompt, found) in enumerate(zip(asked, answers, strict=True))
-        ]
-        self._play(groups, held_out, Random(self.asked.seed), temperature=0.0)
-        right = [rewards.exact(self._question(held_out[one.row], one.answers[0].text)) for one in groups]
-        return sum(right) / max(1, len(right))
+        """Share of these rows with a correct answer, without sampling."""
+        prompts = [self._prompt(row)[-draw.longest(self.run) :] for row in held_out]
+        answers = self._ask(prompts, None, n=1, temperature=0.0, **self._limits())
+        pairs = zip(prompts, answers, strict=True)
+        groups = [Group(number, prompt, of_prompt) for number, (prompt, of_prompt) in enumerate(pairs)]
+        self._play(groups, held_out, Random(self.reinforce.seed), temperature=0.0)
+        correct = [rewards.exact(self._question(held_out[group.row], group.answers[0].text)) for group in groups]
+        return sum(correct) / max(1, len(correct))
 
     def _groups(self, number: int, round: int, count: int) -> list[Group]:
         chosen, seeds = draw.rows(self.run, number, round, count, len(self.rows))
-        asked = [self._prompt(self.rows[row]) for row in chosen]
-        sampling = {"n": self.asked.samples, "temperature": self.asked.temperature}
-        answers = self._ask(asked, seeds, **sampling | self._limits())
-        groups = [Group(row, prompt, found) for row, prompt, found in zip(chosen, asked, answers, strict=True)]
-        self._play(groups, self.rows, draw.of_turns(self.run, number, round), temperature=self.asked.temperature)
+        prompts = [self._prompt(self.rows[row]) for row in chosen]
+        temperature = self.reinforce.temperature
+        answers = self._ask(prompts, seeds, n=self.reinforce.samples, temperature=temperature, **self._limits())
+        groups = [Group(*group) for group in zip(chosen, prompts, answers, strict=True)]
+        self._play(groups, self.rows, draw.of_turns(self.run, number, round), temperature=temperature)
         return groups
 
     def _environment(self) -> Environment | None:
-        if not self.asked.environment:
+        if not self.reinforce.environment:
             return None
         tokenizer = self.template.tokenizer
         return Environment(
@@ -109,27 +111,27 @@ class Sampler:
         )
 
     def _play(self, groups: list[Group], rows: list[Row], seeds: Random, **sampling: Any) -> None:
-        """Take the turns behind the first answers, where an environment replies to them."""
+        """Play the turns after the first answers, if the run has an environment."""
         if self.environment is None:
             return
 
-        def said(group: Group) -> tuple[str, str]:
+        def texts_of(group: Group) -> tuple[str, str]:
             return self.template.prompt(rows[group.row]), self.template.reference(rows[group.row])
 
         def ask(prompts: list[list[int]], seeds: list[int], limits: list[int]) -> list[Answer]:
             answers = self._ask(prompts, seeds, n=1, **sampling | self._limits() | {"max_tokens": limits})
-            return [one for (one,) in answers]
+            return [answer for (answer,) in answers]
 
-        self.environment.play(groups, said, ask, seeds)
+        self.environment.play(groups, texts_of, ask, seeds)
 
-    def _ask(self, asked: list[list[int]], seeds: list[int] | None, **sampling: Any) -> list[list[Answer]]:
-        """Answers to each prompt, once it is known that vLLM has read that prompt and no other."""
-        answers = self.rollouts.answer(asked, seeds, **sampling)
-        probe.require_same_prompts(asked, [read for read, *_ in answers])
-        return [_answers(one) for one in answers]
+    def _ask(self, prompts: list[list[int]], seeds: list[int] | None, **sampling: Any) -> list[list[Answer]]:
+        """Answers to each prompt, after a check that vLLM has read the same prompts."""
+        answers = self.rollouts.answer(prompts, seeds, **sampling)
+        probe.require_same_prompts(prompts, [read for read, *_ in answers])
+        return [_answers(answered) for answered in answers]
 
     def _limits(self) -> dict[str, Any]:
-        return {"max_tokens": self.asked.max_tokens, "stop": self.template.ends_by_text}
+        return {"max_tokens": self.reinforce.max_tokens, "stop": self.template.ends_by_text}
 
     def _prompt(self, row: Row) -> list[int]:
         prompt, _ = self.template.tokens(row)
@@ -138,10 +140,11 @@ class Sampler:
     def _reward(self, groups: list[Group]) -> None:
         answers = [(self.rows[group.row], answer) for group in groups for answer in group.answers]
         questions = [self._question(row, answer.text) for row, answer in answers]
-        found = self.reward(questions)
-        rewards.require_finite(found, questions)
-        for (_, answer), value in zip(answers, found, strict=True):
-            answer.reward = value + advantages.overlong(len(answer.tokens), self.asked.max_tokens, self.asked.overlong)
+        values = self.reward(questions)
+        rewards.require_finite(values, questions)
+        longest, buffer = self.reinforce.max_tokens, self.reinforce.overlong
+        for (_, answer), value in zip(answers, values, strict=True):
+            answer.reward = value + advantages.overlong(len(answer.tokens), longest, buffer)
 
     def _question(self, row: Row, text: str) -> Question:
         answer = self.template.without_end(text)
@@ -149,8 +152,8 @@ class Sampler:
 
 
 def _answers(answered: Answered) -> list[Answer]:
-    _, told, version = answered
+    _, outputs, version = answered
     return [
         Answer(tokens, log_probs, text, ended, routes=routes, version=version)
-        for tokens, log_probs, text, ended, routes in told
+        for tokens, log_probs, text, ended, routes in outputs
     ]

@@ -1,4 +1,4 @@
-"""Released tensors of a policy: Megatron-Bridge's, and how to make them again without it."""
+"""A policy's tensors in the released format: from Megatron-Bridge, and later by recipes without it."""
 
 # pyright: reportArgumentType=false
 
@@ -14,59 +14,61 @@ from trainer.reinforcement.transfer.repeated.filling import Filling
 from trainer.reinforcement.transfer.repeated.recipes import Recipe
 from trainer.startup.console import say
 
-MOVES = 3  # Megatron may put weights elsewhere so often: experts come together in their first step
+MOVES = 3  # times that Megatron may move weights in memory: experts are joined in their first step
 
 
 class Export:
-    """All tensors of a model in training."""
+    """All tensors of a model in training, in the released format."""
 
     def __init__(self, bridge: Any, model: list[torch.nn.Module]):
         self.bridge, self.model = bridge, model
-        self.tasks: list[Any] | None = None  # how Bridge makes released tensors of Megatron's
-        # Where several processes have the weights, they have to gather them, each time anew.
+        self.tasks: list[Any] | None = None  # Bridge's conversions of Megatron's weights to released tensors
+        # If the weights are on several processes, these must gather them each time: no recipes then.
         self._moves_left = MOVES if distributed.get_world_size() == 1 else 0
-        self._noted: dict[str, Recipe] = {}
-        self._where: list[tuple[dict[str, Any], str, int]] = []  # weights, each by its module's own and its name
+        self._recipes: dict[str, Recipe] = {}
+        # Addresses of the weights that recipes use, each with its module's dictionary and its name there.
+        self._addresses: list[tuple[dict[str, Any], str, int]] = []
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors as released, one after another. Every rank has to take all of them."""
+        """Tensors in the released format, one after another. Every rank must take all of them."""
         if self.tasks is None:
             self.tasks = self.bridge.get_conversion_tasks(self.model)
-        given = {"conversion_tasks": self.tasks, "cpu": False, "show_progress": False}
-        found = ((one.param_name, one.weight) for one in self.bridge.export_hf_weights(self.model, **given))
-        if self._noted or not self._moves_left:
-            yield from found
+        settings = {"conversion_tasks": self.tasks, "cpu": False, "show_progress": False}
+        exported = self.bridge.export_hf_weights(self.model, **settings)
+        tensors = ((tensor.param_name, tensor.weight) for tensor in exported)
+        if self._recipes or not self._moves_left:
+            yield from tensors
             return
         watch, noted = recipes.Watch(self.model), dict[str, Recipe]()
-        yield from recipes.watched(found, watch, noted)
+        yield from recipes.watched(tensors, watch, noted)
         if watch.refused:
-            self.give_up(f"{watch.refused} is not known to them")
+            self.give_up(f"{watch.refused} is not supported")
         else:
-            self._noted = noted
+            self._recipes = noted
             used = set[int]().union(*map(recipes.memory_used, noted.values()))
-            every = recipes.weights(self.model)
-            self._where = [(own, name, _begin(one)) for own, name, one in every if recipes.memory(one) in used]
+            weights = recipes.weights(self.model)
+            self._addresses = [(of, name, _address(w)) for of, name, w in weights if recipes.memory(w) in used]
 
     def fillings(self, buckets: Sequence[Sequence[wire.Meta]]) -> list[Filling] | None:
-        """One for each bucket, which fills it with its tensors; None where that is Bridge's work."""
-        if not self.is_known() or {one.name for metas in buckets for one in metas} != self._noted.keys():
+        """A filling for each bucket; None if recipes are not known and Bridge must export the tensors."""
+        if not self.is_known() or {meta.name for metas in buckets for meta in metas} != self._recipes.keys():
             return None
-        return [Filling(metas, self._noted) for metas in buckets]
+        return [Filling(metas, self._recipes) for metas in buckets]
 
     def is_known(self) -> bool:
-        """Whether it is known how tensors are made, and Megatron's weights lie where they did then."""
-        if self._noted and any(_begin(own.get(name)) != place for own, name, place in self._where):
-            self._noted = {}
+        """Whether recipes are known, and Megatron's weights have the same addresses as when they were recorded."""
+        if self._recipes and any(_address(of.get(name)) != address for of, name, address in self._addresses):
+            self._recipes = {}
             self._moves_left -= 1
             if not self._moves_left:
-                self.give_up("Megatron's weights lie elsewhere each time")
-        return bool(self._noted)
+                self.give_up("the addresses of Megatron's weights keep changing")
+        return bool(self._recipes)
 
-    def give_up(self, why: str) -> None:
-        """Have Bridge make all tensors from now on."""
-        say(f"weights: Megatron-Bridge exports them for every step, as recipes do not do: {why}")
-        self._moves_left, self._noted = 0, {}
+    def give_up(self, reason: str) -> None:
+        """Use Bridge for all tensors from now on."""
+        say(f"weights: Megatron-Bridge exports them for every step, because recipes cannot be used: {reason}")
+        self._moves_left, self._recipes = 0, {}
 
 
-def _begin(tensor: torch.Tensor | None) -> int:
+def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()

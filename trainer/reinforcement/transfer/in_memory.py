@@ -1,4 +1,4 @@
-"""Folders in the host's memory, through which weights go as files."""
+"""Folders in the host's memory, for transfers of weights as files."""
 
 import contextlib
 import os
@@ -12,12 +12,12 @@ from contract.faults import Fault, line_of
 from contract.ownership import try_lock
 
 MEMORY = Path("/dev/shm")
-PREFIX = "finetune-rollout-weights-"  # nobody else's: what has it and is held by none is removed
+PREFIX = "finetune-rollout-weights-"  # only used here: folders with this name that no process holds are removed
 
 
 @contextlib.contextmanager
 def folder() -> Iterator[str]:
-    """Give a folder that goes afterwards. What a process that was killed has left, goes before: it is a whole model."""
+    """Context with a folder that is removed afterwards. Folders of killed processes, each a whole model, go first."""
     for path in MEMORY.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), _held(path):
             shutil.rmtree(path, ignore_errors=True)
@@ -26,25 +26,25 @@ def folder() -> Iterator[str]:
             name = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix=PREFIX, dir=MEMORY, ignore_cleanup_errors=True)
             )
-            # Another process may have taken it for one that was left, until it is held.
+            # Until this process holds it, another process may remove it as a left-over.
             with contextlib.suppress(OSError):
                 stack.enter_context(_held(Path(name)))
                 break
         try:
             yield name
-        except Exception as error:  # of a library, which names no place
+        except Exception as error:  # of a library, without the path
             if not (line := line_of(error) or "").startswith("disk:"):
                 raise
             free = size(shutil.disk_usage(MEMORY).free)
             raise Fault(
-                f"{MEMORY}: {line.removeprefix('disk: ')}; {free} are free there, as many as this host or container "
-                "gives it; reinforce.transport gloo or ipc needs none of it"
+                f"{MEMORY}: {line.removeprefix('disk: ')}; {free} are free there, a limit of this host or container; "
+                "reinforce.transport gloo or ipc does not use it"
             ) from error
 
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[None]:
-    """Hold a folder, at the longest until this process ends. Raises an OSError where it is held or gone."""
+    """Hold a folder, at most until this process ends. Raises an OSError if it is held or does not exist."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if not try_lock(descriptor):

@@ -1,4 +1,4 @@
-"""Memory that two processes see: of a GPU, by CUDA's IPC handles, or of a host, by a file that has no name."""
+"""Memory that two processes share: of a GPU by CUDA's IPC handles, or of a host by an unnamed file."""
 
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 
@@ -9,18 +9,18 @@ import torch
 
 from trainer.startup import device
 
-HANDLE, DEVICE = 7, 6  # of what torch.multiprocessing takes a CUDA tensor apart into
-SYNCED = 14  # whether who opens it waits for an event of the sender's stream
-OF_FILE = 2  # parts of a handle without a GPU: a path, and a size
+HANDLE, DEVICE = 7, 6  # indices in torch.multiprocessing's arguments for a CUDA tensor
+SYNCED = 14  # index of: whether the opening process waits for an event of the sender's stream
+OF_FILE = 2  # length of a handle without a GPU: a path and a size
 
-_files: list[int] = []  # descriptors that the other process opens by this one's /proc: gone with this process
+_files: list[int] = []  # descriptors that the other process opens through /proc; they end with this process
 
 
 def allocate(size: int) -> torch.Tensor:
-    """Bytes that another process can open.
+    """Allocate bytes that another process can open.
 
-    Segments of a GPU that expand, which trainer/startup/device.py asks for, have no such handles everywhere: the
-    allocator takes none of them while they are switched off.
+    Expandable segments of a GPU, which trainer/startup/device.py enables, do not have such handles on every host. The
+    allocator is switched to other segments for this allocation.
     """
     if not device.has_gpu():
         _files.append(os.memfd_create("rollout"))
@@ -34,7 +34,7 @@ def allocate(size: int) -> torch.Tensor:
 
 
 def shared(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The handle by which another process opens it. The tensor has to live on meanwhile."""
+    """The handle with which another process opens the tensor, which must live as long."""
     if not tensor.is_cuda:
         return str(tensor.untyped_storage().filename), len(tensor)
     from torch.multiprocessing.reductions import reduce_tensor
@@ -44,19 +44,19 @@ def shared(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def key(arguments: tuple[Any, ...]) -> Any:
-    """The part of a handle that tells one piece of shared memory from another."""
+    """The part of a handle that identifies the piece of shared memory."""
     return arguments if len(arguments) == OF_FILE else (arguments[HANDLE], arguments[HANDLE + 2])
 
 
-def opened(arguments: tuple[Any, ...], where: torch.device) -> torch.Tensor:
+def opened(arguments: tuple[Any, ...], device: torch.device) -> torch.Tensor:
     if len(arguments) == OF_FILE:
         return _of_file(*arguments)
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    given = list(arguments)
-    given[DEVICE] = where.index or 0  # the sender may number its GPUs otherwise, or have another one
-    given[SYNCED] = False  # the sender's host has read digests of all that is there; an event may be of another GPU
-    return rebuild_cuda_tensor(*given)
+    parts = list(arguments)
+    parts[DEVICE] = device.index or 0  # the sender may number its GPUs differently, or use another one
+    parts[SYNCED] = False  # not needed: the sender's host has read the digests; and an event may be of another GPU
+    return rebuild_cuda_tensor(*parts)
 
 
 def collect() -> None:

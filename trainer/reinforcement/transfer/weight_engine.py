@@ -1,14 +1,14 @@
-"""vLLM's WeightTransferEngine for processes of one host: over gloo or NCCL, or through memory that both see.
+"""Implementations of vLLM's WeightTransferEngine: over gloo or NCCL, or through shared memory.
 
-Each of vLLM's workers has one, and is given whole tensors: it compares their digests and loads its part of them.
+Each of vLLM's workers has an engine and gets whole tensors: it compares their digests and loads its part of them.
 
-vLLM 0.26 brings nccl and ipc of its own. Both are without checksums, and its nccl wants vLLM in the sender's process as
-well. Between start and finish it loads layer by layer: a layer is
-built anew once all of its tensors have come, which is why a transfer always sends every tensor. Until then it keeps
-those that have come, so that none may lie in memory that the sender fills again.
+vLLM 0.26 has engines named nccl and ipc. Both have no checksums, and its nccl needs vLLM in the sender's process.
+Between start and finish vLLM loads layer by layer: it rebuilds a layer when all its tensors have arrived, which is why
+a transfer always sends every tensor. Until then it keeps the arrived tensors, which therefore must not be in memory
+that the sender fills again.
 
-All that takes Python for each tensor. Where a model allows it, the third transfer and those behind it are repeated: the
-same buckets with other numbers, which go where those of the first two have gone (repeated/loading.py).
+All this takes Python code for each tensor. If a model allows it, the third and later transfers are repeated: the same
+buckets with other numbers, which are copied to the targets of the first two (repeated/loading.py).
 """
 
 # pyright: reportIncompatibleMethodOverride=false, reportCallIssue=false, reportArgumentType=false
@@ -40,16 +40,16 @@ class Init(base.WeightTransferInitInfo):
 class Update(base.WeightTransferUpdateInfo):
     metas: list[wire.Meta]
     used: int  # bytes of the bucket
-    shared: tuple | None = None  # what opens the sender's memory
+    shared: tuple | None = None  # handle of the sender's memory
 
 
 class BucketEngine(base.WeightTransferEngine[Init, Update]):
-    """Whole weights in buckets, each tensor held against its digest where the model lies."""
+    """Whole weights in buckets; each tensor is checked against its digest on the model's device."""
 
     init_info_cls, update_info_cls = Init, Update
     arrived: set[str]  # names of the tensors that were loaded since the start
-    buckets: list[list[wire.Meta]]  # what has come in each since the start
-    repeated: Buckets | None = None  # the same, once they have been repeated
+    buckets: list[list[wire.Meta]]  # tensors of each bucket since the start
+    repeated: Buckets | None = None  # the same buckets, after the first repetition
     watch: loading.Watch | None = None  # of the first transfer
     learned: loading.Learned | None = None
 
@@ -68,10 +68,10 @@ class BucketEngine(base.WeightTransferEngine[Init, Update]):
         if self.watch:
             self.learned, self.watch = loading.Learned(self.model, self.watch.ended()), None
         elif self.learned:
-            self.learned.hold_against(self.model)
+            self.learned.compare(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one bucket. The base class waits for an accelerator here, which a CPU has not."""
+        """Load one bucket. The base class waits for an accelerator here, which a CPU host does not have."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Update) -> None:
@@ -79,41 +79,41 @@ class BucketEngine(base.WeightTransferEngine[Init, Update]):
         if self.watch:
             self.watch.arrived(len(self.buckets), memory)
         self.buckets.append(update_info.metas)
-        # The digests are known on the host only when all of the bucket has been read.
-        tensors = self.noted(wire.taken_apart(update_info.metas, memory))
+        # Checking the digests on the host also makes sure that the whole bucket has been read.
+        tensors = self.recorded(wire.taken_apart(update_info.metas, memory))
         with self.watch or contextlib.nullcontext():
             self.model.load_weights(tensors)
 
     def cannot_repeat(self, sleeps: bool) -> str:
-        """The reason that a transfer cannot be repeated; empty where it can. `sleeps`: vLLM sleeps before each."""
-        return self.learned.refused(self.model, sleeps) if self.learned else "nothing was learned of a transfer"
+        """The reason why a transfer cannot be repeated, or "". `sleeps`: vLLM sleeps before each transfer."""
+        return self.learned.refused(self.model, sleeps) if self.learned else "no transfer was recorded"
 
     def known(self) -> Buckets:
         """The buckets of the last whole transfer."""
         self.repeated = self.repeated or Buckets(self.buckets, torch.device(self.device))
         return self.repeated
 
-    def taken(self, number: int, memory: torch.Tensor) -> None:
-        """Put a bucket that is repeated to where it goes."""
+    def put(self, number: int, memory: torch.Tensor) -> None:
+        """Copy a repeated bucket to its targets."""
         assert self.learned
         self.known().add(number, memory)
         self.learned.loading.put(number, memory)
 
-    def require(self, found: torch.Tensor, sent: torch.Tensor) -> None:
-        """Require that all tensors have the digests that they were sent with."""
-        for place in (found != sent).nonzero().flatten().tolist()[:1]:
-            name = [one.name for metas in self.buckets for one in metas][place]
-            now, then = (digests.text(int(one[place])) for one in (found, sent))
+    def require(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """Raise a Fault unless all tensors have the digests with which they were sent."""
+        for place in (received != sent).nonzero().flatten().tolist()[:1]:
+            name = [meta.name for metas in self.buckets for meta in metas][place]
+            now, then = (digests.text(int(values[place])) for values in (received, sent))
             raise Fault(f"transfer of weights: {name} is not what was sent: digest {now}, not {then}")
 
-    def noted(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors as they are taken, each of which has arrived then."""
+    def recorded(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass tensors on and record each as arrived after it was used."""
         for name, tensor in tensors:
             yield name, tensor
             self.arrived.add(name)
 
     def received(self, update_info: Update) -> torch.Tensor:
-        """The bucket in memory that is its own."""
+        """The bucket in memory that the sender does not use."""
         raise NotImplementedError
 
     def shutdown(self) -> None:
@@ -125,7 +125,7 @@ class BucketEngine(base.WeightTransferEngine[Init, Update]):
 
 
 class GlooEngine(BucketEngine):
-    """Buckets that come over gloo, from memory of the host to memory of the host."""
+    """Buckets over gloo, from host memory to host memory."""
 
     pipe: wire.Pipe
 
@@ -142,35 +142,35 @@ class GlooEngine(BucketEngine):
         return self.pipe.receive(update_info.used).to(self.device)
 
     def repeat(self) -> None:
-        """Take all buckets once more. While one is put to its place, the next comes in."""
+        """Receive all buckets again. While one is copied to its targets, the next one arrives."""
         known = self.known()
         known.begin()
         rooms = known.rooms(partial(torch.empty, dtype=torch.uint8, device=self.pipe.device))
-        come = [room[:count] for room, count in zip(rooms, known.used, strict=True)]
-        works = [self.pipe.broadcast(memory) for memory in come[:2]]
-        for number, memory in enumerate(come):
+        memories = [room[:count] for room, count in zip(rooms, known.used, strict=True)]
+        works = [self.pipe.broadcast(memory) for memory in memories[:2]]
+        for number, memory in enumerate(memories):
             works[number].wait()
-            self.taken(number, memory.to(self.device))
-            if number + 2 < len(come):
-                works.append(self.pipe.broadcast(come[number + 2]))
-        found = known.digests().to(self.pipe.device)
-        sent = torch.empty_like(found)
+            self.put(number, memory.to(self.device))
+            if number + 2 < len(memories):
+                works.append(self.pipe.broadcast(memories[number + 2]))
+        received = known.digests().to(self.pipe.device)
+        sent = torch.empty_like(received)
         self.pipe.finish(self.pipe.broadcast(sent))
-        self.require(found, sent)
+        self.require(received, sent)
 
 
 class NcclEngine(GlooEngine):
-    """Buckets that come over NCCL, from GPU to GPU. On a CPU it is gloo, by the same steps."""
+    """Buckets over NCCL, from GPU to GPU. On a CPU, gloo does the same."""
 
     def ends_in(self) -> torch.device:
         return torch.device(self.device)
 
 
 class SharedEngine(BucketEngine):
-    """Memory that both processes see: of the GPU, by CUDA's IPC handles, or of a host without one.
+    """Memory that both processes share: of the GPU by CUDA's IPC handles, or of a host without a GPU.
 
-    A worker on another GPU than the trainer's first one reads that one's memory over what lies between them: CUDA maps
-    a handle for the GPU of the process that opens it, and lets the two reach one another.
+    A worker on another GPU reads the memory of the trainer's first GPU over the link between them: CUDA maps a handle
+    for the GPU of the process that opens it, and enables access between the two.
     """
 
     def init_transfer_engine(self, init_info: Init) -> None:
@@ -178,9 +178,9 @@ class SharedEngine(BucketEngine):
 
     def received(self, update_info: Update) -> torch.Tensor:
         assert update_info.shared
-        return self.seen(update_info.shared, update_info.used).clone()
+        return self.view(update_info.shared, update_info.used).clone()
 
-    def seen(self, shared: tuple, used: int) -> torch.Tensor:
+    def view(self, shared: tuple, used: int) -> torch.Tensor:
         from trainer.reinforcement.transfer import shared_memory
 
         key = shared_memory.key(shared)
@@ -193,11 +193,11 @@ class SharedEngine(BucketEngine):
         super().finish_weight_update()
 
     def repeat(self, number: int, shared: tuple) -> None:
-        """Take a bucket once more. The sender may fill its memory again when this returns."""
+        """Receive a bucket again. The sender may fill its memory again when this returns."""
         known = self.known()
         if number == 0:
             known.begin()
-        self.taken(number, self.seen(shared, known.used[number]))
+        self.put(number, self.view(shared, known.used[number]))
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -206,14 +206,14 @@ class SharedEngine(BucketEngine):
         self.close()
 
     def close(self) -> None:
-        self.opened.clear()  # or the sender could not free it
+        self.opened.clear()  # otherwise the sender could not free its memory
 
 
 ENGINES = {"gloo": GlooEngine, "nccl": NcclEngine, "ipc": SharedEngine}  # by transport
 
 
 def name(transport: str) -> str:
-    """Name that vLLM knows the engine of a transport by. It has an ipc and an nccl of its own."""
+    """Name of a transport's engine for vLLM, different from vLLM's engines ipc and nccl."""
     return f"buckets-{transport if transport in ENGINES else 'gloo'}"
 
 

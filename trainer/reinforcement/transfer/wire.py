@@ -1,9 +1,9 @@
-"""Weights on their way from the trainer to vLLM, as both sides know them: buckets of tensors in one piece of memory.
+"""Format of weights that the trainer sends to vLLM: buckets of tensors, each in one piece of memory.
 
-A bucket goes over behind a message that names its tensors with their types, shapes and digests. Only whole tensors are
-sent, and the receiver looks at every digest before vLLM sees it. A tensor begins at a multiple of ROW bytes, so that
-the digests of a whole bucket take one pass over it, on the device where it lies: each of its words counts times an odd
-number that its place gives (trainer/weights/digests.py), and a tensor's digest is the sum over its rows.
+A message with the names, types, shapes and digests of its tensors precedes each bucket. Only whole tensors are sent,
+and the receiver checks every digest before vLLM gets the tensor. A tensor begins at a multiple of ROW bytes: the
+digests of a whole bucket are computed in one pass on its device. Each word is multiplied by an odd number that depends
+on its place (trainer/weights/digests.py), and a tensor's digest is the sum over its rows.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false, reportArgumentType=false
@@ -24,11 +24,11 @@ from trainer.patches import store_address
 from trainer.weights import digests
 
 BUCKET = 64 << 20  # bytes
-BUCKET_OF_GPU = 256 << 20  # of memory that both sides see
+BUCKET_OF_GPU = 256 << 20  # in shared memory of a GPU
 WORDS = 1024  # of 8 bytes
 ROW = 8 * WORDS
 PATIENCE = timedelta(minutes=10)
-MEETS = timedelta(minutes=1)  # for a process of another host
+MEETS = timedelta(minutes=1)  # for a process of another host to connect
 POLL = 0.0005  # seconds
 HOST = torch.device("cpu")
 
@@ -37,7 +37,7 @@ Sent = tuple[str, str, tuple[int, ...], int]  # name, type, shape and bytes
 
 @dataclass(frozen=True)
 class Meta:
-    """A tensor that is sent, without its values."""
+    """Description of a tensor that is sent, without its values."""
 
     name: str
     dtype: str
@@ -54,7 +54,7 @@ class Bucket:
     """Tensors in a piece of memory."""
 
     metas: list[Meta]
-    memory: torch.Tensor  # longer than what is used of it
+    memory: torch.Tensor  # may be longer than the used part
 
     @property
     def used(self) -> int:
@@ -66,7 +66,7 @@ class Bucket:
 
 
 def meta(name: str, tensor: torch.Tensor) -> Meta:
-    """A tensor that goes by itself, as in a file."""
+    """Description of a tensor that is not sent in a bucket, for example in a file."""
     whole = tensor if tensor.ndim else tensor.reshape(1)
     return Meta(name, dtype(tensor), tuple(tensor.shape), digests.digest(whole))
 
@@ -74,10 +74,10 @@ def meta(name: str, tensor: torch.Tensor) -> Meta:
 def buckets(
     tensors: Iterable[tuple[str, torch.Tensor]], allocate: Callable[[int], torch.Tensor], size: int
 ) -> Iterator[Bucket]:
-    """Tensors in buckets of at most so many bytes, or of one tensor.
+    """Tensors in buckets of at most `size` bytes, or of one larger tensor.
 
-    There are two pieces of memory, filled in turn: while a bucket is read, the next is filled, and when it comes, the
-    reader has to be done with the one before.
+    There are two pieces of memory, filled in turn: while a bucket is read, the next one is filled. When the caller gets
+    a bucket, the previous one must have been read.
     """
     memories: list[torch.Tensor | None] = [None, None]
     group: list[Sent] = []
@@ -100,54 +100,55 @@ def buckets(
 
 
 def taken_apart(metas: Sequence[Meta], memory: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Tensors of a bucket, which lie in its memory. Raises a Fault that names the first that is not what was sent."""
-    sizes = [one.bytes for one in metas]
-    for one, digest in zip(metas, _digests(memory, sizes), strict=True):
-        if digest != one.digest:
-            raise Fault(f"transfer of weights: {one.name} is not what was sent: digest {digest}, not {one.digest}")
-    return [(one.name, part(memory, one, place)) for one, place in placed(metas)]
+    """Tensors of a bucket, as views of its memory. Raises a Fault that names the first damaged tensor."""
+    sizes = [meta.bytes for meta in metas]
+    for meta, digest in zip(metas, _digests(memory, sizes), strict=True):
+        if digest != meta.digest:
+            raise Fault(f"transfer of weights: {meta.name} is not what was sent: digest {digest}, not {meta.digest}")
+    return [(meta.name, part(memory, meta, place)) for meta, place in placed(metas)]
 
 
-def part(memory: torch.Tensor, one: Meta, place: int) -> torch.Tensor:
-    """A tensor of a bucket, which begins at a byte of its memory."""
-    return memory[place : place + one.bytes].view(getattr(torch, one.dtype)).view(one.shape)
+def part(memory: torch.Tensor, meta: Meta, place: int) -> torch.Tensor:
+    """A tensor of a bucket that begins at this byte of its memory."""
+    return memory[place : place + meta.bytes].view(getattr(torch, meta.dtype)).view(meta.shape)
 
 
 def placed(metas: Sequence[Meta]) -> list[tuple[Meta, int]]:
-    """Tensors of a bucket, each with the byte at which it begins."""
-    return list(zip(metas, accumulate((_rows(one.bytes) * ROW for one in metas), initial=0), strict=False))
+    """Tensors of a bucket, each with its first byte."""
+    return list(zip(metas, accumulate((_rows(meta.bytes) * ROW for meta in metas), initial=0), strict=False))
 
 
 def used(metas: Sequence[Meta]) -> int:
-    """The bytes of a bucket that its tensors take, each whole rows."""
-    return sum(_rows(one.bytes) for one in metas) * ROW
+    """Bytes of a bucket that its tensors use; each takes whole rows."""
+    return sum(_rows(meta.bytes) for meta in metas) * ROW
 
 
-def require(sent: Meta, found: torch.Tensor) -> None:
-    """Require that a tensor that went by itself is what was sent."""
-    now = meta(sent.name, found)
-    if now != sent:
-        alike = now.shape == sent.shape
-        told = f"digest {now.digest}, not {sent.digest}" if alike else f"{now.shape}, not {sent.shape}"
-        raise Fault(f"transfer of weights: {sent.name} is not what was sent: {told}")
+def require(sent: Meta, tensor: torch.Tensor) -> None:
+    """Raise a Fault unless a tensor that was not sent in a bucket is what was sent."""
+    received = meta(sent.name, tensor)
+    if received != sent:
+        difference = f"{received.shape}, not {sent.shape}"
+        if received.shape == sent.shape:
+            difference = f"digest {received.digest}, not {sent.digest}"
+        raise Fault(f"transfer of weights: {sent.name} is not what was sent: {difference}")
 
 
 def _bucket(group: Sequence[Sent], memory: torch.Tensor | None) -> Bucket:
     assert memory is not None
-    found = _digests(memory, [size for *_, size in group])
-    metas = [Meta(name, kind, shape, digest) for (name, kind, shape, _), digest in zip(group, found, strict=True)]
+    of_tensors = _digests(memory, [size for *_, size in group])
+    metas = [Meta(name, kind, shape, digest) for (name, kind, shape, _), digest in zip(group, of_tensors, strict=True)]
     return Bucket(metas, memory)
 
 
 def _digests(memory: torch.Tensor, sizes: Sequence[int]) -> list[str]:
-    """Digests of tensors of so many bytes, which lie in the memory one behind another."""
+    """Digests of tensors with these sizes, which follow each other in the memory."""
     ends = [*accumulate(map(_rows, sizes), initial=0)]
     rows = memory[: ends[-1] * ROW].view(torch.int64).view(-1, WORDS)
     of_rows = (rows * digests.place_factors(0, 0, WORDS, memory.device)).sum(-1)
     of_rows *= digests.place_factors(1, 0, len(rows), memory.device)
     until = torch.cat([of_rows.new_zeros(1), of_rows.cumsum(0)])
-    found = until[torch.tensor(ends, device=memory.device)].diff()
-    return [digests.text(number) for number in found.tolist()]
+    of_tensors = until[torch.tensor(ends, device=memory.device)].diff()
+    return [digests.text(number) for number in of_tensors.tolist()]
 
 
 def _rows(size: int) -> int:
@@ -155,12 +156,12 @@ def _rows(size: int) -> int:
 
 
 def dtype(tensor: torch.Tensor) -> str:
-    """Name of a tensor's type, as a Meta has it."""
+    """Name of a tensor's type, as in a Meta."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens at."""
+    """A port of this host on which nobody listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -169,9 +170,9 @@ def free_port() -> int:
 class Pipe:
     """A connection of processes for tensors: over NCCL from GPU to GPU, or over gloo. The trainer has rank 0.
 
-    Behind it are all workers of one engine, which are sent the same. NCCL would wait for ever for a process that has
-    ended: `gone` says that the engine has. gloo notices that by itself on one host; a host that is gone says nothing,
-    so that a tensor may have `seconds` to go over.
+    All workers of one engine are at the other end and get the same tensors. NCCL would wait for ever for a process that
+    has ended: `gone` returns whether the engine has. gloo notices that on one host, but not if another host is lost:
+    `seconds` limits the transfer of a tensor.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class Pipe:
         if device.type == "cpu":
             self.group: Any = ProcessGroupGloo(self.store, rank, count, meets)
         else:
-            # A kernel that fills the next bucket takes all of a GPU, and the sending of this one is not to wait for it.
+            # A kernel that fills the next bucket uses the whole GPU. With high priority, sending does not wait for it.
             options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
             options._timeout = meets
             self.group = ProcessGroupNCCL(self.store, rank, count, options)
@@ -212,7 +213,7 @@ class Pipe:
         return tensor
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Any:
-        """Begin to send a tensor, or to receive into it. What follows on a GPU waits by the work's own wait()."""
+        """Start sending a tensor, or receiving into it. On a GPU, later operations must call the work's wait()."""
         from torch.distributed import BroadcastOptions
 
         options = BroadcastOptions()
@@ -220,7 +221,7 @@ class Pipe:
         return self.group.broadcast([tensor], options)
 
     def finish(self, work: Any) -> None:
-        """Wait until a tensor has gone over. Raises a RuntimeError where the other process has ended, as gloo does."""
+        """Wait until a tensor is transferred. Raises a RuntimeError if the other process has ended, as gloo does."""
         while self.device.type != "cpu" and not work.is_completed():
             if self.gone():
                 self.group.abort()

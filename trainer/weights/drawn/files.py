@@ -1,6 +1,6 @@
 """A model with drawn weights as a folder in Hugging Face's format: config.json, tokenizer and safetensors.
 
-Tensors are written as they are drawn: memory holds a few megabytes of them, whatever the model's size.
+Tensors are drawn and written in blocks: memory holds a few megabytes, whatever the model's size.
 """
 
 import json
@@ -29,9 +29,7 @@ ENDS = ("bos_token", "eos_token", "pad_token")
 def write(config: Config, tokenizer: Path, folder: Path, seed: int, told: Callable[[int, int], None]) -> None:
     """Write the folder, whole or not at all. `told` gets the bytes so far, and all of them."""
     if config.get("quantization_config"):
-        raise Fault(
-            "config.json: quantization_config: weights are drawn as they are trained, unquantised; leave it out"
-        )
+        raise Fault("config.json: quantization_config: drawn weights are unquantised; leave it out")
     named = config.get("dtype") or config.get("torch_dtype") or "float32"
     if named not in TYPES:
         raise Fault(f"config.json: dtype: {named}: drawn weights are {', '.join(TYPES)}")
@@ -54,7 +52,7 @@ def described_whole(config: Config) -> Config:
 
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise Fault(f"config.json: model_type: {json.dumps(kind)}: transformers knows no such model")
+        raise Fault(f"config.json: model_type: {json.dumps(kind)}: transformers has no such model")
     try:
         made = CONFIG_MAPPING[kind].from_dict(config).to_dict()
     except Exception as error:  # of any kind: whatever a family checks of its keys
@@ -66,7 +64,7 @@ def described_whole(config: Config) -> Config:
 
 
 def with_ends(config: Config, tokenizer: Path) -> Config:
-    """The configuration with the ids of the tokenizer's special tokens, where it names none."""
+    """The configuration with the ids of the tokenizer's special tokens, unless it has them."""
     from trainer.data.tokens import tokenizer as tokenizers
 
     known = tokenizers.load(tokenizer, trust_remote_code=False)

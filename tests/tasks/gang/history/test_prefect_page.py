@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tasks.gang.history import prefect_page, timeline
-from tasks.gang.history.prefect_page import Carrier, Earlier, PrefectPage
+from tasks.gang.history.prefect_page import Carrier
 from tasks.gang.history.timeline import History, Teller, read, settled, state
 from tasks.gang.messages import Member
+from tasks.run.task_artifact import TaskArtifact
 from tasks.store import open_store
 from tests.tasks.gang.conftest import wait_for
 
@@ -119,11 +120,11 @@ def test_a_large_gang_s_page_stays_small(teller, store):
 
 def test_another_flow_goes_on_with_the_history(teller, store):
     timeline.write(store, two_attempts(teller))
-    earlier = Earlier(store, "train-0123")
+    earlier = read(store, "train-0123")
     later = Teller(History("train-0123", "tiny", "tiny-2"), teller.metrics)
     for number in (3, 4):
         later.begins(number)
-        timeline.write(store, earlier.before(later.history))
+        timeline.write(store, later.history.after(earlier))
     told = read(store, "train-0123")
     assert told and [one.number for one in told.attempts] == [1, 2, 3, 4] and told.flow == "tiny-2"
     assert settled(told)[1].how == "its flow ended without a report" and settled(told)[3].ended is None
@@ -138,12 +139,12 @@ def test_a_server_that_hangs_delays_neither_training_nor_history(teller, store, 
         asked.set()
         hangs.wait(30)
 
-    monkeypatch.setattr(prefect_page, "PrefectPage", lambda _: show)
+    monkeypatch.setattr(prefect_page, "TaskArtifact", lambda *_: SimpleNamespace(send=show))
     monkeypatch.setattr(prefect_page, "LAST_WORDS", 0.3)
     tags: dict = {}
     tracked: Any = SimpleNamespace(tags=tags.update)
     began, history = time.monotonic(), History("train-0123", "tiny", "tiny-1")
-    with prefect_page.told(history, teller.metrics, store, tracked) as told:
+    with prefect_page.reporting(history, teller.metrics, store, tracked, "gang-tiny") as told:
         told.begins(1)
         assert asked.wait(10)
         told.ends(KILLED)
@@ -201,4 +202,6 @@ def test_mlflow_gets_hosts_attempts_and_the_last_failure(teller):
 
 
 def test_without_a_task_of_prefect_s_there_is_no_page():
-    PrefectPage("gang-tiny")(History("train-0123", "tiny", "tiny-1"), None)
+    artifact = TaskArtifact("gang-tiny", "markdown")
+    artifact.send("text", "line")
+    assert not artifact.is_sent

@@ -71,8 +71,8 @@ def test_blocks_leave_no_trace_and_the_embedding_of_padding_is_nothing(monkeypat
     [
         ({"dtype": "float64"}, "config.json: dtype: float64: drawn weights are float32, bfloat16, float16"),
         ({"vocab_size": 400}, "does not fit the model, whose vocab_size is 400"),
-        ({"model_type": "lama"}, 'config.json: model_type: "lama": transformers knows no such model'),
-        ({"quantization_config": {"quant_method": "fp8"}}, "config.json: quantization_config: weights are drawn"),
+        ({"model_type": "lama"}, 'config.json: model_type: "lama": transformers has no such model'),
+        ({"quantization_config": {"quant_method": "fp8"}}, "config.json: quantization_config: drawn weights are"),
     ],
 )
 def test_what_cannot_be_drawn_is_said_in_a_line_and_nothing_is_left(tokenizer, tmp_path, keys, said):

@@ -1,8 +1,8 @@
-"""The buckets of a transfer that is repeated, as both sides know them: how long each is, and digests of all tensors.
+"""The buckets of a repeated transfer, which both sides know: the size of each, and the digests of all tensors.
 
-What they are is found once, as that takes Python for each tensor. Digests are those of a bucket that is sent by itself
-(trainer/reinforcement/transfer/wire.py), but for the rows, which are numbered through all buckets. They are gathered
-bucket by bucket, and known on the host at the end.
+The layout is computed once, because it takes Python code for each tensor. Digests are computed as for a single bucket
+(trainer/reinforcement/transfer/wire.py), except that rows are numbered through all buckets. They are collected bucket
+by bucket, and reach the host at the end.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ from trainer.weights import digests
 
 class Buckets:
     def __init__(self, metas: Sequence[Sequence[wire.Meta]], device: torch.device):
-        self.bytes = sum(one.bytes for one in chain.from_iterable(metas))
+        self.bytes = sum(meta.bytes for meta in chain.from_iterable(metas))
         self.used = [*map(wire.used, metas)]
         self.first = [*accumulate((size // wire.ROW for size in self.used), initial=0)]  # rows
-        # The row that each tensor begins with, and behind the last one the row that it ends before.
+        # The first row of each tensor, and the row after the last tensor.
         begins = [
             start + place // wire.ROW
-            for start, each in zip(self.first, metas, strict=False)
-            for _, place in wire.placed(each)
+            for start, of_bucket in zip(self.first, metas, strict=False)
+            for _, place in wire.placed(of_bucket)
         ]
         self.ends = torch.tensor([*begins, self.first[-1]]).to(device)
         self.factors = digests.place_factors(0, 0, wire.WORDS, device)
@@ -34,7 +34,7 @@ class Buckets:
         self.sums = torch.empty(self.first[-1], dtype=torch.int64, device=self.ends.device)
 
     def rooms(self, allocate: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
-        """Memory for each bucket, as long as the longest: it is filled in turn with another."""
+        """Memory for each bucket: two pieces with the size of the largest bucket, used in turn."""
         two = [allocate(max(self.used)) for _ in self.used[:2]]
         return [two[number % 2] for number in range(len(self.used))]
 
@@ -49,7 +49,7 @@ class Buckets:
             torch.sum(memory.view(torch.int64).view(-1, wire.WORDS) * self.factors, -1, out=out)
 
     def digests(self) -> torch.Tensor:
-        """A number for each tensor, in the order of all buckets."""
+        """Digest of each tensor, in the order of all buckets."""
         sums, self.sums = self.sums, self.sums.new_empty(0)
         rows = sums * digests.place_factors(1, 0, len(sums), sums.device)
         return torch.cat([rows.new_zeros(1), rows.cumsum(0)])[self.ends].diff()

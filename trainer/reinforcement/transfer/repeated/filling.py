@@ -1,4 +1,4 @@
-"""Buckets filled by recipes, as Megatron-Bridge's tensors would fill them, with few calls for each."""
+"""Fill buckets by recipes with the same bytes as Megatron-Bridge's tensors, with few calls for each bucket."""
 
 # pyright: reportPrivateImportUsage=false
 
@@ -16,25 +16,25 @@ COMPARED = 2**24  # numbers at once
 
 
 class Filling:
-    """The recipes of one bucket, sorted by how they are made."""
+    """The recipes of one bucket, grouped by the way in which they are computed."""
 
-    def __init__(self, metas: Sequence[wire.Meta], noted: dict[str, Recipe]):
+    def __init__(self, metas: Sequence[wire.Meta], recipes: dict[str, Recipe]):
         self.metas = metas
-        self.steps: list[tuple[wire.Meta, int, Recipe]] = []  # those that are made one by one
-        self.launches: list[Any] = []  # of kernels that make many at once
-        self._sort([(one, place, noted[one.name]) for one, place in wire.placed(metas)])
+        self.steps: list[tuple[wire.Meta, int, Recipe]] = []  # computed one by one
+        self.launches: list[Any] = []  # of kernels that compute many tensors at once
+        self._sort([(meta, place, recipes[meta.name]) for meta, place in wire.placed(metas)])
 
     def _sort(self, recipes: Sequence[tuple[wire.Meta, int, Recipe]]) -> None:
         copies: list[tuple[int, torch.Tensor]] = []
         merged: dict[tuple | None, list[tuple[int, Merged]]] = defaultdict(list)
-        for one, place, recipe in recipes:
-            if found := _copied(one, place, recipe):
-                copies += found
-            elif kinds := _merged(one, place, recipe):
+        for meta, place, recipe in recipes:
+            if of_tensor := _copied(meta, place, recipe):
+                copies += of_tensor
+            elif kinds := _merged(meta, place, recipe):
                 for kind, at, part in kinds:
                     merged[kind].append((at, part))
             else:
-                self.steps.append((one, place, recipe))
+                self.steps.append((meta, place, recipe))
         if copies or merged:
             from trainer.reinforcement.transfer.repeated.kernels import Copies, Merges
 
@@ -43,62 +43,63 @@ class Filling:
 
     @torch.no_grad()
     def fill(self, memory: torch.Tensor) -> None:
-        """Write all tensors of the bucket to its memory. What lies between them stays as it is."""
-        for one in self.launches:
-            one.fill(memory)
+        """Write all tensors of the bucket to its memory. The bytes between them do not change."""
+        for launch in self.launches:
+            launch.fill(memory)
         kitchen = Kitchen()
-        for one, place, recipe in self.steps:
-            wire.part(memory, one, place).copy_(kitchen.make(recipe))
+        for meta, place, recipe in self.steps:
+            wire.part(memory, meta, place).copy_(kitchen.make(recipe))
 
 
-def _copied(one: wire.Meta, place: int, recipe: Recipe) -> list[tuple[int, torch.Tensor]]:
-    """The parts of Megatron's memory that a kernel copies as they are, each with its place; none of another tensor."""
+def _copied(meta: wire.Meta, place: int, recipe: Recipe) -> list[tuple[int, torch.Tensor]]:
+    """The parts of Megatron's memory that a kernel can copy for this tensor, each with its place; or an empty list."""
     parts = pieces(recipe)
-    if not _are_all_of(one, parts):
+    if not _are_all_of(meta, parts):
         return []
     from trainer.reinforcement.transfer.repeated.kernels import Copies
 
     placed = [*zip(_places(place, parts), parts, strict=True)]
-    return placed if all(Copies.has(*each) for each in placed) else []
+    return placed if all(Copies.has(*part) for part in placed) else []
 
 
-def _merged(one: wire.Meta, place: int, recipe: Recipe) -> list[tuple[tuple | None, int, Merged]]:
-    """The matrices that a kernel merges, each with its kind and its place; none of another tensor."""
+def _merged(meta: wire.Meta, place: int, recipe: Recipe) -> list[tuple[tuple | None, int, Merged]]:
+    """The matrices that a kernel can merge for this tensor, each with its kind and place; or an empty list."""
     parts = merges(recipe)
-    if not _are_all_of(one, [part.base for part in parts]):
+    if not _are_all_of(meta, [part.base for part in parts]):
         return []
     from trainer.reinforcement.transfer.repeated.kernels import Merges
 
     places = _places(place, [part.base for part in parts])
-    kinds = [Merges.kind(*each) for each in zip(places, parts, strict=True)]
+    kinds = [Merges.kind(*part) for part in zip(places, parts, strict=True)]
     return [*zip(kinds, places, parts, strict=True)] if all(kinds) else []
 
 
-def _are_all_of(one: wire.Meta, parts: Sequence[torch.Tensor]) -> bool:
-    """Whether a tensor is these parts of a GPU's memory, and of their type."""
-    alike = all(part.is_cuda and one.dtype == wire.dtype(part) for part in parts)
-    return bool(parts) and alike and sum(part.nbytes for part in parts) == one.bytes
+def _are_all_of(meta: wire.Meta, parts: Sequence[torch.Tensor]) -> bool:
+    """Whether a tensor consists of these parts of a GPU's memory, and has their type."""
+    alike = all(part.is_cuda and meta.dtype == wire.dtype(part) for part in parts)
+    return bool(parts) and alike and sum(part.nbytes for part in parts) == meta.bytes
 
 
 def _places(first: int, parts: Sequence[torch.Tensor]) -> list[int]:
     return [*accumulate((part.nbytes for part in parts[:-1]), initial=first)]
 
 
-def first_unlike(metas: Sequence[wire.Meta], found: torch.Tensor, wanted: torch.Tensor) -> str | None:
-    """Name of the first tensor of a bucket that is more than a rounding away from what it should be."""
-    for one, place in wire.placed(metas):
-        mine, right = wire.part(found, one, place), wire.part(wanted, one, place)
-        if not torch.equal(mine, right) and not _is_near(mine.flatten(), right.flatten()):
-            return one.name
+def first_unlike(metas: Sequence[wire.Meta], actual: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """Name of the first tensor of a bucket that differs from the expected one by more than rounding."""
+    for meta, place in wire.placed(metas):
+        a, b = wire.part(actual, meta, place), wire.part(expected, meta, place)
+        if not torch.equal(a, b) and not _is_near(a.flatten(), b.flatten()):
+            return meta.name
     return None
 
 
-def _is_near(mine: torch.Tensor, right: torch.Tensor) -> bool:
-    if not mine.is_floating_point():
+def _is_near(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    if not actual.is_floating_point():
         return False
-    step, lost = torch.finfo(mine.dtype).eps, torch.finfo(torch.float32).eps  # the latter of parts that cancel out
-    for some, others in zip(mine.split(COMPARED), right.split(COMPARED), strict=True):
-        bound = step * torch.maximum(some.abs(), others.abs()).float() + lost
-        if not bool(((some.float() - others.float()).abs() <= bound).all()):
+    # The second tolerance is for summands that cancel out.
+    relative, absolute = torch.finfo(actual.dtype).eps, torch.finfo(torch.float32).eps
+    for a, b in zip(actual.split(COMPARED), expected.split(COMPARED), strict=True):
+        bound = relative * torch.maximum(a.abs(), b.abs()).float() + absolute
+        if not bool(((a.float() - b.float()).abs() <= bound).all()):
             return False
     return True

@@ -1,6 +1,6 @@
-"""Work on whole buckets on a GPU, each in one pass over memory and one launch for hundreds of tensors.
+"""Kernels for whole buckets on a GPU: one pass over memory and one launch for hundreds of tensors.
 
-Where the tensors lie is in tables on the GPU: to name each in a launch of its own would take longer than to copy it.
+Tables on the GPU have the addresses of the tensors. A launch for each tensor would take longer than copying it.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false
@@ -13,10 +13,10 @@ import triton.language as tl
 
 from trainer.reinforcement.transfer.repeated.recipes import Merged
 
-TALL, WIDE, WARPS = 64, 128, 8  # of a tile that is merged
-LEAST, DEEPEST = 16, 32  # of a rank, that a product on a GPU takes at once
+TALL, WIDE, WARPS = 64, 128, 8  # of a tile for merging
+LEAST, DEEPEST = 16, 32  # limits of the part of a rank that a product takes at once
 AT_ONCE = 4096  # words that a program copies
-ALIGNED = 16  # bytes, that a matrix has to begin at a multiple of, on either side
+ALIGNED = 16  # bytes; source and destination of a matrix must begin at a multiple of it
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -24,10 +24,11 @@ class Merges:
     """Matrices of one kind, each with a low-rank adapter: base + scale * b @ a, in fp32, rounded to the base's type."""
 
     def __init__(self, places: Sequence[int], each: Sequence[Merged]):
-        self.each, (base, a, b) = each, each[0].parts  # whose memory they keep
-        # From an address that is read from a table, numbers would be loaded one by one; from an argument's, which these
-        # lie so many numbers behind, eight at once.
-        rows = [[*map(_behind, one.parts, each[0].parts), place] for place, one in zip(places, each, strict=True)]
+        self.each, (base, a, b) = each, each[0].parts  # kept to keep their memory
+        # The table has offsets from the kernel's arguments: this way eight numbers are loaded at once. From an address
+        # in a table they would be loaded one by one.
+        pairs = zip(places, each, strict=True)
+        rows = [[*map(_offset, merged.parts, each[0].parts), place] for place, merged in pairs]
         self.table = torch.tensor(rows, dtype=torch.int64).to(base.device)
         (rows, columns), rank = base.shape, a.shape[0]
         self.grid = len(each), triton.cdiv(rows, TALL), triton.cdiv(columns, WIDE)
@@ -37,18 +38,18 @@ class Merges:
         self.sizes = rows, columns, rank, each[0].scale, *strides, deep, TALL, WIDE, *together
 
     @staticmethod
-    def kind(place: int, one: Merged) -> tuple | None:
-        """All that matrices have in common which are merged together; None of one that is not, to this byte."""
-        if place % ALIGNED or any(part.dtype not in TYPES or part.data_ptr() % ALIGNED for part in one.parts):
+    def kind(place: int, merged: Merged) -> tuple | None:
+        """Key of the matrices that can be merged in one launch; None if this one cannot be merged to this byte."""
+        if place % ALIGNED or any(part.dtype not in TYPES or part.data_ptr() % ALIGNED for part in merged.parts):
             return None
-        return one.scale, *((*part.shape, part.stride(0), part.dtype) for part in one.parts)
+        return merged.scale, *((*part.shape, part.stride(0), part.dtype) for part in merged.parts)
 
     def fill(self, memory: torch.Tensor) -> None:
-        """Merge all of them into the bucket."""
+        """Write all merged matrices to the bucket."""
         _merge[self.grid](self.table, *self.each[0].parts, memory, *self.sizes, num_warps=WARPS)
 
 
-def _behind(tensor: torch.Tensor, first: torch.Tensor) -> int:
+def _offset(tensor: torch.Tensor, first: torch.Tensor) -> int:
     return (tensor.data_ptr() - first.data_ptr()) // first.element_size()
 
 
@@ -96,18 +97,19 @@ def _merge(
 
 
 class Copies:
-    """Tensors that lie whole in a bucket and whole elsewhere, and are copied either way in words of 8 bytes."""
+    """Tensors that are contiguous in a bucket and elsewhere, and are copied in words of 8 bytes in either direction."""
 
     def __init__(self, places: Sequence[int], tensors: Sequence[torch.Tensor]):
-        words = [one.numel() * one.element_size() // 8 for one in tensors]
-        rows = [[place // 8, one.data_ptr(), count] for place, one, count in zip(places, tensors, words, strict=True)]
-        self.tensors = tensors  # whose memory they keep
+        words = [tensor.numel() * tensor.element_size() // 8 for tensor in tensors]
+        columns = zip(places, tensors, words, strict=True)
+        rows = [[place // 8, tensor.data_ptr(), count] for place, tensor, count in columns]
+        self.tensors = tensors  # kept to keep their memory
         self.table = torch.tensor(rows, dtype=torch.int64).to(tensors[0].device)
         self.grid = len(tensors), triton.cdiv(max(words), AT_ONCE)
 
     @staticmethod
     def has(place: int, tensor: torch.Tensor) -> bool:
-        """Whether a tensor may be one of them that begins at this byte of a bucket."""
+        """Whether this kernel can copy a tensor that begins at this byte of a bucket."""
         count = tensor.numel() * tensor.element_size()
         return tensor.is_contiguous() and place % 8 == tensor.data_ptr() % 8 == count % 8 == 0 < count
 
@@ -116,7 +118,7 @@ class Copies:
         _copy[self.grid](memory.view(torch.int64), self.table, True, AT_ONCE, num_warps=8)
 
     def empty(self, memory: torch.Tensor) -> None:
-        """Copy all from the bucket to where they lie elsewhere."""
+        """Copy all from the bucket to their other places."""
         _copy[self.grid](memory.view(torch.int64), self.table, False, AT_ONCE, num_warps=8)
 
 
@@ -136,7 +138,7 @@ def _copy(words, table, FILLS: tl.constexpr, AT_ONCE: tl.constexpr):
 
 
 def row_sums(memory: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> None:
-    """Sums of the words of each row of a bucket, each word times a number that its place in the row gives."""
+    """Sums of the words of each row of a bucket, each word multiplied by the factor of its place in the row."""
     _row_sums[(len(out),)](memory.view(torch.int64), factors, out, len(factors), num_warps=4)
 
 

@@ -1,13 +1,14 @@
-"""The copies from buckets to vLLM's parameters, seen while vLLM loads a model, so that they are made again at once.
+"""Record vLLM's copies from buckets to parameters while it loads a model, to repeat them directly in later transfers.
 
-vLLM's loaders take a tenth of a millisecond of Python for a tensor: each looks for its parameter by its name, takes its
-worker's part, and waits for the rest of its layer. In the end numbers are copied, from where they lie in a bucket to
-where they lie in a parameter. Where nothing else is done to them, these copies are all that a later transfer needs:
+vLLM's loaders take a tenth of a millisecond of Python for a tensor: each finds its parameter by name, takes its
+worker's part, and waits for the rest of its layer. In the end they copy numbers from a bucket to a parameter. If they
+do nothing else with them, a later transfer only needs these copies:
 
-1. While the first transfer is loaded, every copy is noted, and what is in a parameter afterwards is held against what
-   was copied there: a layer that swaps or packs its weights has something else.
-2. The second is loaded as the first. What no copy has gone to has to be as before: where it is not, vLLM has computed
-   it of the weights, and would have to do so again.
+1. While vLLM loads the first transfer, every copy is recorded. Afterwards the content of each parameter is compared
+with
+   the copied numbers: it differs if a layer swaps or packs its weights.
+2. vLLM loads the second transfer in the same way. Tensors without copies must not have changed: if they have, vLLM has
+   computed them from the weights, and would have to do so again.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
@@ -25,29 +26,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.weights import digests
 
 COPY = torch.ops.aten.copy_.default
-ELSEWHERE = "layers keep their weights in another form"  # as those of a CPU do
+ELSEWHERE = "layers keep their weights in another form"  # for example on a CPU
 CACHES = ("kv_cache",)  # attributes of vLLM's layers that hold no weights
 
 
 @dataclass(frozen=True)
 class Form:
-    """Numbers within a piece of memory."""
+    """Type, shape and place of numbers within a piece of memory."""
 
     dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]
-    offset: int  # of bytes in a bucket, of numbers elsewhere
+    offset: int  # bytes in a bucket, numbers elsewhere
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Form":
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def is_like(self, target: torch.Tensor) -> bool:
-        """Whether these numbers lie as those of the target do."""
+        """Whether the numbers of the target have the same type, shape and strides."""
         return (self.dtype, self.shape, self.strides) == (target.dtype, target.shape, target.stride())
 
     def within(self, memory: torch.Tensor) -> torch.Tensor:
-        """The numbers themselves, of a bucket's bytes."""
+        """The numbers, as a view of a bucket's bytes."""
         numbers = memory.view(self.dtype)
         first = numbers.storage_offset() + self.offset // self.dtype.itemsize
         return numbers.as_strided(self.shape, self.strides, first)
@@ -55,7 +56,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Copy:
-    """Numbers of a bucket, and where they go."""
+    """Numbers of a bucket, and their target."""
 
     bucket: int
     source: Form
@@ -68,21 +69,21 @@ class Loading:
     """Copies of a transfer."""
 
     copies: dict[int, list[tuple[Form, torch.Tensor]]] = field(default_factory=lambda: defaultdict(list))
-    together: dict[int, Any] = field(default_factory=dict)  # those that one kernel takes, by bucket
-    refused: str = ""  # why they do not do
+    together: dict[int, Any] = field(default_factory=dict)  # copies that one kernel makes, by bucket
+    refused: str = ""  # reason why the copies are not enough
 
     def put(self, bucket: int, memory: torch.Tensor) -> None:
-        """Put the numbers of a bucket to where they go."""
+        """Copy the numbers of a bucket to their targets."""
         if memory.is_cuda and bucket not in self.together:
-            self._take_together(bucket)
+            self._join(bucket)
         if together := self.together.get(bucket):
             together.empty(memory)
         if copies := self.copies.get(bucket):
-            with torch.inference_mode():  # vLLM may have made its parameters in it
+            with torch.inference_mode():  # vLLM may have created its parameters in this mode
                 torch._foreach_copy_([target for _, target in copies], [source.within(memory) for source, _ in copies])
 
-    def _take_together(self, bucket: int) -> None:
-        """Have one kernel copy what is whole on both sides: most of a model, if not all."""
+    def _join(self, bucket: int) -> None:
+        """Let one kernel make all copies that are contiguous on both sides: most or all of a model."""
         from trainer.reinforcement.transfer.repeated.kernels import Copies
 
         whole, rest = [], []
@@ -94,60 +95,60 @@ class Loading:
         self.together[bucket] = Copies(places, targets) if whole else None
 
     def filled(self) -> dict[int, int]:
-        """The count of numbers that go to each piece of memory."""
-        found: dict[int, int] = defaultdict(int)
-        apart = (target for copies in self.copies.values() for _, target in copies)
-        whole = (target for together in self.together.values() if together for target in together.tensors)
-        for target in chain(apart, whole):
-            found[target.untyped_storage().data_ptr()] += target.numel()
-        return found
+        """The number of copied numbers for each piece of memory."""
+        counts: dict[int, int] = defaultdict(int)
+        single = (target for copies in self.copies.values() for _, target in copies)
+        joined = (target for together in self.together.values() if together for target in together.tensors)
+        for target in chain(single, joined):
+            counts[target.untyped_storage().data_ptr()] += target.numel()
+        return counts
 
 
 @dataclass
 class Layer:
-    """A layer's tensor while it is loaded: the copies to it, as long as its memory is there."""
+    """A layer's temporary tensor during loading, and the copies to it; valid while its memory exists."""
 
     held: StorageWeakRef
     copies: list[Copy] = field(default_factory=list)
 
 
 class Watch(TorchDispatchMode):
-    """Notes of what is copied from buckets to the parameters of a model, while it is entered.
+    """Record of the copies from buckets to the parameters of a model, while this context is active.
 
-    Places in memory are given to one tensor after another: what is known of one ends with it.
+    Memory is reused for other tensors: a record of an address is only valid while its tensor exists.
     """
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
-        self.found = Loading()
-        self._kept = {one.untyped_storage().data_ptr() for one in _registered(model) if one.numel()}
+        self.loading = Loading()
+        tensors = chain(model.parameters(), model.buffers())
+        self._registered = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
         self._buckets: dict[int, tuple[int, int, StorageWeakRef]] = {}  # by memory: number, first byte, and the memory
         self._layers: dict[int, Layer] = {}  # by memory
         self._totals: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def arrived(self, bucket: int, memory: torch.Tensor) -> None:
-        """Have this be a bucket's memory, as long as it is there."""
+        """Remember this memory as a bucket's, while it exists."""
         storage = memory.untyped_storage()
         self._buckets[storage.data_ptr()] = bucket, memory.data_ptr(), StorageWeakRef(storage)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is COPY and not self.found.refused and not args[0].is_meta and not args[1].is_meta:
+        if func is COPY and not self.loading.refused and not args[0].is_meta and not args[1].is_meta:
             self._note(args[0], args[1])
         return result
 
     def ended(self) -> Loading:
-        """All copies, once the model is whole. They do not do where a layer has something else than was copied."""
-        found = self.found
+        """All copies, after the model is complete. They are refused if a layer's content differs from the copies."""
         if self._layers:
             self._refuse(ELSEWHERE)
-        if self._totals and not found.refused:
-            off = torch.stack([one for one, _ in self._totals]) != torch.stack([other for _, other in self._totals])
-            if bool(off.any()):
-                self._refuse(f"{int(off.sum())} tensors are in another order within their layers")
+        if self._totals and not self.loading.refused:
+            copied, actual = (torch.stack(column) for column in zip(*self._totals, strict=True))
+            if bool((copied != actual).any()):
+                self._refuse(f"{int((copied != actual).sum())} tensors are in another order within their layers")
         self._layers.clear()
         self._totals.clear()
-        return found
+        return self.loading
 
     def _note(self, target: torch.Tensor, source: torch.Tensor) -> None:
         into, out = target.untyped_storage(), source.untyped_storage()
@@ -155,50 +156,50 @@ class Watch(TorchDispatchMode):
         layer = self._layers.get(out.data_ptr())
         if layer and layer.held.expired():
             self._refuse(ELSEWHERE)
-        elif layer and into.data_ptr() in self._kept:
-            self._take(self._layers.pop(out.data_ptr()), Form.of(source), target)
+        elif layer and into.data_ptr() in self._registered:
+            self._forward(self._layers.pop(out.data_ptr()), Form.of(source), target)
         elif held and not held.expired():
             form = Form(source.dtype, source.shape, source.stride(), source.data_ptr() - first)
             if target.shape != source.shape:
                 self._refuse("one number is copied to many places")
                 return
             copy = Copy(bucket, form, Form.of(target), _total(source.to(target.dtype)))
-            if into.data_ptr() in self._kept:
-                self._keep(copy, target)
+            if into.data_ptr() in self._registered:
+                self._add(copy, target)
                 return
             layer = self._layers.setdefault(into.data_ptr(), Layer(StorageWeakRef(into)))
             if layer.held.expired():
                 self._refuse(ELSEWHERE)
             layer.copies.append(copy)
 
-    def _take(self, layer: Layer, whole: Form, target: torch.Tensor) -> None:
-        """Take the copies to a layer's tensor for copies to the parameter that it is copied to."""
-        found = Form.of(target)
-        if (whole.dtype, whole.shape, whole.strides) != (found.dtype, found.shape, found.strides):
+    def _forward(self, layer: Layer, whole: Form, target: torch.Tensor) -> None:
+        """Record the copies to a layer's temporary tensor as copies to the parameter to which it is copied."""
+        form = Form.of(target)
+        if (whole.dtype, whole.shape, whole.strides) != (form.dtype, form.shape, form.strides):
             self._refuse("a layer has its weights in another form")
             return
         for copy in layer.copies:
-            place = copy.target.offset - whole.offset + found.offset
-            self._keep(copy, target.as_strided(copy.target.shape, copy.target.strides, place))
+            place = copy.target.offset - whole.offset + form.offset
+            self._add(copy, target.as_strided(copy.target.shape, copy.target.strides, place))
 
-    def _keep(self, copy: Copy, target: torch.Tensor) -> None:
+    def _add(self, copy: Copy, target: torch.Tensor) -> None:
         target = target.detach()
-        self.found.copies[copy.bucket].append((copy.source, target))
+        self.loading.copies[copy.bucket].append((copy.source, target))
         self._totals.append((copy.total, _total(target)))
 
-    def _refuse(self, why: str) -> None:
-        self.found.refused = self.found.refused or why
+    def _refuse(self, reason: str) -> None:
+        self.loading.refused = self.loading.refused or reason
 
 
 class Learned:
-    """The copies of the first transfer, and whether they do."""
+    """The copies of the first transfer, and whether they are enough for later ones."""
 
     def __init__(self, model: torch.nn.Module, loading: Loading):
         self.loading, self._proven = loading, False
         self._before = {} if loading.refused else _totals(self._untouched(model))
 
-    def hold_against(self, model: torch.nn.Module) -> None:
-        """Look at a model that was loaded once more, with other weights."""
+    def compare(self, model: torch.nn.Module) -> None:
+        """Check a model that was loaded again with other weights: tensors without copies must not have changed."""
         if self._proven or self.loading.refused:
             return
         now = _totals(self._untouched(model))
@@ -206,39 +207,36 @@ class Learned:
             (name for name in self._before.keys() | now.keys() if self._before.get(name) != now.get(name)), ""
         )
         if changed:
-            self._refuse(f"{changed} is computed of weights")
+            self._refuse(f"{changed} is computed from weights")
         self._proven = True
 
     def refused(self, model: torch.nn.Module, sleeps: bool) -> str:
-        """The reason that the copies do not do; empty where they do. Asleep, vLLM keeps buffers and nothing else."""
+        """The reason why the copies are not enough, or "". While vLLM sleeps, it keeps only buffers."""
         if sleeps and self._proven and not self.loading.refused:
-            kept, partly = {name for name, _ in model.named_buffers()}, self.loading.filled()
+            buffers, counts = {name for name, _ in model.named_buffers()}, self.loading.filled()
             for name, tensor in self._untouched(model).items():
-                if name not in kept and not partly[tensor.untyped_storage().data_ptr()]:
-                    self._refuse(f"{name} is not kept asleep")
-        return self.loading.refused or ("" if self._proven else "the copies of one transfer are no proof")
+                if name not in buffers and not counts[tensor.untyped_storage().data_ptr()]:
+                    self._refuse(f"{name} is not kept while vLLM sleeps")
+        return self.loading.refused or ("" if self._proven else "one transfer proves nothing")
 
-    def _refuse(self, why: str) -> None:
-        self.loading.refused = self.loading.refused or why
+    def _refuse(self, reason: str) -> None:
+        self.loading.refused = self.loading.refused or reason
         self.loading.copies.clear()
 
     def _untouched(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Tensors of a model that no copy goes to, or not to all of, by name; those that lie where its weights do."""
-        filled, where = self.loading.filled(), next(model.parameters()).device
+        """Tensors of a model, on the device of its weights, that the copies do not fill completely; by name."""
+        filled, device = self.loading.filled(), next(model.parameters()).device
         return {
-            name: one
-            for name, one in _all_tensors(model)
-            if one.numel() and one.device == where and filled[one.untyped_storage().data_ptr()] < one.numel()
+            name: tensor
+            for name, tensor in _all_tensors(model)
+            if tensor.numel()
+            and tensor.device == device
+            and filled[tensor.untyped_storage().data_ptr()] < tensor.numel()
         }
 
 
-def _registered(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
-
-
 def _all_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, and what a layer has besides as an attribute."""
+    """Parameters, buffers, and tensors that are other attributes of layers."""
     yield from model.named_parameters()
     yield from model.named_buffers()
     for prefix, module in model.named_modules():
@@ -253,4 +251,4 @@ def _total(tensor: torch.Tensor) -> torch.Tensor:
 
 def _totals(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
     """Digests of tensors, by name."""
-    return dict(zip(tensors, (int(_total(one)) for one in tensors.values()), strict=True))
+    return {name: int(_total(tensor)) for name, tensor in tensors.items()}

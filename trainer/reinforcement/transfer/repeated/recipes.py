@@ -1,9 +1,9 @@
-"""Recipes of released tensors: how Megatron-Bridge makes each of Megatron's memory, to make it so again.
+"""Recipes of released tensors: the operations by which Megatron-Bridge computes each tensor from Megatron's memory.
 
-Bridge takes a tenth of a millisecond of Python for a tensor, and a model of experts has tens of thousands. What it does
-with the numbers is little: a view of a weight, rows put in another order, an adapter added. Where one process has all
-of the weights, its operations are noted once. From then on a tensor is made by these alone, or, where it is a view or a
-weight with an adapter, together with many others in one kernel.
+Bridge takes a tenth of a millisecond of Python for a tensor, and a model with experts has tens of thousands. Its
+operations on the numbers are few: a view of a weight, rows in another order, an adapter added. If one process has all
+weights, these operations are recorded once. Afterwards a tensor is computed by them directly. Views, and weights with
+an adapter, are computed in one kernel with many others.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
@@ -20,21 +20,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 aten = torch.ops.aten
 SAME = (aten.detach.default, aten.alias.default)
-MOST = 4096  # pieces of a tensor that are known one by one
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # others, as those in FP8, are more than their memory
+MOST = 4096  # pieces of a tensor that are recorded one by one
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # subclasses, such as FP8 tensors, consist of more than their memory
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A result of an operation: of Megatron's memory, of other steps, and of what is no weight."""
+    """A result of an operation on Megatron's memory, on other steps, and on values that are not weights."""
 
     operation: Any
     arguments: tuple[Any, ...]
     keys: dict[str, Any]
-    number: int  # of a result among several
+    number: int  # of the result, if the operation has several
 
 
-Recipe = torch.Tensor | Step  # a part of Megatron's memory, or what is made of it
+Recipe = torch.Tensor | Step  # a part of Megatron's memory, or a result computed from it
 
 
 @dataclass(frozen=True)
@@ -52,101 +52,105 @@ class Merged:
 
 
 class Watch(TorchDispatchMode):
-    """Notes of what is done with the memory of some modules, while it is entered."""
+    """Record of the operations on the memory of some modules, while this context is active."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]):
         super().__init__()
         self.memory, self.refused = memory_of(modules), ""
-        self._made: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._steps: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        others = [one for one in tensors if not self._is_known(one)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        others = [tensor for tensor in tensors if not self._is_known(tensor)]
         if self.refused or len(others) == len(tensors):
             return results
-        if func._schema.is_mutable or any(one.is_floating_point() for one in others):
-            # What is written into, or goes in from elsewhere, would have to be known as it will be the next time.
+        if func._schema.is_mutable or any(tensor.is_floating_point() for tensor in others):
+            # Values that are overwritten, or that come from elsewhere, may be others the next time.
             self.refused = str(func)
             return results
-        # Numbers of rows that lie on the host would be sent anew each time, and waited for.
-        where = next(one.device for one in tensors if self._is_known(one))
-        given, keys = tree_map_only(torch.Tensor, lambda one: self._made.get(one, one.to(where)), (args, kwargs))
+        # Row numbers on the host are moved to the device once: otherwise each repetition would send and wait for them.
+        device = next(tensor.device for tensor in tensors if self._is_known(tensor))
+        arguments, keys = tree_map_only(
+            torch.Tensor, lambda tensor: self._steps.get(tensor, tensor.to(device)), (args, kwargs)
+        )
         for number, result in enumerate(results if isinstance(results, (tuple, list)) else [results]):
             if isinstance(result, torch.Tensor) and not self._is_memory(result):
-                self._made[result] = Step(func, tuple(given), keys, number)
+                self._steps[result] = Step(func, tuple(arguments), keys, number)
         return results
 
     def recipe(self, tensor: torch.Tensor) -> Recipe | None:
-        """The way that the tensor was made; None where that was not seen."""
+        """The recipe of a tensor; None if its operations were not recorded."""
         if self._is_memory(tensor):
             return tensor.detach()
-        found = self._made.get(tensor)
-        while found is not None and found.operation in SAME:
-            found = found.arguments[0]
-        return found
+        recipe = self._steps.get(tensor)
+        while recipe is not None and recipe.operation in SAME:
+            recipe = recipe.arguments[0]
+        return recipe
 
     def _is_known(self, value: torch.Tensor) -> bool:
-        return value in self._made or self._is_memory(value)
+        return value in self._steps or self._is_memory(value)
 
     def _is_memory(self, tensor: torch.Tensor) -> bool:
         return type(tensor) in PLAIN and memory(tensor) in self.memory
 
 
 def memory_of(modules: Iterable[torch.nn.Module]) -> set[int]:
-    """All places where the numbers of some modules lie."""
-    return {memory(one) for *_, one in weights(modules)} - {0}
+    """Addresses of all memory of some modules."""
+    return {memory(weight) for *_, weight in weights(modules)} - {0}
 
 
 def weights(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Parameters and buffers of some modules, each behind what its module has it in, and its name there."""
-    for module in chain.from_iterable(one.modules() for one in modules):
-        for own in (module._parameters, module._buffers):
-            yield from ((own, name, one) for name, one in own.items() if one is not None)
+    """Parameters and buffers of some modules, each with the dictionary of its module and its name there."""
+    for module in chain.from_iterable(top.modules() for top in modules):
+        for tensors in (module._parameters, module._buffers):
+            yield from ((tensors, name, tensor) for name, tensor in tensors.items() if tensor is not None)
 
 
 def memory(tensor: torch.Tensor) -> int:
-    """The place of the memory that a tensor's numbers lie in."""
+    """Address of a tensor's memory."""
     return tensor.untyped_storage().data_ptr()
 
 
 def memory_used(recipe: Recipe) -> set[int]:
-    """All places where the numbers lie that a tensor is made of."""
+    """Addresses of all memory that a recipe uses."""
     if isinstance(recipe, torch.Tensor):
         return {memory(recipe)}
-    given = tree_leaves((recipe.arguments, recipe.keys), is_leaf=lambda one: isinstance(one, Step))
+    leaves = tree_leaves((recipe.arguments, recipe.keys), is_leaf=lambda leaf: isinstance(leaf, Step))
     parts = (
-        one for one in given if isinstance(one, Step) or (isinstance(one, torch.Tensor) and one.is_floating_point())
+        leaf
+        for leaf in leaves
+        if isinstance(leaf, Step) or (isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
     )
     return set[int]().union(*map(memory_used, parts))
 
 
 class Kitchen:
-    """Tensors made by their recipes. A step that several need is taken once, as long as it is the same kitchen."""
+    """Computation of tensors by their recipes. A step that several recipes share is computed once per Kitchen."""
 
     def __init__(self) -> None:
-        self._made: dict[int, Any] = {}
+        self._results: dict[int, Any] = {}
 
     def make(self, recipe: Recipe) -> torch.Tensor:
         if isinstance(recipe, torch.Tensor):
             return recipe
-        place = id(recipe)
-        if place not in self._made:
-            self._made[place] = self._done(recipe)
-        return self._made[place]
+        key = id(recipe)
+        if key not in self._results:
+            self._results[key] = self._compute(recipe)
+        return self._results[key]
 
-    def _done(self, step: Step) -> torch.Tensor:
-        given, keys = tree_map_only(Step, self.make, (step.arguments, step.keys))
-        results = step.operation(*given, **keys)
+    def _compute(self, step: Step) -> torch.Tensor:
+        arguments, keys = tree_map_only(Step, self.make, (step.arguments, step.keys))
+        results = step.operation(*arguments, **keys)
         return results[step.number] if isinstance(results, (tuple, list)) else results
 
 
 @torch.no_grad()
 def pieces(recipe: Recipe) -> list[torch.Tensor]:
-    """The parts of Megatron's memory that a tensor is put together of, one behind another; none of one that is not.
+    """The parts of Megatron's memory whose concatenation is the tensor; empty if it is not such a concatenation.
 
-    Queries, keys and values are one weight in Megatron, in which each head has rows of its own.
+    Queries, keys and values are one weight in Megatron, with separate rows for each head.
     """
     recipe = _numbers(recipe)
     if isinstance(recipe, torch.Tensor):
@@ -155,7 +159,7 @@ def pieces(recipe: Recipe) -> list[torch.Tensor]:
     if not _is(inner, aten.index.Tensor):
         return []
     whole, (rows, *others) = _numbers(inner.arguments[0]), inner.arguments[1]
-    if others or not all(isinstance(one, torch.Tensor) for one in (whole, rows)):
+    if others or not all(isinstance(value, torch.Tensor) for value in (whole, rows)):
         return []
     if rows.ndim != 1 or rows.dtype != torch.int64 or len(rows) > MOST:
         return []
@@ -163,7 +167,7 @@ def pieces(recipe: Recipe) -> list[torch.Tensor]:
 
 
 def merges(recipe: Recipe) -> list[Merged]:
-    """The weights with adapters that a tensor is put together of, one behind another; none of one that is not."""
+    """The weights with adapters whose concatenation is the tensor; empty if it is not such a concatenation."""
     outer = recipe
     if _is(outer, aten._to_copy.default):
         outer = outer.arguments[0]
@@ -175,15 +179,15 @@ def merges(recipe: Recipe) -> list[Merged]:
     bases, all_b, all_a = pieces(base), pieces(product.arguments[0]), pieces(product.arguments[1])
     if len(all_a) != 1 or len(bases) != len(all_b):
         return []
-    found = [Merged(base, all_a[0], b, scale) for base, b in zip(bases, all_b, strict=True)]
-    return found if all(map(_is_product, found)) else []
+    merged = [Merged(base, all_a[0], b, scale) for base, b in zip(bases, all_b, strict=True)]
+    return merged if all(map(_is_product, merged)) else []
 
 
-def _is_product(one: Merged) -> bool:
-    """Whether the parts are matrices as they stand, whose rows are not scattered."""
-    if not all(part.ndim == 2 and part.stride(1) == 1 for part in one.parts):
+def _is_product(merged: Merged) -> bool:
+    """Whether the parts are matrices with contiguous rows, and their shapes fit."""
+    if not all(part.ndim == 2 and part.stride(1) == 1 for part in merged.parts):
         return False
-    return one.base.shape == (len(one.b), one.a.shape[1]) and one.b.shape[1] == len(one.a)
+    return merged.base.shape == (len(merged.b), merged.a.shape[1]) and merged.b.shape[1] == len(merged.a)
 
 
 def _is(value: Any, operation: Any) -> bool:
@@ -191,7 +195,7 @@ def _is(value: Any, operation: Any) -> bool:
 
 
 def _numbers(value: Any) -> Any:
-    """What a conversion to fp32 was made of."""
+    """The value before conversions to fp32."""
     while (_is(value, aten._to_copy.default) and value.keys.get("dtype") is torch.float32) or _is(value, SAME[0]):
         value = value.arguments[0]
     return value
@@ -200,15 +204,15 @@ def _numbers(value: Any) -> Any:
 def watched(
     tensors: Iterator[tuple[str, torch.Tensor]], watch: Watch, noted: dict[str, Recipe]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors as they come, whose recipes are noted. What is done with a tensor outside is not watched."""
+    """Pass tensors on and record their recipes. The consumer's operations on them are not recorded."""
     while True:
         with watch:
-            found = next(tensors, None)
-            if found is None:
+            named = next(tensors, None)
+            if named is None:
                 return
-            recipe = watch.recipe(found[1])
+            recipe = watch.recipe(named[1])
         if recipe is None:
-            watch.refused = watch.refused or found[0]
+            watch.refused = watch.refused or named[0]
         else:
-            noted[found[0]] = recipe
-        yield found
+            noted[named[0]] = recipe
+        yield named
