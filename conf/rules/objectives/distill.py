@@ -1,4 +1,4 @@
-"""distill: what the teacher holds for the next token of answers."""
+"""Objective distill: the teacher's distribution of the next token of answers."""
 
 from conf.rules.objectives.objective import Objective, Problems
 from conf.schema.run import Run

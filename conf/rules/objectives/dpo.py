@@ -1,4 +1,4 @@
-"""dpo: to prefer the chosen answer to the rejected one."""
+"""Objective dpo: prefer the chosen answer to the rejected one."""
 
 from conf.rules import objectives
 from conf.rules.objectives.objective import Objective, Problems

@@ -1,4 +1,4 @@
-"""sft: the next token, of answers or of texts."""
+"""Objective sft: the next token, of answers or of texts."""
 
 from conf.rules.objectives.objective import Objective
 
