@@ -38,9 +38,9 @@ def test_preflight_which_starts_ranks_as_every_command_does(seen, ranks, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(), TWO_RANKS], ids=["one rank", "two ranks"])
-@pytest.mark.parametrize("conf", ["tiny", "tiny-rl"])
-def test_a_flow(seen, conf, ranks):
-    run(seen, "flows.finetune", conf, *SHORT, *ranks)
+@pytest.mark.parametrize("conf, keys", [("tiny", ()), ("tiny-rl", ("reinforce.steps=2",))], ids=["tiny", "tiny-rl"])
+def test_a_flow(seen, conf, keys, ranks):
+    run(seen, "flows.finetune", conf, *SHORT, *keys, *ranks)
     assert any("prefect" in line for line in seen.at.values()), seen.at
     assert any("trainer.train" in line for line in seen.at.values()), seen.at
     assert not seen.exposed(), seen.exposed()

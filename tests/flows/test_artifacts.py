@@ -115,7 +115,7 @@ def test_a_stage_that_is_none_is_named(world, stage, says):
 def test_days_that_are_none_remove_nothing(world, days, capsys):
     with pytest.raises(SystemExit) as ended:
         world.run("gc", "--delete", f"--days={days}")
-    assert ended.value.code == 2 and f"{days}: a number of days" in capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2 and f"{days}: not a number of days" in capsys.readouterr().err.splitlines()[-1]
     assert there(world) == {"convert", "prepare", "train"}
 
 

@@ -165,7 +165,7 @@ def test_a_fault_is_one_line(two, arguments, complaint):
     [
         (["--rank", "1", "--host", "a"], "not allowed with argument --rank"),
         (["--rank", "x"], "invalid int value: 'x'"),
-        (["--tail", "-1"], "--tail: -1 is no number of lines"),
+        (["--tail", "-1"], "--tail: -1 is not a number of lines"),
         (["--torchrun", "--err"], "--err: torchrun has one log"),
     ],
 )

@@ -196,7 +196,7 @@ def test_an_end_of_input_ends_it(place, capsys, monkeypatch):
             'quant_method is "gptq", and fp8, compressed-tensors, mxfp4, modelopt are read',
         ),
         ({"sliding_window": 64, "use_sliding_window": True}, "the converted model would compute another function"),
-        ({"hidden_size": None}, "config.json: hidden_size is null, which is no size"),
+        ({"hidden_size": None}, "config.json: hidden_size is null, which is not a size"),
     ],
 )
 def test_models_that_cannot_be_trained(place, capsys, change, complaint):
@@ -212,7 +212,7 @@ def test_models_that_cannot_be_trained(place, capsys, change, complaint):
     [
         ("model-00001-of-00002.safetensors", ""),
         ("tokenizer*", "no tokenizer (tokenizer.json)"),
-        ("config.json", "no config.json there"),
+        ("config.json", "has no config.json"),
     ],
 )
 def test_folders_that_lack_something(place, capsys, lost, complaint):

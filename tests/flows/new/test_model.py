@@ -53,7 +53,7 @@ def _numel(shape) -> int:
     [
         ("org/gated", "main", "gated: request access at .* then `hf auth login`, or set HF_TOKEN"),
         ("org/none", "main", "no such model"),
-        ("org/open", "v2", "no revision 'v2' .*; there is main"),
+        ("org/open", "v2", "no revision 'v2' .*; it has main"),
     ],
 )
 def test_models_that_the_hub_does_not_give(hub, tmp_path, source, revision, complaint):

@@ -74,7 +74,7 @@ def test_of_a_folder_and_of_s3(folder, s3_url, monkeypatch):
     client.upload_file(str(folder / "config.json"), bucket, "glm/config.json")
     client.close()
     assert plan.settle(of(f"s3://{bucket}/glm")).fits
-    with pytest.raises(Fault, match=rf"^s3://{bucket}/other: no config.json there"):
+    with pytest.raises(Fault, match=rf"^s3://{bucket}/other: has no config.json"):
         plan.settle(of(f"s3://{bucket}/other"))
 
 
@@ -291,7 +291,7 @@ def test_a_teacher_that_cannot_be_asked_ends_the_run_before_anything_is_fetched(
     [
         (
             ["train.objective=dpo"],
-            "dpo reads rows with a chosen and a rejected answer, but tiny://tickets holds rows with",
+            "dpo reads rows with a chosen and a rejected answer, but tiny://tickets contains rows with",
         ),
         (["data.source=tiny://ranked-tickets"], "sft reads rows with one answer, or texts, but tiny://ranked-tickets"),
         (
@@ -319,7 +319,7 @@ RANKED = (
     ("keys", "said"),
     [
         (["reinforce.source=tiny://ranked-tickets"], f"reinforce.source: {RANKED} one answer"),
-        (["reinforce.source=tiny://texts"], "reinforce.source: tiny://texts holds texts for pretraining; reinforce"),
+        (["reinforce.source=tiny://texts"], "reinforce.source: tiny://texts contains texts for pretraining; reinforce"),
         (
             ["data.source=tiny://ranked-tickets", "reinforce.source=null", "reinforce.start=base"],
             f"data.source: {RANKED} one answer, which reinforce.source may name",

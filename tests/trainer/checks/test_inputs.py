@@ -161,7 +161,7 @@ def test_layout_that_does_not_divide(run):
         ('{"input": "a"}\n', "training.jsonl:1: no known columns: the columns are input"),
         ('{"input": 1, "output": "b"}\n', "training.jsonl:1: input: not text: 1"),
         ('{"input": "a", "output": "b"}\n{"input": \n', "training.jsonl:2: not JSON"),
-        ('{"input": "a", "output": "b"}\n', "train.global_batch: 16, but .* holds 1 sequences for training"),
+        ('{"input": "a", "output": "b"}\n', "train.global_batch: 16, but .* contains 1 sequences for training"),
     ],
 )
 def test_rows_that_cannot_be_trained_on(text, expected, run):
