@@ -114,5 +114,5 @@ licences: $(STAMP) ## list the licences of the installed packages
 	@$(PYTHON) -m flows.licences
 
 clean: ## remove the environment and caches of the project; runs/ stays
-	rm -rf .venv .uv .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .uv .pytest_cache .ruff_cache .hypothesis build dist finetune.egg-info
 	find contract conf flows tasks trainer tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
