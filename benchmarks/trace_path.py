@@ -80,7 +80,7 @@ def flow(folder: Path) -> None:
     sys.argv[1:], options = ["tiny"], sys.argv[1:]
     threading.setprofile(both)
     sys.setprofile(both)
-    code = command(finetune, "")
+    code = command(finetune)
     sys.setprofile(None)
     threading.setprofile(None)  # type: ignore[arg-type]
     sys.argv[1:] = options

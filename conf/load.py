@@ -35,6 +35,7 @@ from conf.rules import layout
 from conf.rules.contradictions import contradictions
 from conf.schema.data import Part
 from conf.schema.model import CONFIG, Drawn
+from conf.schema.named import HERE
 from conf.schema.run import Run, dotted_keys, sections, spelled_out
 from conf.schema.sections import MOST
 from conf.strict_yaml import parse, read_text
@@ -180,7 +181,7 @@ def _drawn_if_without_weights(run: Run) -> Run:
 def _one_host(run: Run) -> Run:
     """Give `layout: auto` without a number of GPUs all those of a host: of this host if the run stays on it."""
     gpu = hardware.of(run)
-    here = len(nvidia_smi.visible()) if gpu.cuda and run.gang.engine == "local" and run.layout.nodes == 1 else 0
+    here = len(nvidia_smi.visible()) if gpu.cuda and run.gang.engine == HERE and run.layout.nodes == 1 else 0
     each = min(here, gpu.per_host) or gpu.per_host
     return run.model_copy(update={"layout": run.layout.model_copy(update={"gpus_per_node": each})})
 

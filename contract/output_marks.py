@@ -31,7 +31,7 @@ from contract.faults import Fault
 from contract.files import is_partial, sync, write_atomically
 
 MARKER = ".finetune"
-OWNER = ".owner."  # trainer/startup/ownership.py: the process that writes there now
+OWNER = ".owner."  # contract/ownership.py: the process that writes there now
 PARTIAL = ".partial"  # suffix of the folder in which output is made that is replaced as a whole
 JOURNAL = "unfinished"  # its folder with a file for each finished part
 ASIDE = ".replaced"  # suffix of the previous output, on a file system that cannot exchange two names

@@ -12,7 +12,6 @@ and make it anew only if there are seconds left.
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
-import hashlib
 import importlib
 import json
 import subprocess
@@ -33,7 +32,7 @@ from prefect.settings import get_current_settings
 from prefect.utilities.callables import parameter_schema
 
 from conf.load import load
-from contract import closed_pipe
+from contract import checksums, closed_pipe
 from contract.faults import Fault
 from contract.installation import CODE, FILES, home
 from flows import arguments, automations
@@ -185,7 +184,7 @@ def keep(name: str, deployment: dict, edited: dict) -> set[str]:
 
 def remembered(name: str) -> str:
     """Name of the variable of a deployment."""
-    return f"{DEPLOYED}_{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+    return f"{DEPLOYED}_{checksums.of(name)[:12]}"
 
 
 def read_deployed(client: SyncPrefectClient, name: str) -> dict[str, str]:
@@ -205,7 +204,7 @@ def write_deployed(client: SyncPrefectClient, name: str, digests: dict[str, str]
 
 
 def digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:6]
+    return checksums.of_json(value)[:6]
 
 
 # Where the last deployment is not known, whether a deployment is paused: prefect.yaml never says so, `prefect deploy`

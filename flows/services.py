@@ -13,7 +13,6 @@ limit.
 # pyright: reportOptionalMemberAccess=false
 
 import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -25,16 +24,18 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from conf.schema.named import POOLS
 from contract import closed_pipe, json_object
 from contract.faults import Fault
 from contract.files import write_atomically
+from contract.ownership import try_lock
 from contract.processes import started
 from flows import arguments, packages, scheduling
 from flows.arguments import refused
 from flows.scheduling import Trouble
 from tasks.run.places import runs_folder
 from tasks.servers import prefect_server
-from tasks.servers.prefect_server import HOST, SERVICES, answers, locked
+from tasks.servers.prefect_server import HOST, SERVICES, answers
 from tasks.servers.waiting import Wait, say
 from tasks.store.durable import plainly
 
@@ -61,13 +62,13 @@ def up() -> int:
     say("make up: Prefect server, MLflow server, workers, deployments")
     with _turn():
         running = _running()
-        workers = [f"worker-finetune-{kind}" for kind in ["cpu"] + ["gpu"] * _has_gpu()]
+        workers = [f"worker-{POOLS[kind]}" for kind in ["cpu"] + ["gpu"] * _has_gpu()]
         if {"prefect", "mlflow", *workers} <= {*running}:
             say("already up:")
             status()
         _start_servers(running)
         environment = _environment(running)
-        for pool in ("finetune-cpu", "finetune-gpu", "finetune-nodes"):
+        for pool in POOLS.values():
             if not answers(f"{environment['PREFECT_API_URL']}/work_pools/{pool}", 30):  # edits there stay
                 _done(environment, str(BIN / "prefect"), "work-pool", "create", pool, "--type", "process")
         say("deployments: compared with prefect.yaml")
@@ -123,7 +124,7 @@ def _start_servers(running: dict) -> None:
     _wait_until_healthy("prefect", running["prefect"], "/api/health")
     with (runs_folder() / "mlflow.db.lock").open("w") as lock:  # a run makes the tables as well; two at once break them
         wait = Wait("MLflow's database, which a run has locked", READY_WITHIN)
-        while not locked(lock.fileno(), fcntl.LOCK_EX):
+        while not try_lock(lock.fileno()):
             wait.pause()
         if "mlflow" not in running:
             running["mlflow"] = _start_mlflow()
@@ -151,7 +152,7 @@ def _turn() -> Iterator[None]:
     """Let one `make up` or `make down` work at a time. The kernel ends the turn with its process."""
     with (_folder() / "turn").open("a+") as file:
         wait = None
-        while not locked(file.fileno(), fcntl.LOCK_EX):
+        while not try_lock(file.fileno()):
             if wait is None:
                 file.seek(0)
                 wait = Wait(f"another make up or make down (process {file.read()}) is under way", OTHER_WITHIN)

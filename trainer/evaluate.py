@@ -27,7 +27,6 @@ With evaluate.adapter=unmerged the model is paths.model, served with the adapter
 # pyright: reportArgumentType=false
 
 import contextlib
-import hashlib
 import importlib.metadata
 import json
 import shutil
@@ -40,7 +39,7 @@ from pathlib import Path
 
 from conf.rules.serving import may_be_apart, precision, rounding
 from conf.schema.run import Run
-from contract import output_marks
+from contract import checksums, output_marks
 from contract.amounts import size
 from contract.faults import Fault, line_of
 from contract.files import write_atomically
@@ -161,7 +160,7 @@ class Progress:
 
 def _chat_template(folder: Path) -> str | None:
     template = folder / "chat_template.jinja"
-    return hashlib.sha256(template.read_bytes()).hexdigest() if template.exists() else None
+    return checksums.of(template.read_bytes()) if template.exists() else None
 
 
 def _versions() -> dict[str, str]:

@@ -41,10 +41,10 @@ def main(run: Run) -> None:
     device.start()
     if run.gang.preflight and "GANG_ATTEMPT" in os.environ:
         preflight.main(run)
+    from trainer import objectives
     from trainer.megatron import next_batch
     from trainer.megatron.model import open_bridge
     from trainer.megatron.next_batch import NextBatch
-    from trainer.objectives import forward
     from trainer.patches import resharding
     from trainer.patches.checkpoints import exchanged_states
     from trainer.training.learning_check import LearningCheck
@@ -61,7 +61,7 @@ def main(run: Run) -> None:
     start = done[-1] if done else 0
     with megatron_to(Path(run.paths.logs)):
         bridge = open_bridge(run)
-        config, forward_step = make_config(run, bridge, start or None), forward.step(run)
+        config, forward_step = make_config(run, bridge, start or None), objectives.step(run)
         attention.check(run, config.model)
         if finished:
             load_only(config)

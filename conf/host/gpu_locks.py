@@ -18,7 +18,6 @@ not covered: memory that they use is waited for, reported, and never freed by fo
 from __future__ import annotations  # flows/doctor.py runs on Python 3.8
 
 import contextlib
-import fcntl
 import json
 import os
 import secrets
@@ -31,8 +30,10 @@ from pathlib import Path
 from conf.host import gpu_queue, nvidia_smi
 from conf.host.gpu_queue import Wish
 from conf.host.nvidia_smi import listed, visible
+from contract import ownership
 from contract.amounts import clock
 from contract.faults import Fault
+from contract.ownership import try_lock
 from contract.processes import suspended
 
 HELD = "HOST_GPUS_HELD"
@@ -210,11 +211,11 @@ class _Queue:
             except OSError:
                 continue
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                with contextlib.suppress(OSError):  # another account's, in a folder where each removes its own
-                    path.unlink()
-            except BlockingIOError:
-                found += _wish(path, descriptor)
+                if not try_lock(descriptor):
+                    found += _wish(path, descriptor)
+                else:
+                    with contextlib.suppress(OSError):  # another account's, in a folder where each removes its own
+                        path.unlink()
             finally:
                 os.close(descriptor)
         return found
@@ -226,7 +227,7 @@ class _Queue:
         with contextlib.suppress(OSError):  # a full disk: it waits without a place, and is served all the same
             path = folder() / "queue" / f"{wish.number:09d}-{secrets.token_hex(4)}.json"
             self._descriptor, self._path = _open(path), path
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            ownership.lock(self._descriptor)
             os.pwrite(self._descriptor, json.dumps(asdict(wish)).encode(), 0)
 
     def leave(self) -> None:
@@ -248,10 +249,7 @@ def _turn() -> Iterator[bool]:
         raise Fault(f"FINETUNE_LOCKS: {folder()}: {error.strerror}; {needed}") from None
     until = time.monotonic() + 2 * TRIED
     try:
-        while True:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+        while not try_lock(descriptor):
             if time.monotonic() > until:
                 yield False
                 return
@@ -259,7 +257,7 @@ def _turn() -> Iterator[bool]:
         try:
             yield True
         finally:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a process that was forked just now has it too
+            ownership.unlock(descriptor)  # also where a process that was forked just now has it too
     finally:
         os.close(descriptor)
 
@@ -269,12 +267,9 @@ def _owners(gpus: tuple[str, ...]) -> dict[str, Owner]:
     found = {}
     for gpu in gpus:
         descriptor = _open(folder() / f"{gpu}.lock")
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(descriptor):
             found[gpu] = _read(descriptor)
-        finally:
-            os.close(descriptor)
+        os.close(descriptor)
     return found
 
 
@@ -284,11 +279,11 @@ def _lock(gpus: tuple[str, ...]) -> tuple[int, ...]:
     try:
         for gpu in gpus:
             descriptors.append(_open(folder() / f"{gpu}.lock"))
-            fcntl.flock(descriptors[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException as error:
+            if not try_lock(descriptors[-1]):
+                Hold(gpus, tuple(descriptors)).close()
+                return ()
+    except BaseException:
         Hold(gpus, tuple(descriptors)).close()
-        if isinstance(error, BlockingIOError):
-            return ()
         raise
     return tuple(descriptors)
 

@@ -159,9 +159,10 @@ def logits(run: Run, facts: ModelFacts) -> int:
     # A policy's come in fp32 (trainer/reinforcement/policy/exact_logits.py), and their gradient is rounded.
     exact = reinforcement.is_policy(run) and run.train.precision == "bf16"
     of_each = t.byte + (4 if exact else 0)
-    own_loss = run.train.objective == "distill" or run.train.precision == "fp16"
+    has_teacher = objectives.has_teacher(run)
+    own_loss = has_teacher or run.train.precision == "fp16"
     copied = 0 if own_loss else rows * (4 if exact else t.byte)
-    in_fp32 = 12 * rows if run.train.objective == "distill" else 8 * rows if twice else 0
+    in_fp32 = 12 * rows if has_teacher else 8 * rows if twice else 0
     return rows * of_each * (1 + (facts.mtp_layers if run.model.mtp else 0)) + copied + in_fp32
 
 

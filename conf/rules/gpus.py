@@ -11,6 +11,7 @@ such as export, compute on CPUs. So does convert; over the hosts of training it 
 from dataclasses import dataclass
 
 from conf.rules import reinforcement
+from conf.schema.named import HERE
 from conf.schema.run import Run
 
 
@@ -25,7 +26,7 @@ class Share:
     @property
     def here(self) -> bool:
         """Whether it runs on the flow's host, not on hosts of its engine."""
-        return self.engine in (None, "local")
+        return self.engine in (None, HERE)
 
     def of(self, host: int) -> int:
         """GPUs that the stage takes of a host with `host` GPUs."""
@@ -46,7 +47,7 @@ def takes(run: Run, stage: str, leaves: bool = False) -> Share:
     `leaves` is whether the run needs GPUs and the flow's host has none: evaluations then run elsewhere if may_leave().
     """
     layout, evaluate, engine = run.layout, run.evaluate, run.gang.engine
-    alone = layout.nodes == 1 and engine == "local"
+    alone = layout.nodes == 1 and engine == HERE
     spread = stage.partition("-")[0] == "convert" and run.convert.hosts == "all" and not alone
     if stage in ("train", "reference") or spread:
         return Share(layout.nodes, layout.gpus_per_node, None if alone else engine)
@@ -67,7 +68,7 @@ def takes(run: Run, stage: str, leaves: bool = False) -> Share:
 
 def may_leave(run: Run) -> bool:
     """Whether an evaluation of the flow's host may run on a host of training instead, if the flow's has no GPUs."""
-    return (run.evaluate.nodes or 1) == 1 and run.evaluate.engine is None and run.gang.engine != "local"
+    return (run.evaluate.nodes or 1) == 1 and run.evaluate.engine is None and run.gang.engine != HERE
 
 
 def beside(run: Run, host: int) -> bool:

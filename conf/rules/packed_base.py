@@ -103,10 +103,6 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "model.base", f"{base}, but dora needs norms of the weights; bf16, or adapter.kind lora"
     if run.train.fp8:
         yield "model.base", f"{base}, but train.fp8 {run.train.fp8} keeps other copies of the weights; bf16, or null"
-    if run.train.objective == "dpo":
-        yield "model.base", f"{base}, but train.objective dpo compares with the unpacked base; bf16"
-    if run.convert.to == "packed" and run.train.objective == "distill":
-        yield "convert.to", "packed, but train.objective distill reads its teacher's base unpacked; none"
     if run.reinforce.steps:
         yield "model.base", f"{base}, but reinforce.steps {run.reinforce.steps} samples from unpacked weights; bf16"
 

@@ -11,7 +11,6 @@ unfit(run, place, kind)      why prepared data of a kind have no prompts
 unlike(run, facts)           why a model does not support the section's values
 """
 
-import hashlib
 import math
 from collections.abc import Iterator
 
@@ -19,6 +18,7 @@ from conf import rewards
 from conf.model_facts import ModelFacts
 from conf.rules import serving
 from conf.schema.run import Run
+from contract import checksums
 from contract.faults import Fault
 
 ANSWERS = 2**20  # maximum per step: a step is one file of the journal, in the memory of every training process
@@ -181,7 +181,7 @@ def _content(key: str, place: str) -> str:
             name, text = rewards.function(place, rewards.CALLED_WITH[key])
     except Fault as fault:
         raise Fault(f"reinforce.{key}: {fault}") from None
-    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}" + (f":{name}" if name else "")
+    return f"sha256:{checksums.of(text)}" + (f":{name}" if name else "")
 
 
 def _places(run: Run) -> Iterator[tuple[str, str]]:

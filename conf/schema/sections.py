@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from conf.schema.bearing import NOWHERE, bears, is_declared
+from conf.schema.named import HERE, NODES_POOL, Engine, Network
 
 COUNTED = 2**31 - 1  # largest signed 32-bit integer; the product of two such counts fits into 64 bits
 LONGEST = 255  # bytes of a file's name, the limit of file systems
@@ -314,7 +315,7 @@ class Evaluate(Section):
         description="GPUs of a host, vLLM's tensor parallel degree; null = the fewest on which all questions fit at "
         "once, without a plan all of the host",
     )
-    engine: Annotated[Literal["local", "prefect", "slurm", "kubernetes"] | None, NOWHERE] = Field(
+    engine: Annotated[Engine | None, NOWHERE] = Field(
         default=None,
         description="engine that starts it on separate hosts; null = gang.engine if several hosts serve or this host "
         "has no GPU",
@@ -348,11 +349,11 @@ class Evaluate(Section):
 class Gang(Section):
     """Start, watch and restart of a run over several hosts; never part of the run's identity."""
 
-    engine: Annotated[Literal["local", "prefect", "slurm", "kubernetes"], NOWHERE] = Field(
-        default="local", description="engine that starts a process group per host; local = all of them on this host"
+    engine: Annotated[Engine, NOWHERE] = Field(
+        default=HERE, description="engine that starts a process group per host; local = all of them on this host"
     )
     pool: Annotated[Text, NOWHERE] = Field(
-        default="finetune-nodes", description="for prefect: work pool with one worker per host"
+        default=NODES_POOL, description="for prefect: work pool with one worker per host"
     )
     start_within: Annotated[float, NOWHERE] = Field(
         default=900, ge=0.1, le=10**6, description="seconds in which all hosts must join; otherwise they are released"
@@ -386,8 +387,8 @@ class Gang(Section):
     preflight: Annotated[bool, NOWHERE] = Field(
         default=True, description="measure hosts and network before the model is loaded"
     )
-    network: Annotated[Literal["ib-h100", "roce", "efa-p5", "efa-p6-b200", "nvl72", "ethernet"] | None, NOWHERE] = (
-        Field(default=None, description="preset of conf/network.py for the network between hosts; null = none")
+    network: Annotated[Network | None, NOWHERE] = Field(
+        default=None, description="preset of conf/network.py for the network between hosts; null = none"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from conf.schema.bearing import NOWHERE, bears
+from conf.schema.named import Objective
 from conf.schema.sections import Count, IntervalOrNever, Number, Place, Section, Seed, Text
 
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
@@ -16,7 +17,7 @@ RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "m
 class Train(Section):
     """Objective, steps, batches and the memory for activations."""
 
-    objective: Annotated[Literal["sft", "dpo", "distill"], bears("train", absent="sft")] = Field(
+    objective: Annotated[Objective, bears("train", absent="sft")] = Field(
         default="sft",
         description="sft = the next token of answers or texts; dpo = prefer the chosen to the rejected answer; distill "
         "= the teacher's distribution of the next token of answers",

@@ -2,6 +2,7 @@
 
 import yaml
 
+from conf.schema.named import POOLS
 from contract.faults import Fault
 
 NAME = "prefect.own.yaml"
@@ -26,7 +27,7 @@ def with_deployment(text: str, name: str, description: str, cuda: bool) -> str:
         f"    entrypoint: {FLOW}\n"
         f"    parameters: {{conf: {name}}}\n"
         f"    work_pool:\n"
-        f"      name: finetune-{pool}\n"
+        f"      name: {POOLS[pool]}\n"
         f'      job_variables: {{env: {{PREFECT_FLOWS_HEARTBEAT_FREQUENCY: "30"}}}}\n'
         f"    tags: [{pool}]\n"
         f"    concurrency_limit: {{limit: 1, collision_strategy: ENQUEUE}}\n"

@@ -8,7 +8,6 @@
 
 # pyright: reportArgumentType=false
 
-import hashlib
 import json
 import re
 import shutil
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.host import nvidia_smi
-from contract import json_object
+from contract import checksums, json_object
 from contract.faults import Fault, Stopped
 from contract.files import write_atomically
 from flows.study.rows import Row
@@ -44,11 +43,9 @@ class How:
 @cache
 def versions() -> dict[str, str]:
     """Versions of all that decides on a measurement: packages, the trainer's code, and the device."""
-    code = hashlib.sha256()
-    for file in sorted(file for folder in CODE for file in (launch.ROOT / folder).rglob("*.py")):
-        code.update(str(file.relative_to(launch.ROOT)).encode() + b"\0" + file.read_bytes())
+    code = checksums.of_code(launch.ROOT, CODE)
     found = {name: _version(name) for name in PACKAGES}
-    return found | {"the trainer's code": code.hexdigest()[:12], "device": nvidia_smi.kind() or "cpu"}
+    return found | {"the trainer's code": code, "device": nvidia_smi.kind() or "cpu"}
 
 
 def _version(package: str) -> str:
@@ -61,7 +58,7 @@ def _version(package: str) -> str:
 def of_row(row: Row) -> str:
     """Digest of the configuration that is measured; keys that come later do not change it."""
     run = row.run().model_dump(mode="json", exclude={"paths"}, exclude_defaults=True)
-    return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
+    return checksums.of_json(run)
 
 
 def kept(folder: Path, row: Row, how: How | None = None) -> dict[str, Any] | None:

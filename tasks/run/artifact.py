@@ -11,7 +11,6 @@ stage.
 """
 
 import contextlib
-import hashlib
 import json
 import math
 import shutil
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from contract import checksums
 from contract.faults import Fault
 from tasks.run import lease
 from tasks.run.progress import Progress
@@ -41,7 +41,7 @@ class Stage:
 
     @property
     def fingerprint(self) -> str:
-        return hashlib.sha256(canonical(asdict(self)).encode()).hexdigest()[:16]
+        return checksums.of(canonical(asdict(self)))[:16]
 
     @property
     def key(self) -> str:
@@ -70,7 +70,7 @@ class Artifact:
     def digest(self) -> str:
         """Digest of the content. It may differ between two artifacts of the same inputs."""
         lines = [f"{name} {file.sha256}\n" for name, file in sorted(self.files.items())]
-        return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+        return checksums.of("".join(lines))[:16]
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,13 @@ object's tag: if two processes try at the same time, one gets the lease.
 
 import contextlib
 import json
-import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
+from contract import ownership
 from contract.faults import Stopped
-from contract.processes import started
 from tasks.store import Store
 
 RENEWED = 5.0  # seconds between renewals
@@ -71,7 +68,7 @@ class Lease:
             tag = self.store.replace(self.key, _encode(self._content), self._tag)
             if tag is None:  # perhaps an earlier renewal succeeded and only its answer was lost
                 entry = self.store.read(self.key)
-                if entry is None or _decode(entry[0]).get("id") != self._content["id"]:
+                if entry is None or ownership.decode(entry[0]).get("id") != self._content["id"]:
                     self.taken.set()
                     self.lost.set()
                     return
@@ -89,7 +86,7 @@ def hold(
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Lease]:
     """Wait until the lease is free or dead, and hold it. waiting(text) is called once per holder, with its name."""
-    content = {"id": secrets.token_hex(8), "beat": 0, "about": about} | _myself()
+    content = {"id": secrets.token_hex(8), "beat": 0, "about": about} | ownership.me()
     lease = Lease(store, key, _take(store, key, content, waiting, stop), content)
     try:
         yield lease
@@ -100,8 +97,8 @@ def hold(
 def holder(store: Store, key: str) -> str | None:
     """Description of the lease's holder; None without a holder, or if it is a dead process of this host."""
     entry = store.read(key)
-    other = _decode(entry[0]) if entry else {}
-    return _name(other) if other and not _is_gone(other) else None
+    other = ownership.decode(entry[0]) if entry else {}
+    return ownership.name(other) if other and not ownership.ended(other) else None
 
 
 def _take(store: Store, key: str, content: dict, waiting: Callable[[str], None], stop: Callable[[], bool]) -> str:
@@ -112,46 +109,19 @@ def _take(store: Store, key: str, content: dict, waiting: Callable[[str], None],
         entry = store.read(key)
         if entry is None:
             continue  # it was just released
-        other, tag = _decode(entry[0]), entry[1]
+        other, tag = ownership.decode(entry[0]), entry[1]
         if tag != seen:
             seen, since = tag, time.monotonic()
-        if _is_gone(other) or time.monotonic() - since > EXPIRES:
-            waiting(f"takes over from {_name(other)}, which has died")
+        if ownership.ended(other) or time.monotonic() - since > EXPIRES:
+            waiting(f"takes over from {ownership.name(other)}, which has died")
             if mine := store.replace(key, _encode(content), tag):
                 return mine
             continue
         if reported != other.get("id", ""):
             reported = other.get("id", "")
-            waiting(f"waits for {_name(other)}, which makes the same")
+            waiting(f"waits for {ownership.name(other)}, which makes the same")
         time.sleep(POLLED)
     raise Stopped(f"{key}: stopped while another process was making it")
-
-
-def _myself() -> dict:
-    return {"host": socket.gethostname(), "boot": _boot(), "pid": os.getpid(), "started": started(os.getpid())}
-
-
-def _boot() -> str:
-    """Id of this boot of the machine and of this container's process namespace."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-
-
-def _is_gone(other: dict) -> bool:
-    return other.get("boot") == _boot() and started(other["pid"]) != other["started"]
-
-
-def _name(content: dict) -> str:
-    about = content.get("about") or "a process"
-    return f"{about} (process {content.get('pid', 'unknown')} on {content.get('host', 'an unknown host')})"
-
-
-def _decode(data: bytes) -> dict:
-    """Content of a lease; empty if it is damaged. Such a lease is not renewed, and expires like any other."""
-    try:
-        content = json.loads(data)
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) and {"boot", "pid", "started"} <= {*content} else {}
 
 
 def _encode(content: dict) -> bytes:

@@ -6,7 +6,6 @@ LOCK and SOCKET are file descriptors: the lock of the database, which ends with 
 USERS is the file on which each user holds a shared lock. LIST is the file of `make up`: a server in it keeps running.
 """
 
-import fcntl
 import json
 import os
 import socket
@@ -21,8 +20,8 @@ from prefect.server.database.configurations import AioSqliteConfiguration
 from prefect.settings import get_current_settings
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from contract.ownership import try_lock, unlock
 from contract.processes import started
-from tasks.servers.prefect_server import locked
 
 LOOKS = 0.5  # seconds between checks of its users
 ENDS_WITHIN = 10.0  # seconds, after which open connections are cut
@@ -65,8 +64,8 @@ def _end_unused(server: uvicorn.Server, users: Path, listed: Path) -> None:
     This process holds the lock until its end: a new command waits for the end, and starts a new server.
     """
     file, me = os.open(users, os.O_RDWR), {"pid": os.getpid(), "started": started(os.getpid())}
-    while _lists(listed, me) or not locked(file, fcntl.LOCK_EX) or _lists(listed, me):
-        fcntl.flock(file, fcntl.LOCK_UN)
+    while _lists(listed, me) or not try_lock(file) or _lists(listed, me):
+        unlock(file)
         time.sleep(LOOKS)
     server.should_exit = True
     time.sleep(ENDS_WITHIN)

@@ -12,7 +12,6 @@ URL. Two files next to it carry file locks, which the kernel releases when their
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from contract import installation
 from contract.faults import Fault
+from contract.ownership import try_lock
 from contract.processes import started
 from tasks.run.places import runs_folder
 from tasks.servers.waiting import Wait, say
@@ -83,7 +83,7 @@ def join(say: Callable[[str], None] = say) -> tuple[dict, int]:
     log = runs_folder() / SERVICES / "prefect.log"
     is_new = "" if database.exists() else ", which creates its database first"
     wait = Wait("Prefect server", limit, log, say)
-    while not locked(user, fcntl.LOCK_SH):  # a server without users is ending
+    while not try_lock(user, shared=True):  # a server without users is ending
         wait.pause()
     process = None
     while True:
@@ -116,7 +116,7 @@ def users(server: dict) -> list[int] | None:
     except OSError:
         return None
     try:
-        if locked(file, fcntl.LOCK_EX):
+        if try_lock(file):
             return None
         number = str(os.fstat(file).st_ino)
     finally:
@@ -149,7 +149,7 @@ def _start(database: Path, log: Path) -> subprocess.Popen | None:
     """Start the server, which inherits the lock of the database. None if another process has the lock."""
     lock = os.open(_lock_file(database, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        if not locked(lock, fcntl.LOCK_EX):
+        if not try_lock(lock):
             return None
         with plainly(log.parent):
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -209,15 +209,6 @@ def _connection_url() -> str:
 
 def _lock_file(database: Path, what: str) -> Path:
     return database.with_name(f"{database.name}.{what}")
-
-
-def locked(file: int, how: int) -> bool:
-    """Take a file lock without waiting. Returns False if another process holds it."""
-    try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
 
 
 def _require_answer() -> None:

@@ -10,14 +10,13 @@ Not covered: clocks that are set back, and writes to the disk that bypass the fi
 # pyright: reportArgumentType=false
 
 import contextlib
-import hashlib
 import json
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from contract import regular_files
+from contract import checksums
 from contract.faults import Fault
 from contract.files import write_atomically
 
@@ -38,7 +37,7 @@ def digests(files: Sequence[Path], memory: Path) -> list[str]:
             if known.get(path, {}).get("stamp") == stamp:
                 result.append(known[path]["sha256"])
                 continue
-            digest = _digest(file)
+            digest = checksums.of_file(file)
             if _stamp(file) != stamp:
                 raise Fault(f"{file}: is being written to; start again when it is finished")
         except OSError as error:
@@ -54,11 +53,6 @@ def digests(files: Sequence[Path], memory: Path) -> list[str]:
 def _stamp(file: Path) -> Stamp:
     status = file.stat()
     return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
-
-
-def _digest(file: Path) -> str:
-    with regular_files.open_regular(file) as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _read(memory: Path) -> dict[str, dict]:

@@ -8,14 +8,13 @@ files; this module reads no rows.
 """
 
 import glob
-import hashlib
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from conf.schema import row_files
 from conf.schema.data import Part
-from contract import indexed_files, regular_files
+from contract import checksums, indexed_files, regular_files
 from contract.faults import Fault
 from tasks.sources import hub
 from tasks.sources.file_digests import digests
@@ -109,7 +108,7 @@ def _content(source: str, key: str, memory: Path) -> str:
     except Fault as fault:
         raise Fault(f"{key}: {fault}") from None
     lines = [f"{_ending(path.name)} {digest}\n" for path, digest in zip(paths, contents, strict=True)]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    return checksums.of("".join(lines))
 
 
 def files(source: str, key: str) -> list[Path]:

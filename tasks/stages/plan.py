@@ -36,6 +36,7 @@ from conf.planner.verdict import Plan
 from conf.rules import conversion, objectives, reinforcement, schedule, serving
 from conf.schema.data import Data
 from conf.schema.model import Drawn
+from conf.schema.named import HERE
 from conf.schema.run import Run
 from contract.amounts import dollars
 from contract.faults import ConfigError, Fault
@@ -178,7 +179,7 @@ def _known(data: Data) -> list[tuple[str, str]]:
 def _evaluates_here(run: Run) -> bool:
     """Whether evaluations run on this host, and not on hosts of an engine."""
     elsewhere = job_of("evaluate", run)
-    return elsewhere is None or elsewhere.run.gang.engine == "local"
+    return elsewhere is None or elsewhere.run.gang.engine == HERE
 
 
 def _is_cpu_build() -> bool:

@@ -4,7 +4,6 @@ The tokenizer comes from the model, so the model is an input; its weights are no
 processes nor the place of a source is part of the identity.
 """
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from conf.rules.sequences import lacking
 from conf.schema import identity
 from conf.schema.data import Data, Part
 from conf.schema.run import Run
-from contract import regular_files
+from contract import checksums, regular_files
 from contract.faults import Fault
 from tasks.pages import data_report
 from tasks.run import launch
@@ -154,6 +153,6 @@ def _here(stage_run: StageRun, model: Artifact, work: Work) -> Run:
 def _template(name: str) -> str:
     """Digest of a Jinja file. Its path is not part of the identity."""
     try:
-        return f"sha256:{hashlib.sha256(regular_files.read(Path(name).expanduser())).hexdigest()}.jinja"
+        return f"sha256:{checksums.of(regular_files.read(Path(name).expanduser()))}.jinja"
     except Fault as fault:
         raise Fault(f"data.template: {fault}") from None

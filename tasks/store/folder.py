@@ -5,9 +5,7 @@ Empty folders are ignored, as an object store has none.
 """
 
 import contextlib
-import fcntl
 import functools
-import hashlib
 import os
 import shutil
 import threading
@@ -17,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from contract import checksums, ownership
 from contract.faults import Fault
 
 BLOCK = 1 << 20  # bytes per read: hashlib releases the interpreter lock, and 16 threads hold 16 MiB
@@ -89,7 +88,7 @@ def inside(folder: Path, names: Iterable[str]) -> dict[str, Path]:
 
 def sha256(path: Path) -> str:
     with path.open("rb", buffering=0) as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+        return checksums.of_stream(f)
 
 
 def matches(path: Path, file: File) -> bool:
@@ -116,7 +115,7 @@ def _lock(partials: Path) -> IO[bytes]:
         with contextlib.suppress(FileNotFoundError):
             partials.mkdir(exist_ok=True)
             f = open(partials / "lock", "ab")  # noqa: SIM115  the caller closes it, which unlocks
-            fcntl.flock(f, fcntl.LOCK_EX)
+            ownership.lock(f.fileno())
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(partials / "lock").st_ino == os.fstat(f.fileno()).st_ino:
                     return f

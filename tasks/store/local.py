@@ -10,8 +10,6 @@ ones. `changed` detects such writes. `get` always copies, for the same reason; r
 
 import contextlib
 import errno
-import fcntl
-import hashlib
 import json
 import os
 import time
@@ -20,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from contract import checksums, ownership
 from contract.faults import Fault
 from tasks.store import folder as folders
 from tasks.store.durable import copy, into_place, plainly, sync, tag_of, write_durably
@@ -229,7 +228,7 @@ class LocalStore:
             else:
                 with partial.open("rb", buffering=0) as f:
                     before = os.fstat(f.fileno())
-                    digest = hashlib.file_digest(f, "sha256").hexdigest()
+                    digest = checksums.of_stream(f)
                     os.fsync(f.fileno())
                     after = os.fstat(f.fileno())
                 if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
@@ -270,8 +269,7 @@ class LocalStore:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Hold the lock for one comparison and one rename. The lock of a dead process is released, on NFS too."""
-        with open(self._partial().parent.parent / "lock", "ab") as f:
-            fcntl.flock(f, fcntl.LOCK_EX)
+        with ownership.locked(self._partial().parent.parent / "lock"):
             yield
 
     def _prune(self, folder: Path) -> None:
@@ -283,7 +281,7 @@ class LocalStore:
             folder = folder.parent
 
     def _verified_at(self, prefix: str) -> Path:
-        return self.root / OWN / "verified" / hashlib.sha256(prefix.encode()).hexdigest()
+        return self.root / OWN / "verified" / checksums.of(prefix)
 
     def _verified(self, prefix: str) -> dict[str, list[str]]:
         try:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from contract import checksums
 from contract.amounts import unlike
 from contract.faults import Fault
 from tasks.store import folder as folders
@@ -83,7 +84,7 @@ def _begin(store: S3Bucket, d: Download, meter: Meter) -> Iterable[Task] | None:
         return None
     if d.file.size <= PIECE:
         data = b"".join(stream(store, d.key, 0, d.file.size, d.file.size))
-        if hashlib.sha256(data).hexdigest() != d.file.sha256:
+        if checksums.of(data) != d.file.sha256:
             raise _not_as_recorded(store, d)
         d.partial.write_bytes(data)
         d.partial.replace(d.target)
@@ -201,7 +202,7 @@ def _read_journal(d: Download) -> set[int]:
 
 def _partial_name(name: str, file: File) -> str:
     """Name of a partial file. It depends on the expected content: a part of another version is not continued."""
-    return hashlib.sha256(f"{file.sha256} {name}".encode()).hexdigest()[:32] + ".part"
+    return checksums.of(f"{file.sha256} {name}")[:32] + ".part"
 
 
 def _check_space(folder: Path, partials: Path, files: dict[str, File], targets: dict[str, Path]) -> None:

@@ -11,7 +11,6 @@ The folder is removed when every service has accepted every event. Not covered: 
 not propagate flock.
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -23,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from contract.files import write_atomically
+from contract.ownership import try_lock
 
 log = logging.getLogger("finetune.tracking")
 
@@ -134,7 +134,7 @@ def create(root: Path, id: str, meta: dict) -> Journal:
     folder = root / f".{name}"  # hidden from other processes until it is locked
     folder.mkdir()
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    try_lock(lock)
     (folder / "meta.json").write_text(json.dumps({"attempt": name, "created": time.time(), **meta}))
     return Journal(folder.rename(root / name), lock)
 
@@ -173,11 +173,9 @@ def dead(root: Path) -> Iterator[Journal]:
 def _locked(folder: Path) -> int:
     """Take the lock of a journal. Raises BlockingIOError if another process holds it."""
     lock = os.open(folder / "lock", os.O_RDWR)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    if not try_lock(lock):
         os.close(lock)
-        raise
+        raise BlockingIOError
     return lock
 
 

@@ -11,7 +11,6 @@ migrations.
 
 # pyright: reportArgumentType=false
 
-import fcntl
 import json
 import logging
 import os
@@ -44,6 +43,7 @@ from mlflow.entities import (  # noqa: E402
 )
 from mlflow.exceptions import MlflowException, RestException  # noqa: E402
 
+from contract import ownership  # noqa: E402
 from tasks.tracking.outages import Away, Refused, line_of  # noqa: E402
 
 MOST = 1000  # entities of one log_batch, MLflow's limit
@@ -285,8 +285,9 @@ def _client(address: str) -> MlflowClient:
         return MlflowClient(address, address)
     path = Path(address.removeprefix("sqlite:///"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(path.name + ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two processes that create the tables at once break them
+    with ownership.locked(
+        path.with_name(path.name + ".lock")
+    ):  # two processes that create the tables at once break them
         if not path.exists():
             _make_database(path)
         client = MlflowClient(address, address)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from contract import ownership
 from flows import artifacts
 from tasks.run import artifact, lease
 from tasks.run.artifact import RECORD, Artifact, Stage
@@ -236,7 +237,7 @@ def test_a_run_that_makes_something_now_is_never_old(world):
 
 
 def test_what_a_dead_process_left_goes(world):
-    dead = {"id": "x", "about": "", "host": "here", "pid": 2**22 + 1, "started": "1", "boot": lease._boot()}
+    dead = {"id": "x", "about": "", "host": "here", "pid": 2**22 + 1, "started": "1", "boot": ownership.boot()}
     for name, content in (("d" * 16, json.dumps(dead).encode()), ("e" * 16, b"")):
         world.store.write(f"train/{name}/files/half", b"half")
         world.store.write(f"train/{name}/lease.json", content)

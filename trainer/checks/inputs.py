@@ -91,7 +91,7 @@ def _check_base(run: Run, mark: dict[str, Any]) -> None:
 def check_reference(run: Run) -> None:
     """Check the inputs of the reference."""
     if not objectives.has_reference(run):
-        raise Fault(f"train.objective: {run.train.objective} needs no reference; dpo and distill do")
+        raise Fault(f"train.objective: {run.train.objective} needs no reference model")
     facts, key, remedy = check_model(run), "paths.base", "python -m trainer.convert"
     scored = objectives.as_asked(run)
     if objectives.has_teacher(run):

@@ -7,7 +7,6 @@
 # pyright: reportArgumentType=false
 
 import contextlib
-import hashlib
 import json
 import shutil
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from typing import Any
 from conf.schema.data import Part
 from conf.schema.identity import of_section
 from conf.schema.run import Run
-from contract import output_marks, regular_files
+from contract import checksums, output_marks
 from contract.faults import Fault
 from contract.output_marks import DATA, PREPARING
 from trainer.data.read import sources
@@ -33,7 +32,7 @@ def of(run: Run, parts: Sequence[Part], splits: Sequence[int | None]) -> dict[st
     if run.data.packed:
         settings["multiple"] = packing.multiple(run)
     if run.data.template.endswith(".jinja"):
-        settings["template_file"] = digest(Path(run.data.template))
+        settings["template_file"] = checksums.of_file(Path(run.data.template))
     part_records = [
         {**part.model_dump(mode="json"), "given_split": split, "files": files(part)}
         for part, split in zip(parts, splits, strict=True)
@@ -45,7 +44,7 @@ def of(run: Run, parts: Sequence[Part], splits: Sequence[int | None]) -> dict[st
 def files(part: Part) -> list[dict[str, Any]]:
     """Return the files of a local source with size and digest."""
     paths = sources.files(part.source) if part.source and sources.is_local(part.source) else []
-    return [{"path": str(path), "size": path.stat().st_size, "sha256": digest(path)} for path in paths]
+    return [{"path": str(path), "size": path.stat().st_size, "sha256": checksums.of_file(path)} for path in paths]
 
 
 def unchanged(identity: dict[str, Any], parts: Sequence[Part]) -> None:
@@ -63,7 +62,7 @@ def is_made(out: Path, identity: dict[str, Any]) -> bool:
         return False
     entries = {out / name: entry for name, entry in manifest.get("files", {}).items()}
     return {key: manifest.get(key) for key in identity} == identity and all(
-        file.is_file() and file.stat().st_size == entry["size"] and digest(file) == entry["sha256"]
+        file.is_file() and file.stat().st_size == entry["size"] and checksums.of_file(file) == entry["sha256"]
         for file, entry in entries.items()
     )
 
@@ -91,7 +90,9 @@ def clear_up(folder: Path, identity: dict[str, Any]) -> None:
 
 def finish(output: Path, identity: dict[str, Any], facts: dict[str, Any], out: Path) -> None:
     """Rename the finished folder to `out`, replacing a previous one."""
-    entries = {file.name: {"size": file.stat().st_size, "sha256": digest(file)} for file in sorted(output.iterdir())}
+    entries = {
+        file.name: {"size": file.stat().st_size, "sha256": checksums.of_file(file)} for file in sorted(output.iterdir())
+    }
     write(output / MANIFEST, identity | facts | {"files": entries})
     output_marks.put_in_place(output, out, DATA)
     output_marks.remove(output.parent, PREPARING)
@@ -103,11 +104,3 @@ def _text(identity: dict[str, Any]) -> str:
 
 def write(file: Path, value: dict[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def digest(path: Path) -> str:
-    try:
-        with regular_files.open_regular(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise Fault(f"{path}: {error.strerror}") from None

@@ -21,11 +21,11 @@ from conf.rules import objectives, schedule
 from conf.rules.sequences import lacking
 from conf.schema import bearing, identity
 from conf.schema.run import Run
-from contract import checkpoints, json_object, regular_files
+from contract import checkpoints, checksums, json_object, regular_files
 from contract.faults import Fault
 from contract.processes import end_with_parent
 from trainer.data import preparation
-from trainer.data.identity import MANIFEST, digest
+from trainer.data.identity import MANIFEST
 from trainer.data.read import choose, sources
 from trainer.data.tokens import tokenizer
 from trainer.data.write import packing
@@ -214,7 +214,7 @@ def _changed(entries: list[dict[str, Any]]) -> Iterator[tuple[Path, str]]:
     if FAULT_FILE in os.environ or os.environ.get("LOCAL_RANK", "0") != "0":
         return  # the starter of this rank has read them already, or the first rank of this host does
     with ThreadPoolExecutor() as pool:
-        digests = pool.map(digest, [entry["path"] for entry in entries])
+        digests = pool.map(checksums.of_file, [entry["path"] for entry in entries])
         yield from ((e["path"], "changed") for e, now in zip(entries, digests, strict=True) if now != e["sha256"])
 
 
@@ -225,7 +225,7 @@ def _check_settings(place: Path, data: Prepared, run: Run, remedy: str = "") -> 
         compared -= {"seed"}  # decides only which rows share a sequence; training draws their order
     if run.data.template.endswith(".jinja"):
         compared -= {"template"}  # its content is compared instead
-        if digest(Path(run.data.template)) != data.settings.get("template_file"):
+        if checksums.of_file(Path(run.data.template)) != data.settings.get("template_file"):
             raise Fault(f"{run.data.template}: not the template that {place} was prepared with; {remedy or AGAIN}")
     unrecorded = identity.of_section(run.data, "prepare").keys() - data.settings.keys()  # absent keys
     settings = data.settings | {key: bearing.of(type(run.data).model_fields[key]).absent for key in unrecorded}

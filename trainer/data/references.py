@@ -19,12 +19,12 @@ import numpy as np
 
 from conf.rules import objectives
 from conf.schema.run import Run
-from contract import checkpoints, json_object, regular_files
+from contract import checkpoints, checksums, json_object, regular_files
 from contract.faults import Fault
 from contract.files import open_atomically, write_atomically
 from contract.output_marks import REFERENCE
 from trainer.data import prepared
-from trainer.data.identity import MANIFEST, digest
+from trainer.data.identity import MANIFEST
 
 MARK = REFERENCE.mark
 ARRAYS = ("values", "ids")  # files of arrays; dpo has only values
@@ -51,7 +51,7 @@ class Likeliest:
 
 def required_facts(run: Run) -> dict[str, Any]:
     """Return the facts of the references that a run needs. Training does not have the teacher's base."""
-    facts = {"objective": run.train.objective, "rows": digest(prepared.folder(run) / MANIFEST)}
+    facts = {"objective": run.train.objective, "rows": checksums.of_file(prepared.folder(run) / MANIFEST)}
     facts["precision"] = run.train.precision
     if objectives.has_teacher(run):
         return facts | {"top_k": run.train.teacher_top_k, "temperature": run.train.distill_temperature}
@@ -64,7 +64,7 @@ def _adapter(run: Run) -> dict[str, str]:
     if not objectives.has_starting_adapter(run):
         return {}
     weights = Path(str(run.model.adapter)).expanduser() / "adapter_model.safetensors"
-    return {"adapter": digest(weights)} if weights.exists() else {}
+    return {"adapter": checksums.of_file(weights)} if weights.exists() else {}
 
 
 def recorded_facts(run: Run) -> dict[str, Any]:

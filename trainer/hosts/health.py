@@ -8,8 +8,6 @@ entries of the kernel's log.
 """
 
 import contextlib
-import hashlib
-import json
 import os
 import shutil
 import socket
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema.run import Run
+from contract import checksums
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "nvidia-nccl-cu13", "transformers")
@@ -28,10 +27,10 @@ SLOWDOWNS = {0x8: "hardware slowdown", 0x40: "too hot (hardware)", 0x80: "power 
 
 
 def of_host(run: Run, disk_bytes: int) -> dict[str, Any]:
-    text = json.dumps(run.model_dump(mode="json"), sort_keys=True)
     facts: dict[str, Any] = {"host": socket.gethostname(), "node": int(os.environ.get("GROUP_RANK", "0"))}
-    facts["versions"] = {name: _version(name) for name in PACKAGES} | {"the trainer's code": _code()}
-    facts["versions"]["the configuration"] = hashlib.sha256(text.encode()).hexdigest()[:12]
+    facts["versions"] = {name: _version(name) for name in PACKAGES}
+    facts["versions"]["the trainer's code"] = checksums.of_code(ROOT, ("contract", "conf", "trainer"))
+    facts["versions"]["the configuration"] = checksums.of_json(run.model_dump(mode="json"))[:12]
     facts["adapters"] = _rdma()
     facts["memory_available"] = _memory_available()
     with contextlib.suppress(OSError):
@@ -45,15 +44,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "none"
-
-
-def _code() -> str:
-    """Digest of the code that runs here, committed or not."""
-    digest = hashlib.sha256()
-    for folder in ("contract", "conf", "trainer"):
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def _rdma() -> dict[str, str]:

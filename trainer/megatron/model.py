@@ -119,7 +119,7 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
 
     if run.model.dropout is not None:
         provider.hidden_dropout = provider.attention_dropout = run.model.dropout
-    elif train.objective == "dpo":  # the release's dropout would make each answer differ from its reference
+    elif objectives.of(run).reference == "start":  # else dropout changes each answer
         provider.hidden_dropout = provider.attention_dropout = 0.0
 
     provider.recompute_granularity = None if train.recompute == "none" else train.recompute

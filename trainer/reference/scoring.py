@@ -26,7 +26,8 @@ from conf.rules.objectives import AT_ONCE
 from conf.schema.run import Run
 from trainer.data import prepared, references
 from trainer.megatron.token_files import Answers, Rows, file
-from trainer.objectives.forward import TeacherStep, scores
+from trainer.objectives.distill import TeacherStep
+from trainer.objectives.dpo import scores
 from trainer.reference import parts
 from trainer.startup import heartbeat
 from trainer.startup.console import say

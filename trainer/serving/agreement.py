@@ -20,7 +20,6 @@ bound holds.
 """
 
 import contextlib
-import hashlib
 import json
 import math
 from itertools import chain
@@ -29,6 +28,7 @@ from pathlib import Path
 from conf.model_files import config_json
 from conf.rules.serving import is_apart, rounding
 from conf.schema.run import Run
+from contract import checksums
 from contract.faults import Fault
 from contract.files import write_atomically
 from trainer.data.rows import Row
@@ -55,7 +55,7 @@ def rows(run: Run) -> list[Row]:
 def fingerprint(run: Run) -> str:
     """Digest of the rows and the template, which decide the compared tokens."""
     facts = [prompts.record(run), rows(run)]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return checksums.of_json(facts)
 
 
 def place(run: Run, suffix: str) -> Path:

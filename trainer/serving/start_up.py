@@ -7,8 +7,6 @@ only.
 """
 
 import contextlib
-import fcntl
-import hashlib
 import os
 from collections.abc import Iterator
 from itertools import count
@@ -21,7 +19,9 @@ from conf.planner.serving import memory
 from conf.planner.serving.layout import is_eager, power_of_two, row, rows_together
 from conf.rules.serving import BYTES
 from conf.schema.run import Run
+from contract import checksums
 from contract.faults import Fault
+from contract.ownership import try_lock
 from trainer.serving import unmerged
 
 
@@ -65,7 +65,7 @@ def fixed_name(kernels: Path, model: Path, precision: str) -> Iterator[Path]:
     created, the path is the model's own.
     """
     config = (model / config_json.NAME).read_bytes()
-    folder = kernels / "served" / hashlib.sha256(config + precision.encode()).hexdigest()[:16]
+    folder = kernels / "served" / checksums.of(config + precision.encode())[:16]
     try:
         descriptor, link = _linked(folder, model.resolve())
     except OSError:  # the disk is full, the folder belongs to somebody else, or the file system has no locks
@@ -86,13 +86,13 @@ def _linked(folder: Path, model: Path) -> tuple[int, Path]:
         place.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            link = place / "model"
-            link.unlink(missing_ok=True)
-            link.symlink_to(model, target_is_directory=True)
-            return descriptor, link
-        except OSError as error:
+            if try_lock(descriptor):
+                link = place / "model"
+                link.unlink(missing_ok=True)
+                link.symlink_to(model, target_is_directory=True)
+                return descriptor, link
+        except OSError:
             os.close(descriptor)
-            if not isinstance(error, BlockingIOError):
-                raise
+            raise
+        os.close(descriptor)
     raise AssertionError

@@ -32,14 +32,18 @@ from conf.host import gpu_locks, nvidia_smi
 from conf.load import dump, load
 from conf.rules.gpus import takes
 from conf.schema.run import Run
-from contract import closed_pipe
+from contract import closed_pipe, ownership
 from contract.faults import ConfigError, Fault, line_of
 from contract.files import write_atomically
 from contract.processes import end_with_parent
-from trainer.startup import device, forks, heartbeat, ownership
+from trainer.startup import device, forks, heartbeat
 from trainer.startup.console import say
 
 FAULT_FILE = "TRAINER_FAULT_FILE"
+OWNED = "TRAINER_OWNED"  # set for ranks if the process that starts them owns the folder
+GUARDED = "GUARD_PID"  # set for processes that a flow has started (tasks/run/guard.py)
+LEAVES = 5.0  # seconds after gang.grace until a guard has killed the remaining processes
+REPLACED = ("base", "data", "export")  # folders that are replaced as a whole
 
 Owned = Callable[[Run], AbstractContextManager[None]]
 
@@ -60,12 +64,12 @@ def start(
 
     With `alone`, the command ignores the layout: it has one process, or one on each host of a gang. `writes` is the key
     in paths of the folder that it writes: may_write(run) raises a Fault before anything is written there, and
-    trainer/startup/ownership.py prevents other processes from writing it. `gpus` names the stage; the command waits for
+    contract/ownership.py prevents other processes from writing it. `gpus` names the stage; the command waits for
     that stage's number of free GPUs on this host and takes them, except in ranks that torchrun or a gang has started.
 
     A command with `imports` uses no GPU; that function imports the modules that all its ranks need.
     """
-    owned = partial(ownership.hold, key=writes) if writes else contextlib.nullcontext
+    owned = partial(own, key=writes) if writes else contextlib.nullcontext
     options = _arguments()
     _die_with_agent()
     with faults_in_one_line():
@@ -103,6 +107,18 @@ def start(
                     sys.exit(_torchrun(run, sys.modules["__main__"].__spec__.name))
                 code = _forks(main, run, imports)
             _leave(code)
+
+
+def own(run: Run, key: str) -> AbstractContextManager[None]:
+    """Own the folder paths.<key>. The process that starts the ranks owns it, or rank 0 in a gang and under torchrun.
+
+    A command of a flow waits for the process of a killed flow. A second start by hand is refused at once.
+    """
+    if OWNED in os.environ or os.environ.get("RANK", "0") != "0":
+        return contextlib.nullcontext()
+    folder, attempt = Path(getattr(run.paths, key)), os.environ.get("GANG_ATTEMPT", "")
+    patience = run.gang.grace + LEAVES if GUARDED in os.environ else 0.0
+    return ownership.hold(folder, f"paths.{key}", key in REPLACED, attempt, patience, say)
 
 
 def _leave(code: int) -> NoReturn:
@@ -182,7 +198,7 @@ def _die_with_agent() -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     end_with_parent()
-    if os.getppid() in (1, int(os.environ.get(ownership.GUARDED, "1"))) and not _is_torchrun(os.getppid()):
+    if os.getppid() in (1, int(os.environ.get(GUARDED, "1"))) and not _is_torchrun(os.getppid()):
         os._exit(1)  # torchrun died before end_with_parent(): this process already has the parent of orphans
 
 
@@ -243,7 +259,7 @@ def _forks(main: Callable[[Run], None], run: Run, imports: Callable[[Run], None]
 
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         fault = Path(folder) / "fault"
-        os.environ |= {FAULT_FILE: str(fault), ownership.OWNED: "1"}
+        os.environ |= {FAULT_FILE: str(fault), OWNED: "1"}
         return _code(forks.run(work, run.world, lambda lines: _forward(lines, fault)), fault)
 
 
@@ -261,7 +277,7 @@ def _torchrun(run: Run, module: str) -> int:
         dump(run, resolved)
         command = [sys.executable, "-m", "trainer.startup.torchrun", *network.meeting(1, 0, "127.0.0.1", 0)]
         command += ["--nproc-per-node", str(run.layout.gpus_per_node), "-m", module, str(resolved)]
-        environment = os.environ | _environment(run) | {FAULT_FILE: str(fault), ownership.OWNED: "1"}
+        environment = os.environ | _environment(run) | {FAULT_FILE: str(fault), OWNED: "1"}
         environment |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         ranks = subprocess.Popen(
             command,

@@ -146,7 +146,7 @@ class Metrics(Callback):
 
     def _figures(self, losses: dict | None) -> dict[str, float]:
         """Figures of the objective in addition to its loss, on every pipeline stage."""
-        names = objectives.FIGURES[self.run.train.objective]
+        names = objectives.of(self.run).figures
         values = _from_last_stage([float((losses or {}).get(name, 0.0)) for name in names]) if names else []
         return dict(zip(names, values, strict=True))
 

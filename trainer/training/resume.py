@@ -9,7 +9,6 @@ Checkpoints that were saved before marks had such a record are compared by Megat
 and data cannot be compared.
 """
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from conf import auxiliary_losses
 from conf.model_files import config_json
 from conf.schema import identity
 from conf.schema.run import Run
-from contract import checkpoints, indexed_files
+from contract import checkpoints, checksums, indexed_files
 from contract.faults import Fault
 from trainer.data import blend, prepared
 from trainer.startup.console import say
@@ -154,7 +153,7 @@ def _tokens(run: Run) -> str:
     if blended:
         read = {name: sha256 for name, sha256 in read.items() if name == blend.FILE or indexed_files.are([Path(name)])}
     read = {name: sha256 for name, sha256 in read.items() if ".jsonl" not in name} or read
-    return hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()
+    return checksums.of_json(read)
 
 
 def _from_bridge(path: Path) -> dict[str, Any]:

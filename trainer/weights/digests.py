@@ -9,12 +9,12 @@ Training writes the digests of its memory (trainer/weights/model_digests.py); an
 reads with them (trainer/weights/torch_dist.py). This detects loss and confusion, not forgery.
 """
 
-import hashlib
 import json
 from pathlib import Path
 
 import torch
 
+from contract import checksums
 from contract.files import write_atomically
 
 FILE = "tensors.json"
@@ -53,7 +53,7 @@ def text(number: int) -> str:
 
 def of_all(digests: dict[str, str]) -> str:
     """Return one digest of many, which depends on the tensors' names."""
-    return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
+    return checksums.of(json.dumps(sorted(digests.items())))
 
 
 def write(folder: Path, facts: dict) -> None:

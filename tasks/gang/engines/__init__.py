@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, Self
 
+from conf.schema import named
 from conf.schema.clusters import Kubernetes, Slurm
 from conf.schema.run import Run
 from conf.schema.sections import Gang
@@ -74,8 +75,11 @@ class Engine(Protocol):
 
 
 def engine_of(run: Run) -> Engine:
-    module = importlib.import_module(f"tasks.gang.engines.{run.gang.engine}")
-    return module  # type: ignore[return-value]
+    """Return the module of gang.engine: a file here, or what an entry point of an installed package loads."""
+    name = run.gang.engine
+    if name not in named.ENGINES:
+        return named.plugin(named.ENGINE_GROUP, name)
+    return importlib.import_module(f"tasks.gang.engines.{name}")  # type: ignore[return-value]
 
 
 def grace(gang: Gang) -> int:

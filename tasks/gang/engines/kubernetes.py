@@ -15,7 +15,6 @@ NeMo-Run 0.11's KubeflowExecutor is not used: it creates TrainJobs, whose operat
 Not covered: Volcano, dynamic resource allocation.
 """
 
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 import yaml
 
 from conf.schema.clusters import Kubernetes
+from contract import checksums
 from contract.faults import Fault
 from tasks.gang.board import Board
 from tasks.gang.engines import Demand, client, grace, guarded
@@ -177,7 +177,7 @@ def _usable(node: dict[str, Any], section: Kubernetes, needed: int) -> bool:
 
 def _label(board: Board) -> str:
     """Label of a gang. It includes the store, as gangs in different stores may have the same name."""
-    return hashlib.sha256(f"{board.store.uri} {board.gang}".encode()).hexdigest()[:12]
+    return checksums.of(f"{board.store.uri} {board.gang}")[:12]
 
 
 def _name(run: str, board: Board) -> str:

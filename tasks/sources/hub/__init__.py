@@ -13,8 +13,6 @@ folder/.partial. Large files of a folder are linked if possible: replace them in
 
 # pyright: reportArgumentType=false
 
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -25,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
 
-from contract import regular_files
+from contract import checksums, regular_files
 from contract.amounts import unlike
 from contract.faults import Fault
 from tasks.sources.hub import api, file_choice, s3_source
@@ -90,7 +88,7 @@ def _resolve(source: str, revision: str, only: Collection[str]) -> Resolved:
         objects = _open_store(source).keys("")
         if not objects:
             raise Fault(f"{source}: contains no objects; check the bucket and the prefix")
-        return _listed(source, objects, _digest(objects))
+        return _listed(source, objects, checksums.of_json(objects))
     try:
         commit, sizes, digests = api.describe(source, revision or "main")
     except api.NotThere as fault:
@@ -262,7 +260,7 @@ def _open_store(uri: str):
 
 def _part(folder: Path, name: str, digest: str) -> Path:
     """File of a partial download, named by the expected content: a part of another commit is not continued."""
-    return folder / PARTIAL / hashlib.sha256(f"{name}\0{digest}".encode()).hexdigest()[:32]
+    return folder / PARTIAL / checksums.of(f"{name}\0{digest}")[:32]
 
 
 def _in_parallel(work: Callable[[str, Event], None], names: Iterable[str]) -> None:
@@ -292,7 +290,7 @@ def _resolve_folder(source: str, only: Collection[str]) -> Resolved:
             raise Fault(f"{path}: a link to {path.readlink()}, which does not exist; fetch the model again")
         try:
             with regular_files.open_regular(path) as file:
-                digests[name] = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+                digests[name] = f"sha256:{checksums.of_stream(file)}"
                 sizes[name] = file.tell()
         except OSError as error:
             raise Fault(f"{path}: {error.strerror}") from None
@@ -301,11 +299,7 @@ def _resolve_folder(source: str, only: Collection[str]) -> Resolved:
     _in_parallel(read, [name for name in names if not re.search(r"(^|/)\.", name) and (not only or name in only)])
     if not sizes and not only:
         raise Fault(f"{source}: an empty folder; it must contain the model's config.json and weights")
-    return Resolved("folder", source, _digest(digests), sizes, digests)
-
-
-def _digest(described: dict) -> str:
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    return Resolved("folder", source, checksums.of_json(digests), sizes, digests)
 
 
 def _require_space(resolved: Resolved, folder: Path, sizes: dict[str, int]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from conf.host import gpu_locks, nvidia_smi
 from contract.faults import Fault
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # A process that takes its turns: says when it has the GPUs, and notes it where two at once would be seen.
 HOLDER = """
 import sys, time

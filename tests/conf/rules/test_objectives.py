@@ -1,4 +1,4 @@
-"""conf/rules/objectives.py: what goes with an objective, said in one line before anything starts."""
+"""conf/rules/objectives/: what goes with an objective, said in one line before anything starts."""
 
 import pytest
 

@@ -14,7 +14,9 @@ from trainer.rehearsal import forked_ranks
 # What the commands import once they run: each of hundreds of ranks would import it anew.
 OF_COMMANDS = (
     "trainer.megatron.sequences",
-    "trainer.objectives.forward",
+    "trainer.objectives.sft",
+    "trainer.objectives.dpo",
+    "trainer.objectives.distill",
     "trainer.patches.resharding",
     "trainer.training.learning_check",
     "trainer.training.loss_scaling",

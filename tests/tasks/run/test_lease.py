@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from contract import ownership
 from contract.faults import Fault, Stopped
 from tasks.run import artifact, lease
 from tasks.run.artifact import Artifact
@@ -140,7 +141,7 @@ def test_a_holder_that_renews_is_waited_for(file):
 
 
 def test_a_pid_that_was_given_again_is_no_holder(file):
-    file.create(KEY, forged(**lease._myself() | {"started": "1"}))
+    file.create(KEY, forged(**ownership.me() | {"started": "1"}))
     began = time.monotonic()
     with hold(file, KEY, lambda _: None):
         assert time.monotonic() - began < 0.5
@@ -169,7 +170,7 @@ def test_a_lease_that_is_damaged_while_it_is_held_is_lost(file):
 def test_it_is_renewed_and_released_whatever_happens(store):
     with pytest.raises(KeyError), hold(store, KEY, lambda _: None, "flow-2") as held:
         first = store.read(KEY)
-        assert holder(store, KEY) == f"flow-2 (process {os.getpid()} on {lease._myself()['host']})"
+        assert holder(store, KEY) == f"flow-2 (process {os.getpid()} on {ownership.me()['host']})"
         until(lambda: store.read(KEY) != first)
         held.confirm()
         raise KeyError

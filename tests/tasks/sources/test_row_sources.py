@@ -154,7 +154,7 @@ def test_a_file_that_may_not_be_read_is_named(identity, tmp_path, monkeypatch):
     def denied(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(file_digests, "_digest", denied)
+    monkeypatch.setattr(file_digests.checksums, "of_file", denied)
     assert refused(file, identity) == f"data.source: {file}: Permission denied"
 
 
@@ -165,10 +165,10 @@ def test_a_file_that_may_not_be_read_is_named(identity, tmp_path, monkeypatch):
 def hashed(monkeypatch) -> list[str]:
     """Names of the files that were read, as they are read."""
     names: list[str] = []
-    digest = file_digests._digest
+    digest = file_digests.checksums.of_file
     monkeypatch.setattr(file_digests, "LARGE", 1)
     monkeypatch.setattr(file_digests, "SETTLED", 0.05)
-    monkeypatch.setattr(file_digests, "_digest", lambda file: (names.append(file.name), digest(file))[1])
+    monkeypatch.setattr(file_digests.checksums, "of_file", lambda file: (names.append(file.name), digest(file))[1])
     return names
 
 
@@ -232,14 +232,14 @@ def test_a_memory_that_cannot_be_written_is_no_fault(identity, hashed, memory, t
 
 def test_a_file_that_grows_while_it_is_read_is_refused(identity, hashed, tmp_path, monkeypatch):
     file = written(tmp_path / "x.jsonl")
-    digest = file_digests._digest
+    digest = file_digests.checksums.of_file
 
     def grow(path: Path) -> str:
         found = digest(path)
         path.write_text(LINE * 2)
         return found
 
-    monkeypatch.setattr(file_digests, "_digest", grow)
+    monkeypatch.setattr(file_digests.checksums, "of_file", grow)
     assert "is being written to; start again" in refused(file, identity)
 
 

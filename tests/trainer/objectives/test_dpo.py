@@ -59,7 +59,7 @@ def test_references_of_other_rows_or_another_base_are_refused(compared):
     for key in ("rows", "base"):
         path.write_text(json.dumps(found | {key: "other"}))
         with pytest.raises(
-            Fault, match=rf"^paths.reference: .*: was made for another {key} than this run has; .* again"
+            Fault, match=rf"^paths.reference: .*: was written for another {key} than this run.s; .* again"
         ):
             references.check(run)
     path.unlink()

@@ -1,10 +1,10 @@
-"""trainer/objectives/preferences.py, beside the published formula of TRL."""
+"""trainer/objectives/dpo.py, beside the published formula of TRL."""
 
 import pytest
 import torch
 from torch.nn import functional
 
-from trainer.objectives.preferences import Settings, answer_log_probs, preference
+from trainer.objectives.dpo import Settings, answer_log_probs, preference
 
 
 def of_trl(logits, labels, mask, reference, beta: float, label_smoothing: float) -> tuple[torch.Tensor, ...]:

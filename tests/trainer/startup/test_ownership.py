@@ -1,4 +1,4 @@
-"""trainer/startup/ownership.py: a folder has one owner, whose death frees it. Toy commands: no Megatron."""
+"""contract/ownership.py by commands of the trainer: a folder has one owner, whose death frees it. No Megatron."""
 
 import json
 import os
@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from conf.load import load
+from contract import ownership
 from contract.faults import Fault
-from trainer.startup import ownership
+from trainer.startup import entry
 
 ROOT = Path(__file__).parents[3]
 
@@ -22,9 +23,10 @@ ROOT = Path(__file__).parents[3]
 TOY = """
 import os, sys, time
 from pathlib import Path
+from contract import ownership
 from contract.output_marks import TRAINING, take
 from trainer.checks import places
-from trainer.startup import entry, ownership
+from trainer.startup import entry
 
 ownership.RENEWED = 0.1
 
@@ -50,7 +52,7 @@ def fast(monkeypatch):
     monkeypatch.setattr(ownership, "RENEWED", 0.1)
     monkeypatch.setattr(ownership, "EXPIRES", 1.0)
     monkeypatch.setattr(ownership, "POLLED", 0.02)
-    for name in ("RANK", "GANG_ATTEMPT", ownership.OWNED, ownership.GUARDED):
+    for name in ("RANK", "GANG_ATTEMPT", entry.OWNED, entry.GUARDED):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -79,14 +81,14 @@ def start(tmp_path):
 
 
 def owned(folder: Path):
-    return ownership.hold(load("tiny", [f"paths.output={folder}"]), "output")
+    return entry.own(load("tiny", [f"paths.output={folder}"]), "output")
 
 
 def plant(folder: Path, number: int = 1, **content) -> Path:
     """The file of an owner on another host."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".owner.{number}"
-    known = {"command": "trainer.train", "host": "far", "boot": "another", "pid": 7, "born": "1", "attempt": ""}
+    known = {"about": "trainer.train", "host": "far", "boot": "another", "pid": 7, "started": "1", "attempt": ""}
     path.write_text(json.dumps(known | {"since": "2026-11-22 10:00:00+00:00"} | content))
     return path
 
@@ -147,7 +149,7 @@ def test_the_death_of_its_owner_frees_a_folder_at_once(start, tmp_path):
 def test_what_a_killed_flow_has_left_may_end_before_the_next_flow_goes_on(start, tmp_path, monkeypatch, capfd):
     first = start(tmp_path / "output")
     assert first.stdout.readline() == "writes\n"
-    monkeypatch.setenv(ownership.GUARDED, "1")
+    monkeypatch.setenv(entry.GUARDED, "1")
     ending = threading.Timer(0.5, (tmp_path / "output" / "end").touch)
     ending.start()
     with owned(tmp_path / "output"):
@@ -158,11 +160,11 @@ def test_what_a_killed_flow_has_left_may_end_before_the_next_flow_goes_on(start,
 def test_one_that_goes_on_is_not_what_a_killed_flow_has_left(start, tmp_path, monkeypatch):
     first = start(tmp_path / "output")
     assert first.stdout.readline() == "writes\n"
-    monkeypatch.setenv(ownership.GUARDED, "1")
-    monkeypatch.setattr(ownership, "LEAVES", 0.2)
+    monkeypatch.setenv(entry.GUARDED, "1")
+    monkeypatch.setattr(entry, "LEAVES", 0.2)
     began = time.monotonic()
     run = load("tiny", [f"paths.output={tmp_path}/output", "gang.grace=1"])
-    with pytest.raises(Fault, match=f"process {first.pid} on"), ownership.hold(run, "output"):
+    with pytest.raises(Fault, match=f"process {first.pid} on"), entry.own(run, "output"):
         pass
     assert 1.2 <= time.monotonic() - began < 5
 
@@ -217,12 +219,13 @@ def test_an_owner_that_was_taken_for_lost_ends_itself(start, tmp_path):
 def test_of_many_starts_at_once_one_gets_the_folder(tmp_path):
     """Threads race through the same steps as processes do; owners by other hosts' names keep them apart."""
     plant(tmp_path / "output", boot="another", attempt="gang-1")
-    me, won, lost, begin = ownership._myself(), [], [], threading.Barrier(8)
+    place = tmp_path / "output" / ".owner"
+    me, won, lost, begin = ownership.me(), [], [], threading.Barrier(8)
 
     def reach(number: int) -> None:
         begin.wait()
         try:
-            won.append(ownership._take(tmp_path / "output" / ".owner", "output", me | {"attempt": "gang-2"}))
+            won.append(ownership._take(place, "output", me | {"attempt": "gang-2"}, 0.0, print))
         except Fault:
             lost.append(number)
 
@@ -241,7 +244,7 @@ def test_ranks_share_the_folder_of_their_run(start, tmp_path):
     zero = start(tmp_path / "output", RANK="0", **ranks)
     assert zero.stdout.readline() == "writes\n"
     assert start(tmp_path / "output", RANK="1", **ranks).stdout.readline() == "writes\n"
-    assert start(tmp_path / "output", RANK="0", **ranks, **{ownership.OWNED: "1"}).stdout.readline() == "writes\n"
+    assert start(tmp_path / "output", RANK="0", **ranks, **{entry.OWNED: "1"}).stdout.readline() == "writes\n"
     assert start(tmp_path / "output", RANK="0", **ranks).wait(20) == 2
 
 
@@ -276,7 +279,7 @@ COMMANDS = {"train": "output", "convert": "base", "prepare": "data", "export": "
 def test_every_command_that_writes_a_folder_asks_who_owns_it(command, tmp_path):
     """The owner is this test's own process."""
     key = COMMANDS[command]
-    with ownership.hold(load("tiny", [f"paths.{key}={tmp_path / 'folder'}"]), key):
+    with entry.own(load("tiny", [f"paths.{key}={tmp_path / 'folder'}"]), key):
         before = sorted(tmp_path.iterdir())
         result = subprocess.run(
             [sys.executable, "-m", f"trainer.{command}", "tiny", f"paths.{key}={tmp_path / 'folder'}"],

@@ -131,7 +131,7 @@ def test_dpo_compares_with_what_it_starts_from(exported, configure, ranks, work)
     (work / f"dpo-{name}-reference").mkdir()
     assert ranks("reference", base).code == 0
     of_base = np.load(f"{places['reference']}/training.npy")
-    with pytest.raises(Fault, match="was made for another adapter than this run has"):
+    with pytest.raises(Fault, match="was written for another adapter than this run"):
         references.check(run)
     asked = ranks("reference", run)
     assert asked.code == 0, asked.output

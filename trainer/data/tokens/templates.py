@@ -9,7 +9,6 @@ The record has the template's text, its arguments and the tokenizer's identity, 
 have changed since. Templates that write the date (strftime_now) are rendered with the current date.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from conf.schema.data import PLAIN, Data
-from contract import regular_files
+from contract import checksums, regular_files
 from contract.faults import Fault
 from trainer.data.rows import Bad, Row
 from trainer.data.tokens import anomalies, chat, plain, rendering
@@ -239,4 +238,4 @@ def _pair(template: Template, row: Row) -> Row | Bad:
 
 
 def _digest(text: Any) -> str:
-    return hashlib.sha256((text if isinstance(text, str) else json.dumps(text, sort_keys=True)).encode()).hexdigest()
+    return checksums.of(text) if isinstance(text, str) else checksums.of_json(text)

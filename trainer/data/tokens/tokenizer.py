@@ -11,7 +11,6 @@ writes those it wants, and their names in a text become their ids.
 # pyright: reportArgumentType=false
 
 import contextlib
-import hashlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from contract import regular_files
+from contract import checksums
 from contract.faults import Fault
 from trainer.patches import families
 from trainer.patches.transformers_imports import import_transformers
@@ -149,7 +148,7 @@ def facts(tokenizer: Tokenizer) -> dict[str, Any]:
     """Facts by which two tokenizers give the same ids: digests of their files, and the names of the special tokens."""
     folder = Path(tokenizer.name_or_path)
     names = (WHOLE,) if (folder / WHOLE).is_file() else FILES
-    files = {name: _sha256(folder / name) for name in names if (folder / name).is_file()}
+    files = {name: checksums.of_file(folder / name) for name in names if (folder / name).is_file()}
     return {"files": files, "special_tokens": dict(tokenizer.special_tokens_map)}
 
 
@@ -164,13 +163,8 @@ def digest(folder: Path) -> str:
         "chat_template.json",
     }
     found = [path for path in folder.rglob("*") if path.name in names or path.suffix in (".jinja", ".py")]
-    lines = [f"{_sha256(path)} {path.relative_to(folder)}" for path in sorted(found)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with regular_files.open_regular(path) as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    lines = [f"{checksums.of_file(path)} {path.relative_to(folder)}" for path in sorted(found)]
+    return checksums.of("\n".join(lines))
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """Folders in the host's memory, for transfers of weights as files."""
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from contract.amounts import size
 from contract.faults import Fault, line_of
+from contract.ownership import try_lock
 
 MEMORY = Path("/dev/shm")
 PREFIX = "finetune-rollout-weights-"  # only used here: folders with this name that no process holds are removed
@@ -47,7 +47,8 @@ def _held(path: Path) -> Iterator[None]:
     """Hold a folder, at most until this process ends. Raises an OSError if it is held or does not exist."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not try_lock(descriptor):
+            raise BlockingIOError
         os.stat(path)
         yield
     finally:

@@ -8,7 +8,6 @@ released tensors from which it was made. A later attempt keeps shards whose entr
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import contextlib
-import hashlib
 import io
 import json
 from collections.abc import Iterable, Iterator
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from contract import checksums
 from contract.files import sync
 from trainer.weights import file_sums, released, torch_dist
 from trainer.weights.conversion import tiling
@@ -74,7 +74,7 @@ def digest(shards: list[Shard]) -> str:
         [shard.number, [[repr(piece.item), piece.name, piece.start] for piece in shard.pieces], shard.tensors]
         for shard in shards
     ]
-    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
+    return checksums.of(json.dumps(lines))
 
 
 class Planner(MCoreSavePlanner):

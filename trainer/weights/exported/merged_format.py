@@ -11,7 +11,6 @@ card is not copied: it describes another model.
 
 # pyright: reportArgumentType=false
 
-import hashlib
 import json
 import shutil
 import struct
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 from conf.model_files import config_json, quantization, safetensors_header, weights
+from contract import checksums
 from contract.faults import Fault
 from trainer.weights import released, released_tensors
 from trainer.weights.exported import parts
@@ -81,7 +81,7 @@ def copy_other_files(model: Model, folder: Path, as_released: bool = False) -> s
     if model.packed and not as_released:
         _describe_unpacked(model, folder)
     template = folder / "chat_template.jinja"
-    return hashlib.sha256(template.read_bytes()).hexdigest() if template.exists() else None
+    return checksums.of(template.read_bytes()) if template.exists() else None
 
 
 def other_files(model: Model) -> list[Path]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from megatron.core.extensions import transformer_engine
 from megatron.core.utils import unwrap_model
 from safetensors.torch import save_file
@@ -20,7 +19,7 @@ from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Fault
 from trainer.megatron.packed_base import weight
-from trainer.weights import atomic_folder, journal, released
+from trainer.weights import atomic_folder, file_sums, journal, released
 from trainer.weights.conversion import unwritten
 from trainer.weights.packed_base import files, packing, parts
 from trainer.weights.packed_base.part import Part
@@ -143,12 +142,9 @@ def _name(number: int) -> str:
 
 
 def _checksum(path: Path) -> str:
-    """Checksum of a file; "" where there is none."""
-    found = xxhash.xxh3_128()
+    """Checksum of a file; "" if it is missing."""
     try:
-        with path.open("rb") as f:
-            while block := f.read(released.BLOCK):
-                found.update(block)
+        with path.open("rb") as file:
+            return file_sums.of(file)
     except OSError:
         return ""
-    return found.hexdigest()

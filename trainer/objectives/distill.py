@@ -1,5 +1,6 @@
-"""Distillation (arXiv 1503.02531) from a teacher's likeliest tokens, as pure functions of tensor-parallel logits.
+"""Distillation (arXiv 1503.02531) from a teacher's likeliest tokens, by tensor-parallel logits.
 
+    step(run)                                           the forward_step for Bridge's loop
     likeliest(logits, k) -> values, ids                 a teacher's k largest log-probabilities
     divergence(logits, values, ids) -> KL               of a student from a teacher, of each token
 
@@ -9,13 +10,24 @@ classes. Without the class of the other tokens, the loss would make a student mo
 temperature divides the logits of both, and the loss is multiplied by its square to keep the size of the gradients.
 """
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
 import torch
+from megatron.bridge.training import gpt_step
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import distributed
 
+from conf.schema.run import Run
+from trainer.megatron.whole_rows import whole
 from trainer.objectives.log_sum_exp import log_sum_exp
 
+OF_TEACHER = ("teacher_values", "teacher_ids")  # entries of a batch
 LEAST = 1e-9  # lower bound of the probability of all other tokens: its logarithm stays finite
 
 
@@ -48,3 +60,44 @@ def divergence(logits: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) ->
     teacher_rest, student_rest = (log_p.exp().sum(-1).neg().add(1).clamp(min=LEAST) for log_p in (values, student))
     of_rest = teacher_rest * (teacher_rest.log() - student_rest.log())
     return (values.exp() * (values - student)).sum(-1) + of_rest
+
+
+class DistillationStep:
+    """The forward_step of distill: compares logits with the teacher's likeliest tokens in the batch."""
+
+    def __init__(self, run: Run):
+        self.temperature = run.train.distill_temperature
+
+    def __call__(self, state: Any, iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
+        batch = next(iterator)
+        output, _ = gpt_step.forward_step(state, iter([batch | {"labels": None}]), model)
+        return output, partial(self._loss, {key: batch[key] for key in ("loss_mask", *OF_TEACHER)})
+
+    def _loss(self, batch: dict[str, torch.Tensor], output: torch.Tensor) -> Any:
+        group = parallel_state.get_context_parallel_group()
+        whole_rows = {key: value.to(output.device, non_blocking=True) for key, value in batch.items()}
+        share = get_batch_on_this_cp_rank(whole_rows, is_hybrid_cp=False, cp_group=group)
+        values, ids = (share[key] for key in OF_TEACHER)
+        of_tokens = divergence(output.float() / self.temperature, values, ids.long()) * share["loss_mask"]
+        tokens, kl = share["loss_mask"].sum().to(of_tokens.dtype), of_tokens.sum()
+        loss = kl * self.temperature**2
+        sums = {name: torch.stack([total.detach(), tokens]) for name, total in (("lm loss", loss), ("kl", kl))}
+        return loss, tokens.to(torch.int), sums
+
+
+class TeacherStep:
+    """A forward_step that returns the likeliest tokens of each position, for whole rows."""
+
+    def __init__(self, run: Run):
+        self.k, self.temperature = run.train.teacher_top_k, run.train.distill_temperature
+
+    def __call__(self, state: Any, iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
+        output, _ = gpt_step.forward_step(state, iter([next(iterator) | {"labels": None}]), model)
+        return output, self._likeliest
+
+    def _likeliest(self, logits: torch.Tensor, non_loss_data: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        values, ids = likeliest(logits.float() / self.temperature, self.k)
+        return whole(values, None), whole(ids, None)
+
+
+step = DistillationStep

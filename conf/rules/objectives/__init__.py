@@ -1,42 +1,43 @@
 """Objectives of training (train.objective): valid combinations of keys, and the data and models that a run needs.
 
-sequences(train) -> int      sequences per row: dpo has both answers in a forward pass
+    of(run)                      the Objective: a file of this folder, or an entry point `finetune.objectives`
+    sequences(train) -> int      sequences per row: dpo has both answers in a forward pass
+
+docs/extending/objective.md shows how to add one.
 """
 
+import importlib
 from collections.abc import Iterator
 
 from conf.model_facts import ModelFacts
+from conf.rules.objectives.objective import Objective
 from conf.schema.data import Data
+from conf.schema.named import OBJECTIVE_GROUP, OBJECTIVES, plugin
 from conf.schema.run import Run
 from conf.schema.sections import Adapter
 from conf.schema.training import Train
 
-KIND = {"sft": ("sft", "text"), "dpo": ("preference",), "distill": ("sft",)}  # of prepared data, by objective
-READS = {
-    "sft": "rows with one answer, or texts",
-    "dpo": "rows with a chosen and a rejected answer",
-    "distill": "rows with one answer",
-}
-KEYS = {"dpo": ("dpo_beta", "dpo_label_smoothing"), "distill": ("teacher", "teacher_top_k", "distill_temperature")}
-
 AT_ONCE = 16  # micro batches that each rank, and each stage of a pipeline, sends through the reference at once
-ANSWERS = "dpo reads a chosen and a rejected answer; preference"
 
-# Metrics of a step in addition to its loss: means over rows, with TRL's names.
-FIGURES = {
-    "sft": (),
-    "dpo": ("rewards/chosen", "rewards/rejected", "rewards/accuracy", "rewards/margin"),
-    "distill": ("kl",),
-}
+
+def named(name: str) -> Objective:
+    """Return an objective: a file of this folder, or what an entry point of an installed package loads."""
+    if name in OBJECTIVES:
+        return importlib.import_module(f"{__name__}.{name}").OBJECTIVE
+    return plugin(OBJECTIVE_GROUP, name) or named(OBJECTIVES[0])  # a run that was validated has no unknown name
+
+
+def of(run: Run) -> Objective:
+    return named(run.train.objective)
 
 
 def has_reference(run: Run) -> bool:
     """Whether training needs another model's outputs for the rows."""
-    return run.train.objective in KEYS
+    return bool(of(run).reference)
 
 
 def has_teacher(run: Run) -> bool:
-    return run.train.objective == "distill"
+    return of(run).reference == "teacher"
 
 
 def of_teacher(run: Run) -> Run:
@@ -52,8 +53,8 @@ def at_teacher(run: Run) -> Run:
 
 
 def has_starting_adapter(run: Run) -> bool:
-    """Whether the reference of dpo is the base with the adapter that the training starts from."""
-    return run.train.objective == "dpo" and run.model.adapter is not None
+    """Whether the reference is the base with the adapter that the training starts from."""
+    return of(run).reference == "start" and run.model.adapter is not None
 
 
 def as_asked(run: Run) -> Run:
@@ -77,13 +78,13 @@ def unlike(run: Run, facts: ModelFacts, teacher: ModelFacts, named: str) -> str:
 
 
 def sequences(train: Train) -> int:
-    return 2 if train.objective == "dpo" else 1
+    return named(train.objective).sequences
 
 
 def as_sft(run: Run) -> Run:
     """The run with objective sft and the same number of sequences, for artificial rows of one answer."""
     train, more = run.train, sequences(run.train)
-    keys = {key: Train.model_fields[key].default for keys in KEYS.values() for key in keys}
+    keys = {key: Train.model_fields[key].default for name in OBJECTIVES for key in named(name).keys}
     keys |= {"objective": "sft", "global_batch": more * train.global_batch, "micro_batch": more * train.micro_batch}
     return run.model_copy(update={"train": train.model_copy(update=keys)})
 
@@ -95,24 +96,24 @@ def kind_of(shape: str) -> str:
 
 def unfit(run: Run, place: str, kind: str) -> str:
     """The reason why the objective cannot use prepared data of this kind; empty if it can."""
-    objective = run.train.objective
-    if kind in KIND[objective]:
+    name, objective = run.train.objective, of(run)
+    if kind in objective.kinds:
         return ""
-    fitting = next((other for other, kinds in KIND.items() if kind in kinds), None)
+    fitting = next((other for other in OBJECTIVES if kind in named(other).kinds), None)
     if fitting is None:
-        return f"train.objective: {objective} reads {READS[objective]}, but {place} contains data of the kind {kind}"
+        return f"train.objective: {name} reads {objective.reads}, but {place} contains data of the kind {kind}"
     remedy = f"train.objective={fitting}"
     if fitting == "sft":
         shape = "data.shape=preference, if there are columns chosen and rejected, or another data.source"
-        remedy = shape if objective == "dpo" else "another data.source"
-    return f"train.objective: {objective} reads {READS[objective]}, but {place} contains {READS[fitting]}; use {remedy}"
+        remedy = shape if "preference" in objective.kinds else "another data.source"
+    return f"train.objective: {name} reads {objective.reads}, but {place} contains {named(fitting).reads}; use {remedy}"
 
 
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     """Yield (key, problem) for values that are valid alone and invalid together."""
     train = run.train
-    for objective, keys in KEYS.items():
-        for key in keys:
+    for objective in OBJECTIVES:
+        for key in named(objective).keys:
             if train.objective != objective and getattr(train, key) != Train.model_fields[key].default:
                 yield f"train.{key}", f"has no effect with train.objective {train.objective}"
     if train.objective == "sft":
@@ -121,35 +122,7 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "train.z_loss", f"{train.z_loss:g}, but train.objective {train.objective} has no z loss: 0"
     if train.batch_ramp:
         yield "train.ramp_from", f"{train.ramp_from} is for texts, but {train.objective} reads rows; null"
-    yield from _of_dpo(run) if train.objective == "dpo" else _of_distillation(run)
-
-
-def _of_distillation(run: Run) -> Iterator[tuple[str, str]]:
-    train, data = run.train, run.data
-    if train.teacher is None:
-        yield "train.teacher", "required with train.objective distill: a Hub id, a folder, s3://... or tiny://KIND"
-    if data.packed:
-        yield "data.packed", "true, but the rows of distill are padded, not packed; false"
-    for number, part in enumerate(data.parts):
-        if part.shape in ("text", "preference"):
-            key = f"data.mixture[{number}].shape" if data.mixture else "data.shape"
-            yield key, f"{part.shape}, but distill reads rows with one answer; pairs or messages"
-
-
-def _of_dpo(run: Run) -> Iterator[tuple[str, str]]:
-    layout = run.layout
-    yield from of_pairs(run.data)
-    for number, part in enumerate(run.data.mixture):
-        if part.shape not in ("auto", "preference"):
-            yield f"data.mixture[{number}].shape", f"{part.shape}, but {ANSWERS}"
-    if run.data.shape not in ("auto", "preference"):
-        yield "data.shape", f"{run.data.shape}, but {ANSWERS}"
-    if run.reinforce.steps:
-        yield "reinforce.steps", f"{run.reinforce.steps}, but it is not supported after dpo; 0, or objective sft"
-    if run.model.dropout:
-        yield "model.dropout", f"{run.model.dropout:g} would make each answer differ from its reference; 0 with dpo"
-    if layout.pp > 1 and run.moe.dispatcher == "allgather":
-        yield "moe.dispatcher", "allgather, but stages of a pipeline exchange the sizes of dpo's batches; alltoall"
+    yield from of(run).problems(run)
 
 
 def of_pairs(data: Data) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,6 @@
-"""The z loss: adds the squared logarithm of the softmax's sum of each learned token to its loss.
+"""Supervised fine-tuning and pretraining: the loss of the next token, and the z loss.
+
+The z loss adds the squared logarithm of the softmax's sum of each learned token to its loss.
 
 It keeps logits from drifting, which does not change the softmax (PaLM, Chowdhery et al. 2022, uses a weight of 1e-4).
 The logged loss is that of the tokens; the mean of the squares is logged as z_loss. A validation has no z loss.
@@ -14,7 +16,13 @@ import torch
 from megatron.bridge.training import gpt_step
 from megatron.core.utils import unwrap_model
 
+from conf.schema.run import Run
 from trainer.objectives.log_sum_exp import log_sum_exp
+
+
+def step(run: Run) -> Any:
+    """Return the forward_step for Bridge's loop, which is Bridge's own without a z loss."""
+    return WithZLoss(run.train.z_loss) if run.train.z_loss else gpt_step.forward_step
 
 
 class WithZLoss:

@@ -1,0 +1,43 @@
+"""Names of things that a key chooses: objectives, engines, networks and work pools. Each name stands only here.
+
+Installed packages add objectives and engines by the entry points of their groups. They are searched for a name that
+this project does not have.
+"""
+
+import importlib.metadata
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, WithJsonSchema
+from pydantic_core import PydanticKnownError
+
+OBJECTIVES = ("sft", "dpo", "distill")  # a file each in conf/rules/objectives/ and trainer/objectives/
+OBJECTIVE_GROUP = "finetune.objectives"
+HERE = "local"  # the engine that starts all members on this host
+ENGINES = (HERE, "prefect", "slurm", "kubernetes")  # a file each in tasks/gang/engines/
+ENGINE_GROUP = "finetune.engines"
+NETWORKS = ("ib-h100", "roce", "efa-p5", "efa-p6-b200", "nvl72", "ethernet")  # the presets of conf/network.py
+NODES_POOL = "finetune-nodes"  # a worker on each host of a run over several
+POOLS = {"cpu": "finetune-cpu", "gpu": "finetune-gpu", "nodes": NODES_POOL}  # Prefect's work pools
+
+
+def plugin(group: str, name: str) -> Any:
+    """Return what the entry point of this name loads, or None."""
+    return next((entry.load() for entry in importlib.metadata.entry_points(group=group, name=name)), None)
+
+
+def _one_of(own: tuple[str, ...], group: str) -> Any:
+    def known(name: str) -> str:
+        if name not in own and not importlib.metadata.entry_points(group=group, name=name):
+            listed = [repr(one) for one in own]
+            raise PydanticKnownError("literal_error", {"expected": f"{', '.join(listed[:-1])} or {listed[-1]}"})
+        return name
+
+    return Annotated[str, AfterValidator(known), WithJsonSchema({"enum": [*own], "type": "string"})]
+
+
+if TYPE_CHECKING:
+    Objective = Engine = Network = str
+else:
+    Objective = _one_of(OBJECTIVES, OBJECTIVE_GROUP)
+    Engine = _one_of(ENGINES, ENGINE_GROUP)
+    Network = Literal[*NETWORKS]
