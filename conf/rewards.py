@@ -5,7 +5,7 @@
     judge_prompt("judge.txt")   -> text                  that a judge sees an answer in
     regex(text), schema(text)                            of a pattern, or of a row's answer
 
-A Fault says what is wrong, without the key.
+A Fault has the reason, without the key.
 """
 
 import ast
@@ -85,13 +85,13 @@ def _require_fit(path: str, name: str, takes: ast.arguments, called_with: Sequen
 def judge_prompt(path: str) -> str:
     text = _text(path)
     if "{answer}" not in text:
-        raise Fault(f"{path}: has no {{answer}}, so that the judge would not see any")
+        raise Fault(f"{path}: has no {{answer}}: the judge would not see it")
     return text
 
 
 def judge_address(address: str) -> None:
     if "@" in address:
-        raise Fault("has a user or a password in it; JUDGE_API_KEY is sent where it is set")
+        raise Fault("has a user or a password in it; JUDGE_API_KEY is sent if it is set")
     try:
         host, _ = urlsplit(address).hostname, urlsplit(address).port
     except ValueError as error:
@@ -105,7 +105,7 @@ def regex(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
-        raise Fault(f"{pattern[:60]!r} is no regular expression: {error}") from None
+        raise Fault(f"{pattern[:60]!r} is not a regular expression: {error}") from None
 
 
 @lru_cache(1024)
@@ -123,7 +123,7 @@ def schema(text: str) -> Any:
         return kind(found)
     except (ValueError, RecursionError, jsonschema.SchemaError) as error:
         first = str(error).splitlines()[0]
-        raise Fault(f"{text[:60]!r} is no JSON schema: {first}") from None
+        raise Fault(f"{text[:60]!r} is not a JSON schema: {first}") from None
 
 
 def _text(path: str) -> str:

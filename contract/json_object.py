@@ -66,7 +66,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(name: str) -> Any:
-    raise _Refused(f"{name} is no JSON number")
+    raise _Refused(f"{name} is not a JSON number")
 
 
 def _number(text: str) -> float:

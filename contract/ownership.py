@@ -51,7 +51,7 @@ def me(**more: Any) -> dict[str, Any]:
 
 
 def boot() -> str:
-    """Identity of this start of this machine. Containers that share it are told apart by their process namespace."""
+    """Identity of this start of this machine. The process namespace distinguishes containers that share it."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
 
 

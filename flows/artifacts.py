@@ -1,7 +1,7 @@
-"""Content of the store: list it, see what it was made from, check it, and remove what nothing refers to.
+"""Content of the store: list it, trace it, check it, and remove what nothing refers to.
 
     python -m flows.artifacts list [STAGE]                 with configuration, score, and changes since the one before
-    python -m flows.artifacts show STAGE/FINGERPRINT       its record, what it came from, what was made of it
+    python -m flows.artifacts show STAGE/FINGERPRINT       its record, its inputs, and the artifacts made from it
     python -m flows.artifacts verify                       reads every byte of all; exit code 1 if any differs
     python -m flows.artifacts verify STAGE/FINGERPRINT...  of these; a base and an export against the release as well
     python -m flows.artifacts gc [--days N] [--delete]     prints what would go; --delete removes it
@@ -13,7 +13,7 @@ The part of a fingerprint that tells it apart is enough.
 
 A base (convert) and an export that are named are proven against the release again, weight by weight (trainer/proof/):
 what was not trained, to the last bit; what was, computed once more from base and adapter. A line for each that differs,
-and exit code 1; code 2 where nothing can be proven, as when what it was made from is gone.
+and exit code 1; code 2 if nothing can be proven, for example because its inputs are gone.
 """
 
 import json
@@ -174,7 +174,7 @@ def prove(store: Store, made: Artifact) -> int:
     chain = {made.stage.name: made} | _sources(store, made)
     read = {name: [chain[stage] for stage in stages if stage in chain] for name, stages in PLACES[command].items()}
     if lost := [PLACES[command][name][0] for name, there in read.items() if not there]:
-        raise Fault(f"{made.key}: what it was made from is not in the store any more: {', '.join(lost)}")
+        raise Fault(f"{made.key}: its inputs are no longer in the store: {', '.join(lost)}")
     places = {name: artifact.local(there[-1], store, runs_folder() / "cache") for name, there in read.items()}
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
         trusted = json.dumps(chain["download"].stage.config.get("trust_remote_code", False))
@@ -297,7 +297,7 @@ def _note(store: Store, key: str) -> dict[str, Any]:
         note = json.loads(found[0])
         return {"artifacts": list(note["artifacts"]), "started": float(note.get("started", 0))}
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise Fault(f"{store.link(key)}: damaged; remove it, and with it what it refers to") from None
+        raise Fault(f"{store.link(key)}: damaged; remove it, and with it all that it refers to") from None
 
 
 def _tree(made: Artifact, everything: dict[str, Artifact], depth: int) -> str:
@@ -316,7 +316,7 @@ def _one(store: Store, part: str) -> Artifact:
     part = part.rstrip("/")  # a shell's completion appends one to the name of a folder
     found = [made for made in everything if made.key.startswith(part) or made.stage.fingerprint.startswith(part)]
     if len(found) != 1:
-        there = ", ".join(made.key for made in found) or "none; python -m flows.artifacts list shows what there is"
+        there = ", ".join(made.key for made in found) or "none; python -m flows.artifacts list shows all"
         raise Fault(f"{part}: names {len(found)} artifacts: {there}")
     return found[0]
 

@@ -5,7 +5,7 @@
 
 A run that has sent heartbeats and then none is set to Crashed: a worker that lives does so itself, but where its host
 is gone nobody does. A run of finetune or pretrain that has crashed awaits its restart for a minute and goes back to its
-pool: same run, same parameters, and each stage goes on where it was. What was cancelled, has failed, or has not run
+pool: same run, same parameters, and each stage resumes where it stopped. What was cancelled, has failed, or has not run
 since its last restart (it cannot be imported, say) is left alone, and so are runs that no deployment made: those have
 no pool.
 """
@@ -82,10 +82,10 @@ AUTOMATIONS = (
             expect={f"{FLOW_RUN}.Crashed"},
             within=REMEMBERED,
         ),
-        actions=[_to(StateType.CRASHED, f"goes on in {PAUSE.seconds} s", AWAITING)],
+        actions=[_to(StateType.CRASHED, f"restarts in {PAUSE.seconds} s", AWAITING)],
     ),
     AutomationCore(
-        name="finetune: a run that awaits its restart goes on",
+        name="finetune: restart a crashed run",
         description="On its work pool. python -m flows.automations made this.",
         trigger=EventTrigger(
             posture=Posture.Proactive,
@@ -96,7 +96,7 @@ AUTOMATIONS = (
             expect={f"{FLOW_RUN}.Scheduled", f"{FLOW_RUN}.Running"} | ENDS,  # somebody was faster
             within=PAUSE,
         ),
-        actions=[_to(StateType.SCHEDULED, "goes on after a crash")],
+        actions=[_to(StateType.SCHEDULED, "restarted after a crash")],
     ),
 )
 

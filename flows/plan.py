@@ -113,7 +113,7 @@ def _hardware(options: argparse.Namespace) -> list[str]:
 def _check(options: argparse.Namespace) -> None:
     wrong = []
     if options.gpus is not None and not 1 <= options.gpus <= MOST:
-        wrong.append(f"--gpus: {options.gpus} is no number of GPUs from 1 to {MOST}")
+        wrong.append(f"--gpus: {options.gpus} is not a number of GPUs from 1 to {MOST}")
     if options.top < 1:
         wrong.append(f"--top: {options.top} is too small: it must be at least 1")
     if options.price is not None and not (math.isfinite(options.price) and options.price >= 0):

@@ -3,7 +3,7 @@
     python -m flows.serve tiny-tickets                 the champion of the registered model, at http://127.0.0.1:8000/v1
     python -m flows.serve tiny-tickets@7               version 7; @challenger and other aliases too
     python -m flows.serve export/720f27b0              an export in the store; a run of the flow by its name
-    python -m flows.serve tiny-tickets --adapter       the released model with the adapter beside it, nothing merged
+    python -m flows.serve tiny-tickets --adapter       the released model with the adapter, nothing merged
     python -m flows.serve tiny-tickets --check         asks what the evaluation asked, and compares; then ends
 
 It runs until ctrl-C or SIGTERM, which end all of it. --check asks a server that runs at that address, else one that it
@@ -70,7 +70,7 @@ def serve(model: str, host: str = HOST, port: int = PORT, adapter: bool = False,
         model: A registered model (its champion), NAME@VERSION, export/FINGERPRINT or a run of the flow.
         host: Address to listen at. Beyond this host, the worker's environment has to hold VLLM_API_KEY.
         port: Port to listen at.
-        adapter: Serve the released model with the adapter beside it.
+        adapter: Serve the released model with the adapter, not merged.
         length: Tokens of a question and its answer; by default as many as memory holds.
     """
     try:
@@ -89,9 +89,9 @@ def prepare(name: str, host: str, port: int, adapter: bool, length: int | None) 
     """Find the model to serve, and download it to this host."""
     _require_key(host)
     if not 1 <= port < 2**16:  # for 0 the system would choose a port, which could not be printed beforehand
-        raise Fault(f"--port: {port} is no port, from 1 to {2**16 - 1}")
+        raise Fault(f"--port: {port} is not a port, from 1 to {2**16 - 1}")
     if length is not None and length < 2:
-        raise Fault(f"--length: {length} leaves no token for an answer behind a question; 2 at least")
+        raise Fault(f"--length: {length} leaves no token for an answer after a question; 2 at least")
     store, folder = open_run_store(), runs_folder()
     found = named.find(name, store, resolve(None, folder))
     sources = artifacts.collect(found, store, adapter, gpus=bool(gpu_locks.visible()))
@@ -199,7 +199,7 @@ def _is_served(served: ServedModel) -> bool:
     try:
         there = {one["id"]: one["root"] for one in answer.json()["data"]}
     except (ValueError, KeyError, TypeError):
-        raise Fault(f"{address} is no model server; --port names another") from None
+        raise Fault(f"{address} is not a model server; --port names another") from None
     wanted = served.adapter or served.model
     if there.get(served.name) != wanted:
         shown = ", ".join(f"{name} ({root})" for name, root in there.items())

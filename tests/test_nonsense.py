@@ -138,14 +138,14 @@ def test_a_dry_run_refuses_data_without_a_row(tmp_path, monkeypatch, capsys, tex
     monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path / "runs"))
     (tmp_path / "rows.csv").write_text(text)
     monkeypatch.setattr(sys, "argv", ["finetune", "tiny", f"data.source={tmp_path}/rows.csv", "--dry-run"])
-    assert command(_Unstarted("finetune"), "") == 2
+    assert command(_Unstarted("finetune")) == 2
     assert capsys.readouterr().err == f"error: data.source: {tmp_path}/rows.csv: no row in {tmp_path}/rows.csv\n"
 
 
 @pytest.mark.parametrize("name", ["finetune", "pretrain"])
 def test_a_flow_without_a_configuration_starts_nothing(monkeypatch, capsys, name):
     monkeypatch.setattr(sys, "argv", [name])
-    assert command(_Unstarted(name), "") == 2
+    assert command(_Unstarted(name)) == 2
     assert capsys.readouterr().err.startswith("error: NAME: missing; ")
     assert pretrain.pretrain.name == "pretrain"
 

@@ -1,6 +1,6 @@
 """Checks of config.json: the architecture that it names, and types and ranges of keys that all families share.
 
-    read(path) -> dict             a config.json that was checked; Fault for what is none
+    read(path) -> dict             a checked config.json; a Fault for any other file
     check(config)                  of one that was read; ValueError of one line that begins with config.json
     architecture(config) -> str    "" where none is named
 
@@ -55,12 +55,12 @@ def _ids(value: Any) -> bool:
 
 # What a key has to be, in words and as a test. Lists of several keys share one.
 KINDS: dict[str, tuple[Test, tuple[str, ...]]] = {
-    "no number above 0 and below 1": (
+    "not a number above 0 and below 1": (
         lambda value: _number(value) and 0 < value < 1,
         ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
     ),
-    "no number above 0": (_positive, ("rope_theta", "routed_scaling_factor")),
-    "no number from 0 to 1": (
+    "not a number above 0": (_positive, ("rope_theta", "routed_scaling_factor")),
+    "not a number from 0 to 1": (
         _share,
         ("partial_rotary_factor", "attention_dropout", "hidden_dropout", "initializer_range", "router_aux_loss_coef"),
     ),
@@ -77,27 +77,27 @@ KINDS: dict[str, tuple[Test, tuple[str, ...]]] = {
             "use_sliding_window",
         ),
     ),
-    "no text": (_text, ("model_type", "hidden_act", "hidden_activation", "dtype", "torch_dtype", "scoring_func")),
-    "no size": (
+    "not a text": (_text, ("model_type", "hidden_act", "hidden_activation", "dtype", "torch_dtype", "scoring_func")),
+    "not a size": (
         lambda value: _integer(value) and value > 0,
         ("max_position_embeddings", "n_group", "topk_group", "pretraining_tp"),
     ),
-    "no integer from 0": (_integer, ("sliding_window", "max_window_layers", "bos_token_id", "pad_token_id")),
+    "not an integer from 0": (_integer, ("sliding_window", "max_window_layers", "bos_token_id", "pad_token_id")),
     "neither an id nor a list of ids": (_ids, ("eos_token_id",)),
-    "no object": (_object, ("rope_scaling", "rope_parameters", "quantization_config", "auto_map", "id2label")),
+    "not an object": (_object, ("rope_scaling", "rope_parameters", "quantization_config", "auto_map", "id2label")),
 }
 TESTS = {key: (what, test) for what, (test, keys) in KINDS.items() for key in keys}
 # transformers takes no null for these.
 NEEDED = {"rms_norm_eps", "hidden_act", "tie_word_embeddings", "attention_bias", "use_cache", "max_position_embeddings"}
 # Within rope_scaling and rope_parameters.
 ROPE: dict[str, tuple[str, Test]] = {
-    **dict.fromkeys(("rope_type", "type"), ("no text", _text)),
-    **dict.fromkeys(("rope_theta", "factor", "original_max_position_embeddings"), ("no number above 0", _positive)),
+    **dict.fromkeys(("rope_type", "type"), ("not a text", _text)),
+    **dict.fromkeys(("rope_theta", "factor", "original_max_position_embeddings"), ("not a number above 0", _positive)),
     **dict.fromkeys(
-        ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"), ("no number above 0", _positive)
+        ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"), ("not a number above 0", _positive)
     ),
-    **dict.fromkeys(("mscale", "mscale_all_dim", "attention_factor"), ("no number", _number)),
-    "partial_rotary_factor": ("no number from 0 to 1", _share),
+    **dict.fromkeys(("mscale", "mscale_all_dim", "attention_factor"), ("not a number", _number)),
+    "partial_rotary_factor": ("not a number from 0 to 1", _share),
 }
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -129,7 +129,7 @@ def architecture(config: dict[str, Any]) -> str:
     if found is None or found == []:
         return ""
     if not isinstance(found, list) or not all(map(_is_name, found)):
-        raise ValueError(f"{NAME}: architectures is {show(found)}, which is no list of names of architectures")
+        raise ValueError(f"{NAME}: architectures is {show(found)}, which is not a list of names of architectures")
     return found[0]
 
 

@@ -1,6 +1,6 @@
 """Quantised releases: which tensors of a release are codes and scales of a weight, by its config.json and its headers.
 
-    scheme(config) -> Scheme | None               what quantization_config describes; a ValueError says what is not read
+    scheme(config) -> Scheme | None               of quantization_config; a ValueError for formats that are not read
     packed(config, tensors) -> {name: Packed}     a ValueError names scales that are missing, or do not fit
 
 A weight W of codes q and scales s, with one rounding at the end (trainer/weights/quantised/unpack.py):
@@ -175,7 +175,7 @@ def scheme(config: Mapping[str, Any]) -> Scheme | None:
     if not found:
         return None
     if not isinstance(found, dict):
-        raise ValueError(f"{KEY} is {show(found)}, which is no section of keys")
+        raise ValueError(f"{KEY} is {show(found)}, which is not a section of keys")
     method = found.get("quant_method")
     kind = SCHEMES.get(method) if isinstance(method, str) else None
     if kind is None:
@@ -385,10 +385,10 @@ def _require(found: dict[str, Any], key: str, right: tuple[Any, ...], where: str
 
 def _names(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
-        raise ValueError(f"{KEY} excludes {show(value)}, which is no list of modules")
+        raise ValueError(f"{KEY} excludes {show(value)}, which is not a list of modules")
     for name in value:
         try:
             re.compile(name.removeprefix("re:")) if name.startswith("re:") else None
         except (re.error, RecursionError, OverflowError):
-            raise ValueError(f"{KEY} excludes {show(name)}, which is no pattern") from None
+            raise ValueError(f"{KEY} excludes {show(name)}, which is not a pattern") from None
     return tuple(value)

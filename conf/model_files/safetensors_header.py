@@ -1,7 +1,7 @@
 """The header of a safetensors file, checked as strictly as the safetensors library does when it loads the file.
 
-A file is 8 bytes that say how long the header is, the header, which is JSON, and the tensors' bytes. They lie one
-behind the other, without a gap, an overlap or a rest.
+A file is 8 bytes that say how long the header is, the header, which is JSON, and the tensors' bytes. They follow one
+another without a gap, an overlap or a rest.
 """
 
 import struct
@@ -75,9 +75,9 @@ def _tensor(path: Path, name: str, entry: Any, start: int) -> Tensor:
     if not isinstance(dtype, str) or dtype not in BITS:
         raise wrong(f"dtype is {json_object.show(dtype)}, which is none of {', '.join(BITS)}")
     if not _sizes(shape) or len(shape) > DIMENSIONS:
-        raise wrong(f"shape is {json_object.show(shape)}, which is no list of sizes")
+        raise wrong(f"shape is {json_object.show(shape)}, which is not a list of sizes")
     if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise wrong(f"data_offsets are {json_object.show(offsets)}, which are no beginning and end")
+        raise wrong(f"data_offsets are {json_object.show(offsets)}, which are not a beginning and an end")
     begin, end = offsets
     if prod(shape) * BITS[dtype] != 8 * (end - begin):
         raise wrong(f"shape {json_object.show(shape)} of {dtype} does not match its bytes, {end - begin}")
@@ -92,7 +92,7 @@ def _check_places(path: Path, tensors: dict[str, Tensor], start: int, size: int)
     end, before = start, ""
     for name, tensor in tensors.items():
         if tensor.start != end:
-            how = "overlaps" if tensor.start < end else "leaves a gap behind"
+            how = "overlaps" if tensor.start < end else "leaves a gap after"
             other = f"tensor {json_object.show(before)}" if before else "the header"
             text = f"tensor {json_object.show(name)} {how} {other}"
             raise Fault(f"{path}: no safetensors header: {text}; {AGAIN}")

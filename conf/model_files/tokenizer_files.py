@@ -82,44 +82,44 @@ def _check_new(named: dict[str, Path], ids: dict[str, int], rows: int) -> None:
 def _ids_of_whole(path: Path, found: dict[str, Any]) -> Iterator[tuple[str, int]]:
     model = found.get("model")
     if not isinstance(model, dict):
-        raise Fault(f"{path}: model is {show(model)}, which is no object")
+        raise Fault(f"{path}: model is {show(model)}, which is not an object")
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
         yield from _ids_by_text(path, vocabulary, "model.vocab: ")
     elif isinstance(vocabulary, list):  # of unigrams: a text and its score
         for number, pair in enumerate(vocabulary):
             if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and _score(pair[1])):
-                raise Fault(f"{path}: model.vocab: {show(pair)} is no text with its score")
+                raise Fault(f"{path}: model.vocab: {show(pair)} is not a text with its score")
             yield pair[0], number
     else:
-        raise Fault(f"{path}: model.vocab is {show(vocabulary)}, which is no vocabulary")
+        raise Fault(f"{path}: model.vocab is {show(vocabulary)}, which is not a vocabulary")
     merges = model.get("merges", [])
     if not isinstance(merges, list) or not all(map(_is_merge, merges)):
-        raise Fault(f"{path}: model.merges is no list of pairs of texts")
+        raise Fault(f"{path}: model.merges is not a list of pairs of texts")
     added = found.get("added_tokens") or []
     if not isinstance(added, list):
-        raise Fault(f"{path}: added_tokens is {show(added)}, which is no list")
+        raise Fault(f"{path}: added_tokens is {show(added)}, which is not a list")
     for token in added:
         if not isinstance(token, dict) or not isinstance(token.get("content"), str) or not _is_id(token.get("id")):
-            raise Fault(f"{path}: added_tokens: {show(token)} is no object with an id and its content")
+            raise Fault(f"{path}: added_tokens: {show(token)} is not an object with an id and its content")
         yield token["content"], token["id"]
 
 
 def _ids_of_settings(path: Path, found: dict[str, Any]) -> Iterator[tuple[str, int]]:
     decoder = found.get("added_tokens_decoder") or {}
     if not isinstance(decoder, dict):
-        raise Fault(f"{path}: added_tokens_decoder is {show(decoder)}, which is no object")
+        raise Fault(f"{path}: added_tokens_decoder is {show(decoder)}, which is not an object")
     for number, token in decoder.items():
         content = token.get("content") if isinstance(token, dict) else token
         if not (number.isascii() and number.isdigit() and len(number) < 10 and isinstance(content, str)):
-            raise Fault(f"{path}: added_tokens_decoder: {show({number: token})} is no id with a token")
+            raise Fault(f"{path}: added_tokens_decoder: {show({number: token})} is not an id with a token")
         yield content, int(number)
 
 
 def _ids_by_text(path: Path, found: dict[str, Any], place: str) -> Iterator[tuple[str, int]]:
     for text, number in found.items():
         if not _is_id(number):
-            raise Fault(f"{path}: {place}the id of {show(text)} is {show(number)}, which is no id")
+            raise Fault(f"{path}: {place}the id of {show(text)} is {show(number)}, which is not an id")
         yield text, number
 
 
@@ -144,7 +144,7 @@ def _check_template(path: Path, found: dict[str, Any]) -> None:
     if template is None or isinstance(template, str):
         return
     if not named or not all(isinstance(one, dict) and _texts(one, "name", "template") for one in named):
-        raise Fault(f"{path}: chat_template is {show(template)}, which is no template, and no list of named ones")
+        raise Fault(f"{path}: chat_template is {show(template)}, which is not a template, and not a list of named ones")
 
 
 def _texts(found: dict[str, Any], *keys: str) -> bool:

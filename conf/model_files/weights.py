@@ -76,7 +76,7 @@ def index(path: Path, shown: str = "") -> dict[str, str]:
     for name, file in listed.items():
         if not is_plain(file):
             text = f"{json_object.show(name)} lies in {json_object.show(file)}"
-            raise Fault(f"{shown}: weight_map: {text}, which is no name of a file in this folder")
+            raise Fault(f"{shown}: weight_map: {text}, which is not a name of a file in this folder")
     return listed
 
 

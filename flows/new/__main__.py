@@ -1,6 +1,6 @@
 """Write a configuration of your own: a commented YAML that plans, fits and runs, and its deployment.
 
-    python -m flows.new                                            asks for what it needs
+    python -m flows.new                                            asks for missing arguments
     python -m flows.new Qwen/Qwen3-30B-A3B my.jsonl                for the GPUs of this host
     python -m flows.new ./model my.csv --gpus 8xh100 --name helpdesk
     python -m flows.new ./model my.csv data.input=ticket data.output=team adapter.rank=32 --print
@@ -175,7 +175,7 @@ def _look(
         run = load(draft, [*options.overrides, *places], illegal=True)
     except ConfigError as fault:
         wrong += [line for line in str(fault).splitlines() if line not in wrong]
-        run = load(draft, places)  # what is wrong with model and data is said all the same
+        run = load(draft, places)  # errors of model and data are reported all the same
     found = first = None
     if options.model:
         try:
@@ -278,7 +278,7 @@ def _tell(settled: Settled, first: FirstRows, path: Path, printed: bool) -> None
     following = [
         (f"python -m flows.plan {name}", "memory, time and price of each stage; --gpu h200 --gpus 4 for others"),
         (f"python -m flows.finetune {name} --dry-run", "what would run"),
-        (f"python -m flows.finetune {name}", "runs it; what was made is kept, and the same line goes on"),
+        (f"python -m flows.finetune {name}", "runs it; results are kept, and the same line resumes"),
     ]
     if run.evaluate.tasks:
         following.append(

@@ -3,7 +3,7 @@
     choose(name, model, rows, machine, given) -> {key: Choice}     all but the layout
     with_layout(choices, run, how)                                 and with what the planner has found
 
-What the caller gave stays as it is, and the values behind it follow from it.
+The caller's values stay, and the values after them follow from them.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ class Lengths:
 
     seq_length: int
     packed: bool
-    each: float  # rows of a sequence; below 1 where a text makes several
+    each: float  # rows of a sequence; below 1 if a text makes several
     why: str
     why_packed: str
 
@@ -97,7 +97,7 @@ def choose(name: str, model: Model, rows: FirstRows, machine: Machine, given: di
     if "optimizer.warmup_steps" not in given:
         found.put("optimizer.warmup", 0.05, "share of the steps in which the learning rate rises")
     _put_others(found, "optimizer")
-    found.put("checkpoint.save_every", 0.2, "share of the steps: five; a run that breaks off goes on from the last")
+    found.put("checkpoint.save_every", 0.2, "share of the steps: five; an interrupted run resumes from the last")
     found.put("checkpoint.keep", 2, "older ones are removed")
     _put_others(found, "checkpoint")
     _evaluation(found, rows, model, machine)
@@ -154,7 +154,7 @@ def lengths(rows: FirstRows, count: int, most: int, cuda: bool, given: dict[str,
     if rows.kind == "text":
         length = given.get("data.seq_length") or min(most, PACK if cuda else 512)
         why = f"texts are cut into such pieces; they have {mean:.0f} tokens on average{sample}"
-        return Lengths(length, False, length / mean, why, "texts fill sequences by themselves")
+        return Lengths(length, False, length / mean, why, "texts fill whole sequences")
     longest = max(rows.tokens) if rows.whole and len(rows.tokens) == rows.read else ceil(max(rows.tokens) * 1.2)
     asked = given.get("data.seq_length")
     length = asked or min(_up(longest), most)
@@ -179,13 +179,13 @@ def _up(tokens: int) -> int:
 
 
 def global_batch(sequences: float, gpus: int) -> int:
-    """Sequences of a step: at most 32, at least 50 steps an epoch where there are so many rows; as many as GPUs."""
+    """Sequences of a step: at most 32, at least 50 steps an epoch if the rows suffice; as many as GPUs."""
     batch = 8
     while batch < 32 and sequences / (2 * batch) >= 50:
         batch *= 2
     while batch > 1 and sequences / batch < 5:
         batch //= 2
-    shared = ceil(batch / gpus) * gpus  # each GPU may then have a sequence of its own
+    shared = ceil(batch / gpus) * gpus  # then each GPU can have a sequence
     return shared if sequences / shared >= 10 else batch
 
 
@@ -202,7 +202,7 @@ def _splits(found: Choices, rows: FirstRows, count: int, lengths: Lengths, batch
     needed = ceil(batch * lengths.each * (1.2 if lengths.packed else 1))
     share = held_out(rows.places, count, needed, tested)
     if share is None:
-        found.put("data.validation", 0.0, f"too few rows for a batch of {batch} beside training")
+        found.put("data.validation", 0.0, f"too few rows for a batch of {batch} next to training")
         return 0
     share = found.put("data.validation", share, f"some {count * share:,.0f} rows, enough for a batch of {batch}")
     there = _between(rows.places, tested, tested + share) if rows.places else count * share * 0.8
@@ -217,7 +217,7 @@ def _tested(found: Choices, count: int) -> int:
 
 
 def held_out(places: Sequence[float], count: int, wanted: int, start: float) -> float | None:
-    """The smallest share with so many rows; None where that is too large a part of them.
+    """The smallest share with so many rows; None if it is too large.
 
     A row's place between 0 and 1 decides on its split. Where places are not known, some rows more are wanted.
     """
@@ -269,7 +269,7 @@ def _training(
         found.put(
             "train.epochs", epochs, f"times that each row is seen; {found.sequences:,} sequences, {steps}{unknown}"
         )
-    found.put("train.global_batch", batch, "sequences of a step; small, so that there are steps enough")
+    found.put("train.global_batch", batch, "sequences of a step; small, to have enough steps")
     if validating:
         found.put("train.validate_every", 0.1, "share of the steps: ten times in the run")
         found.put("train.validate_batches", validating, "batches that the rows for validation fill")

@@ -1,7 +1,7 @@
 """GPUs that a new configuration is for: those that are named, those of this host, or the fewest that hold the model.
 
 parse("8xh100")          also h100, 4, 2x8xh200 (hosts x GPUs), 1xmy-gpu.yaml, cpu
-of_this_host()           what nvidia-smi lists and this process may use; None where there is none
+of_this_host()           what nvidia-smi lists and this process may use; None without a GPU
 """
 
 import re
@@ -48,7 +48,7 @@ def parse(text: str, here: Machine | None = None) -> Machine:
     first, second, kind = found.groups()
     if not kind:
         if here is None or not here.gpu.cuda:
-            raise Fault(f"--gpus: {text}: of which kind? This host has none; {MACHINE}")
+            raise Fault(f"--gpus: {text}: of which kind? This host has no GPU; {MACHINE}")
         kind = here.kind
     try:
         gpu = hardware.read(kind, "--gpus")
@@ -58,12 +58,12 @@ def parse(text: str, here: Machine | None = None) -> Machine:
         raise Fault(f"{fault}; {MACHINE}") from None
     count = int(first or 1) * int(second or 1)
     if not 1 <= count <= MOST:
-        raise Fault(f"--gpus: {text}: {count} is no number of GPUs from 1 to {MOST}")
+        raise Fault(f"--gpus: {text}: {count} is not a number of GPUs from 1 to {MOST}")
     if not gpu.cuda:
         return Machine(CPU.name, gpu, 1, count, "as asked")
     nodes, per_node = (int(first), int(second)) if second else (max(1, count // gpu.per_host), min(count, gpu.per_host))
     if nodes * per_node != count or per_node > gpu.per_host:
-        raise Fault(f"--gpus: {text}: {count} GPUs are no whole hosts of {gpu.per_host} {gpu.name}")
+        raise Fault(f"--gpus: {text}: {count} GPUs are not a whole number of hosts of {gpu.per_host} {gpu.name}")
     return Machine(kind.lower() if kind.lower() in NAMES else kind, gpu, nodes, per_node, "as asked")
 
 
@@ -94,7 +94,7 @@ def _described(count: int, row: str) -> Machine:
         return Machine(gpu.name, gpu, 1, min(count, gpu.per_host), f"what this host has: {name}")
     known = ", ".join(GPUS)
     raise Fault(
-        f"--gpus: this host has {count} {name or 'GPUs'} of {size / GIB:.0f} GiB, of which no data sheet is known here "
+        f"--gpus: this host has {count} {name or 'GPUs'} of {size / GIB:.0f} GiB without a known data sheet "
         f"({known}); --gpus {count}xmy-gpu.yaml takes a file: conf/planner/hardware.py begins with one"
     )
 

@@ -110,7 +110,7 @@ def _tiny(source: str, folder: Path) -> Model:
     try:
         launch.process(arguments, folder.with_suffix(".log"), lambda _: None, lambda: False)
     except Fault as fault:
-        _, unknown, known = str(fault).rpartition("invalid choice: ")  # behind the lines of a usage
+        _, unknown, known = str(fault).rpartition("invalid choice: ")  # after the lines of a usage
         raise Fault(f"model.source: {source}: no such model: {known}") if unknown else fault from None
     config = config_json.read(str(folder), "main")
     return Model(source, config, facts_in(config, f"model.source: {source}: "), folder)

@@ -61,7 +61,7 @@ def _is_whole(per_host: int, count: int) -> bool:
 
 
 def _fitting(kind: str, counts: Iterator[int], model: Model, made: Callable[[Machine], Choices]) -> Iterator[Settled]:
-    """Settle on more and more GPUs. Those where a plan could be wrong by more than is left are passed over."""
+    """Settle on more and more GPUs. Skip those whose plan could be wrong by more than is left."""
     for count in counts:
         why = f"the fewest that fit: this host has none, so --gpus says which there are; {KIND} is a guess"
         found = _try(machines.several(kind, count, why), model, made)
@@ -85,7 +85,7 @@ def _try(machine: Machine, model: Model, made: Callable[[Machine], Choices]) -> 
         how = f"the fastest of {count} that fit" if count > 1 else "the only one that fits"
         how = how if run.world > 1 else "one process"
         with_layout(choices, run, how)
-        run = as_run(choices)  # keys that the caller gave count more than what was found
+        run = as_run(choices)  # the caller's keys win over computed ones
     run = schedule.resolved(run, choices.sequences)
     return Settled(machine, choices, run, plan(settle(run, model.facts, gpu), model.facts, gpu))
 

@@ -1,6 +1,6 @@
 """The rows that a new configuration is for, as trainer/first_rows.py finds them, which reads them as preparation does.
 
-    look(run, model folder, folder) -> FirstRows      a Fault says what is wrong with them
+    look(run, model folder, folder) -> FirstRows      a Fault if they cannot be read
 
 Of objects on S3 the first is fetched; a data set of the Hub is streamed.
 """

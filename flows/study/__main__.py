@@ -4,7 +4,7 @@
     python -m flows.study qwen3-8b --gpus 4 --layers 8              the planner's fastest layouts, of 8 layers
     python -m flows.study tiny --gpus 2                             small models, on a CPU
     python -m flows.study tiny --row 'TP2: layout.gpus_per_node=2 layout.tp=2' --row 'DP2: layout.gpus_per_node=2'
-    python -m flows.study gpt2-large --report                       the report again, of what was measured before
+    python -m flows.study gpt2-large --report                       the report again, from earlier measurements
 
 Each layout takes a few steps by python -m trainer.trial: the model's weights and tokens are made up, and nothing is
 downloaded. Those of --gpus N take N GPUs, or one. What was measured before, of the same configuration by the same code
@@ -72,11 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     if options.gpus < 1:
-        raise Fault(f"--gpus: {options.gpus} is no number of GPUs")
+        raise Fault(f"--gpus: {options.gpus} is not a number of GPUs")
     if options.steps <= WARM:
         raise Fault(f"--steps: {options.steps}: the first {WARM} are not measured")
     if options.layers is not None and options.layers < 1:
-        raise Fault(f"--layers: {options.layers} is no number of layers")
+        raise Fault(f"--layers: {options.layers} is not a number of layers")
     there = len(nvidia_smi.visible())
     if there and options.gpus > there and not options.report:
         raise Fault(f"--gpus: {options.gpus}, but this host has {there}")

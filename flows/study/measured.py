@@ -1,6 +1,6 @@
-"""One layout of a study, measured by python -m trainer.trial in a process of its own, and kept in the study's folder.
+"""One layout of a study, measured by a process of python -m trainer.trial, and kept in the study's folder.
 
-    kept(folder, row, how)        what was measured before of this configuration, by the same code on the same device
+    kept(folder, row, how)        earlier measurement of this configuration, by the same code on the same device
     measure(folder, row, how)     measures it; what fails is an answer as well, and is tried again by the next call
 
 <folder>/rows/LIST-ROW.json has the answer, <folder>/logs/ what the trial has printed, <folder>/profiles/ the traces.
@@ -95,7 +95,7 @@ def measure(folder: Path, row: Row, how: How) -> dict[str, Any]:
     except launch.Broken as broken:
         failed = f"{str(broken).splitlines()[-1].strip()}; {log} has the rest"
     if (answer := _answer(said)) is None:
-        return {"failed": failed or f"no answer; {log} has what was said"}
+        return {"failed": failed or f"no answer; {log} has its output"}
     record = {"configuration": of_row(row), "steps": how.steps, "layers": how.layers, "versions": versions()}
     file = _file(folder, row)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -33,8 +33,8 @@ def of(report: dict[str, Any], folder: Path) -> str:
             *_memory(measured),
             *_kinds(profiled, folder),
             "<h2>Loss</h2>",
-            "<p>Of the same made-up tokens at each step. Weights are drawn by each rank, so that curves of layouts "
-            "begin apart by what was drawn.</p>",
+            "<p>Of the same made-up tokens at each step. Each rank draws its weights: curves of layouts "
+            "start apart for this reason.</p>",
             html_page.curves([(row["title"], row["figures"]["losses"]) for row in measured]),
             "<h2>Again</h2>",
             *_commands(report),
@@ -144,7 +144,7 @@ def _kinds(profiled: Sequence[Row], folder: Path) -> Iterator[str]:
             names = [f"rank {strip['rank']}, {strip['span']:,.0f} ms" for strip in time["strips"]]
             yield html_page.strips([Strip(*pair) for pair in zip(names, time["strips"], strict=True)])
     else:
-        yield "<p>No kernels, as there is no GPU: operations of the host, each without those that it is made of.</p>"
+        yield "<p>No kernels without a GPU: operations of the host, each without its parts.</p>"
         yield html_page.bars(list(_host_bars(profiled)), "ms")
 
 

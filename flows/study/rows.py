@@ -9,7 +9,7 @@ A list is read from YAML, keys of a configuration as they stand in an override:
       rows:
         DP2: {documented_ms: 437, keys: {layout.gpus_per_node: 2, train.global_batch: 64}}
 
-documented_ms is what somebody else has measured, to stand beside.
+documented_ms is somebody else's measurement, for comparison.
 """
 
 # pyright: reportArgumentType=false
@@ -118,7 +118,7 @@ def given(configuration: str, texts: Iterable[str]) -> list[Row]:
     for text in texts:
         name, mark, keys = text.partition(":")
         if not (name.strip() and mark) or any("=" not in key for key in keys.split()):
-            raise Fault(f"--row: {text!r} is no row; 'TP2: layout.gpus_per_node=2 layout.tp=2' is one")
+            raise Fault(f"--row: {text!r} is not a row; 'TP2: layout.gpus_per_node=2 layout.tp=2' is one")
         rows.append(Row("given", name.strip(), configuration, tuple(keys.split())))
     return rows
 

@@ -26,7 +26,7 @@ SHARES = ("computing", "exposed", "hidden", "idle")
 def tell(runs: Path, experiment: str, report: dict[str, Any], files: Sequence[Path]) -> str:
     """Hand the report's rows to a process that ships them. Returns a line that says what became of them."""
     if find_spec("mlflow") is None:
-        return "tracking: MLflow is not installed here; --report where it is tells it of this folder"
+        return "tracking: MLflow is not installed here; run --report on a host that has it, with this folder"
     name, now = report["name"], time.strftime("%Y%m%d-%H%M%S")
     whole = tracking.start(runs, None, experiment, f"study-{name}-{now}", f"study {name}", tags={"study": name})
     for row in report["rows"]:

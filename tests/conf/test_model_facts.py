@@ -110,7 +110,7 @@ def test_facts_that_are_no_sizes(value):
     [
         ({}, "num_hidden_layers is null, which is not a size"),
         ({"architectures": ["GPT2LMHeadModel"], "n_embd": 8}, "n_head is null, which is not a size"),
-        ({"architectures": ["T5ForConditionalGeneration"], "d_model": 8}, "num_hidden_layers is null, which is no"),
+        ({"architectures": ["T5ForConditionalGeneration"], "d_model": 8}, "num_hidden_layers is null, which is not"),
         (LLAMA | {"vocab_size": -5}, "vocab_size is -5, which is not a size from 1"),
         (
             LLAMA | {"num_attention_heads": 24},

@@ -125,15 +125,23 @@ def test_what_is_no_place_of_a_function_and_no_memory_is_told_as_the_configurati
 @pytest.mark.parametrize(
     ("reward", "keys", "said"),
     [
-        ("regex", {"pattern": "(x"}, "reinforce.pattern: '(x' is no regular expression: missing )"),
-        ("json_schema", {"pattern": "{"}, "reinforce.pattern: '{' is no JSON schema: "),
+        ("regex", {"pattern": "(x"}, "reinforce.pattern: '(x' is not a regular expression: missing )"),
+        ("json_schema", {"pattern": "{"}, "reinforce.pattern: '{' is not a JSON schema: "),
         (
             "json_schema",
             {"pattern": "[3]"},
-            "reinforce.pattern: '[3]' is no JSON schema: it is an object, and its $schema",
+            "reinforce.pattern: '[3]' is not a JSON schema: it is an object, and its $schema",
         ),
-        ("json_schema", {"pattern": '{"$schema": []}'}, "is no JSON schema: it is an object, and its $schema a text"),
-        ("json_schema", {"pattern": '{"type": "nix"}'}, 'reinforce.pattern: \'{"type": "nix"}\' is no JSON schema: '),
+        (
+            "json_schema",
+            {"pattern": '{"$schema": []}'},
+            "not a JSON schema: it is an object, and its $schema a text",
+        ),
+        (
+            "json_schema",
+            {"pattern": '{"type": "nix"}'},
+            'reinforce.pattern: \'{"type": "nix"}\' is not a JSON schema: ',
+        ),
         (
             "judge",
             {"judge": "http://"},
@@ -159,5 +167,5 @@ def test_a_pattern_or_an_address_that_is_none_is_told_as_the_configuration_is_re
 
 def test_a_judge_has_to_see_the_answer(tmp_path):
     (tmp_path / "judge.txt").write_text("How good, from 0 to 1? {anwser}")
-    with pytest.raises(Fault, match=r"judge\.txt: has no \{answer\}, so that the judge would not see any$"):
+    with pytest.raises(Fault, match=r"judge\.txt: has no \{answer\}: the judge would not see it$"):
         rewards.judge_prompt(f"{tmp_path}/judge.txt")

@@ -167,7 +167,7 @@ def test_verify(world):
 def test_a_base_is_not_proven_whose_release_is_gone(world):
     code, output, errors = world.run("verify", world.convert.key)
     assert code == 2 and output.endswith("all as recorded\n")
-    assert errors == f"error: {world.convert.key}: what it was made from is not in the store any more: download\n"
+    assert errors == f"error: {world.convert.key}: its inputs are no longer in the store: download\n"
 
 
 def test_verify_sees_a_damaged_record(world):

@@ -260,9 +260,9 @@ def test_search_ranks_and_gives_reasons(ask, capsys):
         (["glm47", "layout.epp=2"], "override layout.epp=2: layout.epp: unknown key; did you mean layout.pp?"),
         (["glm47", "layout.tp=-2"], "override layout.tp=-2: layout.tp: -2 is too small: it must be at least 1"),
         (["glm47", "model.source=org/none"], "model.source: org/none: unknown model; known are "),
-        (["glm47", "--gpus", "-8"], "--gpus: -8 is no number of GPUs from 1 to 65536"),
-        (["glm47", "--gpus", "0"], "--gpus: 0 is no number"),
-        (["glm47", "--gpus", "999999999999"], "--gpus: 999999999999 is no number"),
+        (["glm47", "--gpus", "-8"], "--gpus: -8 is not a number of GPUs from 1 to 65536"),
+        (["glm47", "--gpus", "0"], "--gpus: 0 is not a number"),
+        (["glm47", "--gpus", "999999999999"], "--gpus: 999999999999 is not a number"),
         (["glm47", "--gpus", "12"], "gpus: 12 is neither up to 8"),
         (["glm47", "layout.nodes=65536"], "override layout.nodes=65536: layout.nodes: 65536 x 8 is more than "),
         (

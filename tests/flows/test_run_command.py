@@ -95,7 +95,7 @@ def test_a_store_that_is_none(run, monkeypatch):
     "overrides", [["optimizer.lr=1e-4", "data.rows=null"], ["name=other", "data.template='{input}: {output}'"]]
 )
 def test_what_the_flow_gets_is_what_was_checked(run, tmp_path, overrides):
-    """1e-4 is no text, a null is a value, and both hold for a file outside of conf/ as well."""
+    """1e-4 is not a text, a null is a value, and both hold for a file outside of conf/ as well."""
     outside = tmp_path / "mine.yaml"
     outside.write_text(TINY.replace("source: tiny://tickets", "source: tiny://tickets\n  rows: 99"))
     for conf in ("tiny", str(outside)):

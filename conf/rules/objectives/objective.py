@@ -1,4 +1,4 @@
-"""An objective of training, without torch: what it reads, needs, logs and refuses."""
+"""An objective of training, without torch: its inputs, needs, metrics and refusals."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -145,11 +145,11 @@ def test_the_planner_finds_layouts_where_none_are_listed():
 @pytest.mark.parametrize(
     "arguments, line",
     [
-        (["--gpus", "0"], "--gpus: 0 is no number of GPUs"),
+        (["--gpus", "0"], "--gpus: 0 is not a number of GPUs"),
         (["--gpus", "7"], "--gpus: 7: tiny has layouts of 1, 2"),
         (["--list", "dens"], "--list: dens: tiny has dense"),
-        (["--row", "layout.tp=2"], "--row: 'layout.tp=2' is no row"),
-        (["--layers", "0"], "--layers: 0 is no number of layers"),
+        (["--row", "layout.tp=2"], "--row: 'layout.tp=2' is not a row"),
+        (["--layers", "0"], "--layers: 0 is not a number of layers"),
         (["--steps", "2"], "--steps: 2: the first 2 are not measured"),
         (["--only", "DP3"], "--only: DP3: there are 1 rank"),
         (["train.sead=3"], "override train.sead=3: train.sead: unknown key"),

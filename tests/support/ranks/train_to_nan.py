@@ -1,4 +1,4 @@
-"""trainer.train, with a second step whose loss is no number."""
+"""trainer.train, with a second step whose loss is not a number."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""trainer.train, with a second step in which the last rank's gradients hold what is no number."""
+"""trainer.train, with a second step in which the last rank's gradients hold what is not a number."""
 
 import math
 import os

@@ -116,7 +116,9 @@ def test_a_command_that_starts_no_server_finds_none(home):
 
 
 def test_a_server_that_does_not_start_is_a_fault_with_its_log(home, monkeypatch):
-    monkeypatch.setattr(prefect_server, "ROOT", home)  # has none of our modules
+    (home / "tasks").mkdir()
+    (home / "tasks/__init__.py").touch()  # hides the package that the server's module is in
+    monkeypatch.setattr(prefect_server.installation, "FILES", home)
     monkeypatch.setenv("PYTHONPATH", "")
     with pytest.raises(Fault, match=r"Prefect server: ended with code 1; its log: .*/prefect.log; .*Error"):
         prefect_server.join(lambda _: None)

@@ -60,8 +60,8 @@ def test_a_rule_says_what_an_answer_is_worth(kind, answer, reference, pattern, e
 @pytest.mark.parametrize(
     ("kind", "reference", "pattern", "said"),
     [
-        ("regex", "(", None, r"^reinforce\.pattern: '\(' is no regular expression"),
-        ("json_schema", '{"type": 3}', None, r"^reinforce\.pattern: .* is no JSON schema"),
+        ("regex", "(", None, r"^reinforce\.pattern: '\(' is not a regular expression"),
+        ("json_schema", '{"type": 3}', None, r"^reinforce\.pattern: .* is not a JSON schema"),
         ("number", "none", None, r"^reinforce\.reward: number, but a row's answer has no number: 'none'$"),
     ],
 )
@@ -100,8 +100,8 @@ def test_a_schema_that_names_another_one_reaches_no_network():
     ("kind", "right", "wrong", "said"),
     [
         ("number", "#### 3", "three", r"reinforce\.reward: number, but a row's answer has no number: 'three'$"),
-        ("regex", "^3$", "(3", r"reinforce\.pattern: '\(3' is no regular expression"),
-        ("json_schema", SCHEMA, "3", r"reinforce\.pattern: '3' is no JSON schema"),
+        ("regex", "^3$", "(3", r"reinforce\.pattern: '\(3' is not a regular expression"),
+        ("json_schema", SCHEMA, "3", r"reinforce\.pattern: '3' is not a JSON schema"),
     ],
 )
 def test_a_row_without_an_answer_to_compare_with_is_named_before_anything_is_sampled(kind, right, wrong, said):

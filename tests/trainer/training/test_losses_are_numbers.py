@@ -1,4 +1,4 @@
-"""A training ends at a loss or a gradient that is no number, and saves nothing of that step."""
+"""A training ends at a loss or a gradient that is not a number, and saves nothing of that step."""
 
 import pytest
 

@@ -295,8 +295,8 @@ def group(**changed):
         (OF_TINY["fp8"] | {"weight_block_size": [128]}, "weight_block_size is [128]"),
         (OF_TINY["fp8"] | {"fmt": "e5m2"}, 'fmt is "e5m2", and "e4m3" or absent is read'),
         (OF_TINY["fp8"] | {"activation_scheme": "static"}, 'activation_scheme is "static"'),
-        (OF_TINY["fp8"] | {"modules_to_not_convert": "lm_head"}, "which is no list of modules"),
-        (INT4 | {"ignore": ["re:("]}, "which is no pattern"),
+        (OF_TINY["fp8"] | {"modules_to_not_convert": "lm_head"}, "which is not a list of modules"),
+        (INT4 | {"ignore": ["re:("]}, "which is not a pattern"),
         (INT4 | {"config_groups": {}}, "config_groups has 0 groups with weights"),
         (INT4 | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is"),
         (group(symmetric=False), "symmetric is false, and true is read"),
@@ -313,7 +313,7 @@ def group(**changed):
             OF_TINY["nvfp4-modelopt"] | {"config_groups": {"group_0": {"weights": {"group_size": 32}}}},
             "config_groups.weights.group_size is 32, and 16 is read",
         ),
-        ("fp8", 'quantization_config is "fp8", which is no section of keys'),
+        ("fp8", 'quantization_config is "fp8", which is not a section of keys'),
     ],
 )
 def test_formats_that_are_not_read_are_refused_in_a_line(described, said):
