@@ -121,8 +121,7 @@ class Model(Section):
     )
     # It counts for the evaluation, as the tuned model is compared with the base's; for the conversion, if it packs too.
     base: Annotated[
-        Literal["bf16", "fp8", "int4", "nvfp4", "mxfp4"],
-        bears("train", "evaluate", derived="convert", absent="bf16"),
+        Literal["bf16", "fp8", "int4", "nvfp4", "mxfp4"], bears("train", "evaluate", derived="convert", absent="bf16")
     ] = Field(
         default="bf16",
         description="format of LoRA's frozen matrices in memory: bf16 = unchanged, in train.precision; fp8 = 8 "

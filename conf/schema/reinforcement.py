@@ -39,10 +39,7 @@ class Reinforce(Section):
         default=256, description="longest answer; prompt and answer must fit into data.seq_length"
     )
     temperature: Annotated[float, bears("reinforce")] = Field(
-        default=1.0,
-        ge=0.01,
-        le=10,
-        description="of sampling; the policy is trained at this temperature",
+        default=1.0, ge=0.01, le=10, description="of sampling; the policy is trained at this temperature"
     )
     lr: Annotated[float, bears("reinforce")] = Field(
         default=1e-6, ge=1e-12, le=1, description="constant learning rate, instead of optimizer.lr and its schedule"
