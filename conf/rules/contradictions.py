@@ -3,16 +3,7 @@
 from collections.abc import Iterator
 from math import sqrt
 
-from conf.rules import (
-    batch_ramp,
-    objectives,
-    packed_base,
-    precision,
-    pretraining,
-    reinforcement,
-    serving,
-    validations,
-)
+from conf.rules import batch_ramp, objectives, packed_base, precision, pretraining, reinforcement, serving, validations
 from conf.schema import clusters, names
 from conf.schema.data import Rows
 from conf.schema.named import OBJECTIVES
