@@ -17,7 +17,7 @@ from conf.load import load
 from conf.planner.hardware import of
 from conf.planner.verdict import facts_of, settle, teacher_of
 from conf.rules.reinforcement import is_asked
-from conf.schema.named import submitting
+from conf.schema.named import SUBMITTING
 from conf.schema.run import Run
 from contract import closed_pipe
 from contract.faults import ConfigError, Fault
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             run = settle(run, facts_of(run), of(run), teacher_of(run))
         submission = getattr(engine_of(run), "submission", None)
         if submission is None:
-            raise Fault(f"gang.engine: {run.gang.engine} submits nothing; --engine is {' or '.join(submitting())}")
+            raise Fault(f"gang.engine: {run.gang.engine} submits nothing; --engine is {' or '.join(SUBMITTING)}")
         if options.stage == "reinforce" and not is_asked(run):
             raise Fault("--stage: reinforce, and reinforce.steps is 0: there is no such stage")
         gang = f"{options.stage}-{FINGERPRINT}"
