@@ -37,7 +37,7 @@ def plain(schema: dict[str, Any]) -> None:
     off.
     """
     if "description" in schema:
-        schema["description"] = marked(schema["description"])
+        schema["description"] = marked(" ".join(schema["description"].split()))
     kinds = [kind for kind in schema.get("anyOf", ()) if kind != {"type": "null"}]
     if {"type": "boolean"} in kinds:
         return

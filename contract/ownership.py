@@ -167,12 +167,7 @@ def _take(place: Path, label: str, owner: dict[str, Any], patience: float, repor
 
 
 def _wait_for_end(
-    newest: Path,
-    label: str,
-    place: Path,
-    mine: dict[str, Any],
-    patience: float,
-    report: Callable[[str], None],
+    newest: Path, label: str, place: Path, mine: dict[str, Any], patience: float, report: Callable[[str], None]
 ) -> None:
     """Wait until that owner has ended. Raises a Fault if it lives; if it is on this host, after `patience` seconds."""
     touched, until, reported = _touched(newest), time.monotonic() + EXPIRES, False

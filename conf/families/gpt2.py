@@ -51,10 +51,7 @@ def _norm(name: str, width: int) -> Tensors:
 
 
 def _linear(name: str, into: int, out: int, kind: str, part: str) -> Tensors:
-    return [
-        Tensor(f"{name}.weight", (into, out), kind, part, turned=True),
-        Tensor(f"{name}.bias", (out,), kind, part),
-    ]
+    return [Tensor(f"{name}.weight", (into, out), kind, part, turned=True), Tensor(f"{name}.bias", (out,), kind, part)]
 
 
 FAMILY = Family(

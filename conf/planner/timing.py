@@ -326,10 +326,7 @@ def _reduction(run: Run, gpu: Gpu, held: list[Holding]) -> tuple[float, float, f
     most = (0.0, 0.0, 0.0)
     for dense, expert in {holding.trained for holding in held}:
         sent = seconds = 0.0
-        for count, group, stride in (
-            (dense, cut.dp * layout.cp, layout.tp),
-            (expert, cut.edp, layout.ep * layout.etp),
-        ):
+        for count, group, stride in ((dense, cut.dp * layout.cp, layout.tp), (expert, cut.edp, layout.ep * layout.etp)):
             # gradients are scattered and weights gathered; without the distributed optimizer gradients are both
             size = count * (gradient + (byte(run.train) if run.optimizer.distributed else gradient))
             if group > 1:

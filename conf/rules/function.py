@@ -126,10 +126,7 @@ def _routing(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, s
     keys = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
     each = keys.get("num_experts_per_tok", 0)
     if each == 1 and True in (keys.get("norm_topk_prob"), "n_group" in family.defaults):
-        yield (
-            "num_experts_per_tok",
-            "1, and Megatron makes the weights of several experts sum to 1, but not of one",
-        )
+        yield ("num_experts_per_tok", "1, and Megatron makes the weights of several experts sum to 1, but not of one")
     groups, kept = keys.get("n_group", 0), keys.get("topk_group", 0)
     sizes = "n_group" in family.defaults and all(type(size) is int and size > 0 for size in (groups, kept, each))
     if sizes and groups != kept and each // kept != 2:

@@ -2,8 +2,6 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
-
 from conf.schema.bearing import NOWHERE, bears
 from conf.schema.sections import Section
 
@@ -11,13 +9,8 @@ from conf.schema.sections import Section
 class Convert(Section):
     """The base: the model in the form in which training loads it."""
 
-    to: Annotated[Literal["torch_dist", "none", "packed"], bears("convert", absent="torch_dist")] = Field(
-        default="torch_dist",
-        description="torch_dist = a copy in Megatron's format; none = no copy: training reads the released files, with "
-        "bitwise equal losses; packed = the codes and scales of model.base, which training reads directly. The plan "
-        "compares the costs",
-    )
-    hosts: Annotated[Literal["one", "all"], NOWHERE] = Field(
-        default="one",
-        description="one = the flow's host converts; all = each host of training converts a part of the tensors",
-    )
+    to: Annotated[Literal["torch_dist", "none", "packed"], bears("convert", absent="torch_dist")] = "torch_dist"
+    """torch_dist = a copy in Megatron's format; none = no copy: training reads the released files, with bitwise equal
+    losses; packed = the codes and scales of model.base, which training reads directly. The plan compares the costs"""
+    hosts: Annotated[Literal["one", "all"], NOWHERE] = "one"
+    """one = the flow's host converts; all = each host of training converts a part of the tensors"""

@@ -22,28 +22,20 @@ class Export(Section):
 
     checkpoint: Annotated[
         Annotated[Literal["latest", "best", "base"] | Count, WrapValidator(_one_problem)], bears("export")
-    ] = Field(
-        default="latest",
-        description="checkpoint to export: the newest, the best by validation (checkpoint.keep_best), the untrained "
-        "base, or a step that checkpoint.save_every saves",
-    )
-    every: Annotated[Count | None, NOWHERE] = Field(
-        default=None,
-        description="write the adapter in PEFT's format into the folder adapter of every n-th checkpoint; null = never",
-    )
-    weights: Annotated[Literal["trained", "ema"], bears("export", absent="trained")] = Field(
-        default="trained", description="weights of the checkpoint, or their moving mean (train.ema_decay)"
-    )
+    ] = "latest"
+    """checkpoint to export: the newest, the best by validation (checkpoint.keep_best), the untrained base, or a step
+    that checkpoint.save_every saves"""
+    every: Annotated[Count | None, NOWHERE] = None
+    """write the adapter in PEFT's format into the folder adapter of every n-th checkpoint; null = never"""
+    weights: Annotated[Literal["trained", "ema"], bears("export", absent="trained")] = "trained"
+    """weights of the checkpoint, or their moving mean (train.ema_decay)"""
     formats: Annotated[tuple[Literal["merged", "adapter"], ...] | None, bears("export")] = Field(
-        default=None, strict=False, description="merged = whole model; adapter = PEFT's format; null = all that apply"
+        default=None, strict=False
     )
-    quantization: Annotated[Literal["as_released"] | None, bears("export", "evaluate", absent=None)] = Field(
-        default=None,
-        description="of the merged model of a quantised release: as_released = in the release's FP8 format, with the "
-        "rounding errors in the export's report; null = bf16, as trained",
-    )
-    merge_onto: Annotated[Literal["released", "packed"], bears("export", absent="released")] = Field(
-        default="released",
-        description="weights onto which the adapter of a packed base (model.base) is merged: released, or packed = the "
-        "values of its codes, as in training",
-    )
+    """merged = whole model; adapter = PEFT's format; null = all that apply"""
+    quantization: Annotated[Literal["as_released"] | None, bears("export", "evaluate", absent=None)] = None
+    """of the merged model of a quantised release: as_released = in the release's FP8 format, with the rounding errors
+    in the export's report; null = bf16, as trained"""
+    merge_onto: Annotated[Literal["released", "packed"], bears("export", absent="released")] = "released"
+    """weights onto which the adapter of a packed base (model.base) is merged: released, or packed = the values of its
+    codes, as in training"""

@@ -72,76 +72,45 @@ def _loaded(place: str | None) -> str | None:
 class Model(Section):
     """The model that the run starts from: a released one, or one with random weights."""
 
-    source: Annotated[Source, bears(derived="download")] = Field(
-        description="Hugging Face Hub id, folder, s3:// URI, or tiny://KIND, which trainer.tiny creates; or {config: "
-        "C} for weights drawn from train.seed: C is a config.json, a folder or Hub id with one, or its keys. A folder "
-        "with a config.json and without weights has drawn weights too"
-    )
-    tokenizer: Annotated[Place | None, bears(derived="download")] = Field(
-        default=None,
-        description="for drawn weights: Hub id, folder, s3:// URI or tiny://KIND; null = the one next to config.json",
-    )
-    revision: Annotated[Text, bears(derived="download")] = Field(
-        default="main", description="branch, tag or commit on the Hub; pin a commit to repeat a run"
-    )
-    trust_remote_code: Annotated[bool, bears("download")] = Field(
-        default=False, description="run Python code of the checkpoint"
-    )
-    unsafe_weights: Annotated[bool, bears("download")] = Field(
-        default=False, description="fetch pickled weights too: reading them can run code"
-    )
-    ignore_config: Annotated[tuple[Text, ...], NOWHERE] = Field(
-        default=(),
-        strict=False,
-        description="keys of config.json that Megatron-Bridge does not read and that this run does not need",
-    )
-    adapter: Annotated[Place | None, bears(derived="train")] = Field(
-        default=None,
-        description="LoRA to start from, of the same rank and scale: a folder in PEFT's format, a Hub id, s3://, or "
-        "models:/NAME/VERSION of MLflow's registry; null = a new one",
-    )
-    family: Annotated[Place | None, AfterValidator(_loaded), bears(derived="convert")] = Field(
-        default=None,
-        description="a model family from outside this repository: a Python file, or the import path of a module, with "
-        "FAMILY; its Python code is run. Families of installed packages need no key",
-    )
-    mtp: Annotated[bool, bears("convert", "train")] = Field(
-        default=True, description="train the multi-token-prediction layers, if the model has them"
-    )
-    compare: Annotated[bool, NOWHERE] = Field(
-        default=True,
-        description="compare the first layers with transformers, and refuse a conversion that differs; false for a "
-        "model that this host cannot compute",
-    )
-    mtp_loss_scale: Annotated[float, bears("train")] = Field(
-        default=0.3,
-        ge=0,
-        le=10,
-        description="weight of the multi-token-prediction loss over learned tokens; 0.3 is Bridge's value for GLM-4.5+",
-    )
+    source: Annotated[Source, bears(derived="download")]
+    """Hugging Face Hub id, folder, s3:// URI, or tiny://KIND, which trainer.tiny creates; or {config: C} for weights
+    drawn from train.seed: C is a config.json, a folder or Hub id with one, or its keys. A folder with a config.json and
+    without weights has drawn weights too"""
+    tokenizer: Annotated[Place | None, bears(derived="download")] = None
+    """for drawn weights: Hub id, folder, s3:// URI or tiny://KIND; null = the one next to config.json"""
+    revision: Annotated[Text, bears(derived="download")] = "main"
+    """branch, tag or commit on the Hub; pin a commit to repeat a run"""
+    trust_remote_code: Annotated[bool, bears("download")] = False
+    """run Python code of the checkpoint"""
+    unsafe_weights: Annotated[bool, bears("download")] = False
+    """fetch pickled weights too: reading them can run code"""
+    ignore_config: Annotated[tuple[Text, ...], NOWHERE] = Field(default=(), strict=False)
+    """keys of config.json that Megatron-Bridge does not read and that this run does not need"""
+    adapter: Annotated[Place | None, bears(derived="train")] = None
+    """LoRA to start from, of the same rank and scale: a folder in PEFT's format, a Hub id, s3://, or
+    models:/NAME/VERSION of MLflow's registry; null = a new one"""
+    family: Annotated[Place | None, AfterValidator(_loaded), bears(derived="convert")] = None
+    """a model family from outside this repository: a Python file, or the import path of a module, with FAMILY; its
+    Python code is run. Families of installed packages need no key"""
+    mtp: Annotated[bool, bears("convert", "train")] = True
+    """train the multi-token-prediction layers, if the model has them"""
+    compare: Annotated[bool, NOWHERE] = True
+    """compare the first layers with transformers, and refuse a conversion that differs; false for a model that this
+    host cannot compute"""
+    mtp_loss_scale: Annotated[float, bears("train")] = Field(default=0.3, ge=0, le=10)
+    """weight of the multi-token-prediction loss over learned tokens; 0.3 is Bridge's value for GLM-4.5+"""
     # It counts for the evaluation, as the tuned model is compared with the base's; for the conversion, if it packs too.
     base: Annotated[
-        Literal["bf16", "fp8", "int4", "nvfp4", "mxfp4"],
-        bears("train", "evaluate", derived="convert", absent="bf16"),
-    ] = Field(
-        default="bf16",
-        description="format of LoRA's frozen matrices in memory: bf16 = unchanged, in train.precision; fp8 = 8 "
-        "bits and a scale per 128 x 128; with 4 bits: int4 = a scale per 32 of a row, nvfp4 = per 16, mxfp4 = a power "
-        "of 2 per 32; they are unpacked for each product",
-    )
+        Literal["bf16", "fp8", "int4", "nvfp4", "mxfp4"], bears("train", "evaluate", derived="convert", absent="bf16")
+    ] = "bf16"
+    """format of LoRA's frozen matrices in memory: bf16 = unchanged, in train.precision; fp8 = 8 bits and a scale per
+    128 x 128; with 4 bits: int4 = a scale per 32 of a row, nvfp4 = per 16, mxfp4 = a power of 2 per 32; they are
+    unpacked for each product"""
     pack: Annotated[
         tuple[Literal["experts", "attention", "dense"], ...] | None, bears("train", derived="convert", absent=None)
-    ] = Field(
-        default=None,
-        strict=False,
-        min_length=1,
-        description="matrices with model.base's format; the others have train.precision: experts, attention, or dense "
-        "= dense layers, shared experts and MTP's projection; null = all",
-    )
-    dropout: Annotated[float | None, bears("train", absent=None)] = Field(
-        default=None,
-        ge=0,
-        lt=1,
-        description="dropout in training, of attention's weights and of each layer's output; null = as released, "
-        "mostly none; none with dpo and in reinforce",
-    )
+    ] = Field(default=None, strict=False, min_length=1)
+    """matrices with model.base's format; the others have train.precision: experts, attention, or dense = dense layers,
+    shared experts and MTP's projection; null = all"""
+    dropout: Annotated[float | None, bears("train", absent=None)] = Field(default=None, ge=0, lt=1)
+    """dropout in training, of attention's weights and of each layer's output; null = as released, mostly none; none
+    with dpo and in reinforce"""

@@ -42,9 +42,8 @@ def spelled_out(layout: Any) -> Any:
 class Run(Section):
     """One fine-tuning run."""
 
-    name: Annotated[str, bears(derived="promote")] = Field(
-        pattern=r"^[a-z0-9-]+$", max_length=100, description="name of the run and of its folder"
-    )
+    name: Annotated[str, bears(derived="promote")] = Field(pattern=r"^[a-z0-9-]+$", max_length=100)
+    """name of the run and of its folder"""
     model: Model
     data: Data
     convert: Convert = Field(default_factory=Convert)

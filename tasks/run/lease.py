@@ -79,11 +79,7 @@ class Lease:
 
 @contextlib.contextmanager
 def hold(
-    store: Store,
-    key: str,
-    waiting: Callable[[str], None],
-    about: str = "",
-    stop: Callable[[], bool] = lambda: False,
+    store: Store, key: str, waiting: Callable[[str], None], about: str = "", stop: Callable[[], bool] = lambda: False
 ) -> Iterator[Lease]:
     """Wait until the lease is free or dead, and hold it. waiting(text) is called once per holder, with its name."""
     content = {"id": secrets.token_hex(8), "beat": 0, "about": about} | ownership.me()

@@ -69,8 +69,7 @@ def make_config(run: Run, bridge, resume_step: int | None):
             manual_gc_interval=100,
         ),
         validation=ValidationConfig(
-            eval_interval=train.validate_every or None,
-            eval_iters=train.validate_batches if train.validate_every else 0,
+            eval_interval=train.validate_every or None, eval_iters=train.validate_batches if train.validate_every else 0
         ),
         optimizer=OptimizerConfig(
             optimizer="adam" if optimizer.kind == "adamw" else "muon",

@@ -280,11 +280,7 @@ def _torchrun(run: Run, module: str) -> int:
         environment = os.environ | _environment(run) | {FAULT_FILE: str(fault), OWNED: "1"}
         environment |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         ranks = subprocess.Popen(
-            command,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=end_with_parent,
+            command, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=end_with_parent
         )
         signal.signal(signal.SIGTERM, lambda *_: _have_ranks_save(ranks))
         forward = threading.Thread(target=_forward, args=(ranks.stderr, fault))

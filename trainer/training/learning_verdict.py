@@ -58,10 +58,7 @@ def combined(of_all_ranks: list[dict[Key, Observation]]) -> dict[Key, Observatio
             old = combination.get(key, new)
             exact = [observed.exact for observed in (new, old) if observed.exact is not None]
             combination[key] = Observation(
-                new.gradient or old.gradient,
-                new.changed and old.changed,
-                any(exact) if exact else None,
-                new.rounded,
+                new.gradient or old.gradient, new.changed and old.changed, any(exact) if exact else None, new.rounded
             )
     return combination
 

@@ -103,10 +103,7 @@ def repeated(model: Model) -> dict[str, str]:
     copies = {"lm_head.weight": head} if tied else {}
     for layer in mtp_layers(model):
         prefix = f"model.layers.{layer}."
-        copies |= {
-            prefix + "embed_tokens.weight": embedding,
-            prefix + "shared_head.head.weight": head,
-        }
+        copies |= {prefix + "embed_tokens.weight": embedding, prefix + "shared_head.head.weight": head}
     return {copy: original for copy, original in copies.items() if copy in model.weights}
 
 

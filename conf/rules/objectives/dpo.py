@@ -12,10 +12,7 @@ def _problems(run: Run) -> Problems:
     yield from objectives.of_pairs(run.data)
     for number, part in enumerate(run.data.mixture):
         if part.shape not in ("auto", "preference"):
-            yield (
-                f"data.mixture[{number}].shape",
-                f"{part.shape}, but {ANSWERS}",
-            )
+            yield (f"data.mixture[{number}].shape", f"{part.shape}, but {ANSWERS}")
     if run.data.shape not in ("auto", "preference"):
         yield "data.shape", f"{run.data.shape}, but {ANSWERS}"
     if run.reinforce.steps:

@@ -129,13 +129,7 @@ def fetch(
         ) from None
     meter.end()
     seconds = round(time.monotonic() - started, 3)
-    return {
-        "bytes": meter.total,
-        "files": len(chosen),
-        "sent": meter.sent,
-        "seconds": seconds,
-        "left_out": left_out,
-    }
+    return {"bytes": meter.total, "files": len(chosen), "sent": meter.sent, "seconds": seconds, "left_out": left_out}
 
 
 def fetch_described(resolved: Resolved, folder: Path, trust_remote_code: bool) -> None:

@@ -106,13 +106,7 @@ def _check_splits(split: np.ndarray, plan: Plan) -> None:
 
 
 def _report(
-    parts: dict[str, Any],
-    plan: Plan,
-    spool: Spool,
-    done: Done,
-    kept: np.ndarray,
-    like: alike.Alike,
-    copies: int,
+    parts: dict[str, Any], plan: Plan, spool: Spool, done: Done, kept: np.ndarray, like: alike.Alike, copies: int
 ) -> dict[str, Any]:
     facts = list(spool.facts())
     counts = {name: int((like.split == number).sum()) for number, name in enumerate(SPLITS)}

@@ -35,10 +35,7 @@ def logits(
     **_: Any,
 ) -> torch.Tensor:
     """The product of megatron-core's output layer, with the arguments that it passes."""
-    from megatron.core.tensor_parallel import (
-        copy_to_tensor_model_parallel_region,
-        gather_from_sequence_parallel_region,
-    )
+    from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, group=tp_group)

@@ -25,11 +25,7 @@ from trainer.weights.conversion import megatron_tensors, shards
 from trainer.weights.conversion.megatron_tensors import Values
 
 _CHECKPOINT = CheckpointConfig(
-    async_save=False,
-    save_optim=False,
-    save_rng=False,
-    ckpt_format="torch_dist",
-    dist_ckpt_optim_fully_reshardable=True,
+    async_save=False, save_optim=False, save_rng=False, ckpt_format="torch_dist", dist_ckpt_optim_fully_reshardable=True
 )
 
 
