@@ -10,7 +10,6 @@ fingerprint. The output can be given to sbatch or kubectl as it is, to see what 
 --test-only, kubectl create --dry-run=server). Members of a gang that nobody controls end at once.
 """
 
-import sys
 from collections.abc import Sequence
 
 from conf.load import load
@@ -58,5 +57,4 @@ def _in_a_flow(run: Run, gang: str) -> Run:
 
 
 if __name__ == "__main__":
-    with closed_pipe.quiet():
-        sys.exit(main())
+    closed_pipe.run(main)
