@@ -165,8 +165,10 @@ def _days(text: str) -> float:
 
 
 def gang() -> argparse.ArgumentParser:
+    from conf.schema.named import submitting
+
     made = of_a_run("gang", example="slurm.partition=h100")
-    made.add_argument("--engine", choices=("slurm", "kubernetes"), help="in place of gang.engine")
+    made.add_argument("--engine", choices=submitting(), help="in place of gang.engine")
     made.add_argument(
         "--stage", choices=("train", "reinforce"), default="train", help="the stage that uses the hosts (train)"
     )

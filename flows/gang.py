@@ -1,4 +1,4 @@
-"""Gang: print what a run over several hosts would submit to Slurm or Kubernetes, without submitting it.
+"""Gang: print what a run over several hosts would submit to a cluster, without submitting it.
 
     python -m flows.gang glm47 --engine slurm                    the batch script
     python -m flows.gang glm47 --engine kubernetes kubernetes.image=registry/finetune kubernetes.claim=runs
@@ -16,19 +16,19 @@ from conf.load import load
 from conf.planner.hardware import of
 from conf.planner.verdict import facts_of, settle, teacher_of
 from conf.rules.reinforcement import is_asked
+from conf.schema.named import SUBMITTING
 from conf.schema.run import Run
 from contract import closed_pipe
 from contract.faults import ConfigError, Fault
 from flows import arguments
 from flows.arguments import refused
 from tasks.gang.board import Board
-from tasks.gang.engines import Demand, kubernetes, slurm
+from tasks.gang.engines import Demand, engine_of
 from tasks.gang.job import reinforcement, training
 from tasks.run.places import open_run_store, runs_folder
 
 FINGERPRINT = "0123456789abcdef"
 STAGES = {"train": training, "reinforce": reinforcement}
-SHOWN = {"slurm": slurm.script, "kubernetes": kubernetes.manifest}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,14 +38,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = load(options.conf, [*options.overrides, *engine])
         if run.layout.auto:
             run = settle(run, facts_of(run), of(run), teacher_of(run))
-        if run.gang.engine not in SHOWN:
-            raise Fault(f"gang.engine: {run.gang.engine} submits nothing; --engine is {' or '.join(SHOWN)}")
+        submission = getattr(engine_of(run), "submission", None)
+        if submission is None:
+            raise Fault(f"gang.engine: {run.gang.engine} submits nothing; --engine is {' or '.join(SUBMITTING)}")
         if options.stage == "reinforce" and not is_asked(run):
             raise Fault("--stage: reinforce, and reinforce.steps is 0: there is no such stage")
         gang = f"{options.stage}-{FINGERPRINT}"
         job = STAGES[options.stage](_in_a_flow(run, gang))
         assert job, "an engine that submits something starts all members"
-        print(SHOWN[run.gang.engine](Demand.of(job.run), Board(open_run_store(), gang, 1)), end="")
+        print(submission(Demand.of(job.run), Board(open_run_store(), gang, 1)), end="")
     except (ConfigError, Fault) as fault:
         return refused(fault)
     return 0

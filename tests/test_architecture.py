@@ -39,7 +39,7 @@ ROOMS = {
         {"network", "overrides", "presets"},
         {"load"},
         {"planner"},
-        {"rules", "noise", "auxiliary_losses"},
+        {"rules", "noise"},
         {"schema", "alternatives"},
         {"model_facts"},
         {"families"},

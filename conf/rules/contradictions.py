@@ -6,6 +6,7 @@ from math import sqrt
 from conf.rules import batch_ramp, objectives, packed_base, precision, pretraining, reinforcement, serving, validations
 from conf.schema import clusters, names
 from conf.schema.data import Rows
+from conf.schema.named import OBJECTIVES
 from conf.schema.run import Run, sections
 from conf.schema.sections import Adapter
 
@@ -142,10 +143,15 @@ def _cuda_graphs(run: Run) -> Iterator[tuple[str, str]]:
         yield key, f"true, but train.precision is {train.precision}: megatron-core records only layers of bf16"
     if train.recompute == "full":
         yield key, "true, but train.recompute full repeats a layer outside of its graph; selective, or none"
-    if train.objective != "sft" or run.reinforce.steps:
-        yield key, "true, but only batches of train.objective sft all have the same shape"
+    if not objectives.of(run).one_shape or run.reinforce.steps:
+        yield key, f"true, but only batches of train.objective {_one_shape()} all have the same shape"
     if train.batch_ramp and run.layout.pp > 1:
         yield key, "true, but with layout.pp above 1 train.batch_ramp changes the number of active microbatches"
+
+
+def _one_shape() -> str:
+    """Objectives whose batches all have the same shape."""
+    return ", ".join(name for name in OBJECTIVES if objectives.named(name).one_shape)
 
 
 def _overlap_tp(run: Run) -> Iterator[tuple[str, str]]:
@@ -153,8 +159,8 @@ def _overlap_tp(run: Run) -> Iterator[tuple[str, str]]:
     key, layout = "train.overlap_tp", run.layout
     if run.adapter.kind != "none":
         yield key, f"true, but adapter.kind {run.adapter.kind} needs activations that are not gathered: none"
-    if run.data.packed or run.train.objective != "sft":
-        yield key, "true, but data.packed and objectives other than sft have rows of more than one shape"
+    if run.data.packed or not objectives.of(run).one_shape:
+        yield key, f"true, but data.packed and objectives other than {_one_shape()} have rows of more than one shape"
     if layout.auto:
         yield key, "true, but layout auto may choose tp 1: set the layout explicitly"
     elif layout.tp == 1 or not layout.sp:
@@ -170,7 +176,7 @@ def _noise_scale(run: Run) -> Iterator[tuple[str, str]]:
     for key in ("pp", "cp", "ep"):
         if getattr(layout, key) > 1:
             yield "log.noise_scale", f"needs layout.{key} 1, but it is {getattr(layout, key)}"
-    if run.train.objective != "sft":
+    if not objectives.of(run).one_shape:
         yield "log.noise_scale", f"does not support train.objective {run.train.objective}"
     if run.train.precision == "fp16":
         yield "log.noise_scale", "does not support train.precision fp16, which scales gradients"

@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import Field
 
 from conf.schema.bearing import NOWHERE
+from conf.schema.named import KUBERNETES
 from conf.schema.sections import Count, Section, Text
 
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -121,8 +122,8 @@ class Kubernetes(Section):
 def contradictions(engine: str, kubernetes: Kubernetes) -> Iterator[tuple[str, str]]:
     """Yield (key, problem), as conf/schema/run.py does."""
     for key in ("image", "claim"):
-        if engine == "kubernetes" and getattr(kubernetes, key) is None:
-            yield f"kubernetes.{key}", "required with gang.engine kubernetes, and missing"
+        if engine == KUBERNETES and getattr(kubernetes, key) is None:
+            yield f"kubernetes.{key}", f"required with gang.engine {KUBERNETES}, and missing"
     for setting in kubernetes.env:
         name = setting.partition("=")[0]
         if SECRET.search(name):

@@ -13,7 +13,10 @@ from pydantic_core import PydanticKnownError
 OBJECTIVES = ("sft", "dpo", "distill")  # a file each in conf/rules/objectives/ and trainer/objectives/
 OBJECTIVE_GROUP = "finetune.objectives"
 HERE = "local"  # the engine that starts all members on this host
-ENGINES = (HERE, "prefect", "slurm", "kubernetes")  # a file each in tasks/gang/engines/
+WORKERS = "prefect"  # the engine of hosts that each have a worker
+KUBERNETES = "kubernetes"
+SUBMITTING = ("slurm", KUBERNETES)  # engines that submit a text, which flows/gang.py prints
+ENGINES = (HERE, WORKERS, *SUBMITTING)  # a file each in tasks/gang/engines/
 ENGINE_GROUP = "finetune.engines"
 NETWORKS = ("ib-h100", "roce", "efa-p5", "efa-p6-b200", "nvl72", "ethernet")  # the presets of conf/network.py
 NODES_POOL = "finetune-nodes"  # a worker on each host of a run over several
@@ -23,6 +26,11 @@ POOLS = {"cpu": "finetune-cpu", "gpu": "finetune-gpu", "nodes": NODES_POOL}  # P
 def plugin(group: str, name: str) -> Any:
     """Return what the entry point of this name loads, or None."""
     return next((entry.load() for entry in importlib.metadata.entry_points(group=group, name=name)), None)
+
+
+def submitting() -> list[str]:
+    """Names of engines that submit a text, and those of installed packages, which may."""
+    return [*SUBMITTING, *sorted(importlib.metadata.entry_points(group=ENGINE_GROUP).names)]
 
 
 def _one_of(own: tuple[str, ...], group: str) -> Any:

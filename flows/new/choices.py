@@ -13,6 +13,7 @@ from typing import Any
 
 from conf import noise
 from conf.model_facts import ModelFacts
+from conf.schema.named import SUBMITTING, WORKERS
 from conf.schema.run import Run
 from conf.schema.sections import Promote
 from contract.faults import Fault
@@ -102,7 +103,7 @@ def choose(name: str, model: Model, rows: FirstRows, machine: Machine, given: di
     _put_others(found, "checkpoint")
     _evaluation(found, rows, model, machine)
     if machine.nodes > 1:
-        found.put("gang.engine", "prefect", "a worker on each host starts its part; or slurm, kubernetes")
+        found.put("gang.engine", WORKERS, f"a worker on each host starts its part; or {', '.join(SUBMITTING)}")
     if any(key.startswith("layout.") for key in given):
         found.put("layout.nodes", machine.nodes, "hosts")
         found.put("layout.gpus_per_node", machine.per_node, "of each host")

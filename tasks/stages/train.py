@@ -8,8 +8,7 @@ from typing import Any
 
 from prefect import State, task
 
-from conf import auxiliary_losses
-from conf.rules import packed_base, schedule
+from conf.rules import auxiliary_losses, packed_base, schedule
 from conf.schema import identity
 from conf.schema.run import Run
 from contract.faults import Fault, Stopped

@@ -60,6 +60,7 @@ NEED_DATA += (
     "frozen_experts",
     "train_dividing_at_the_clip",
     "train_comparing_states",
+    "train_extended",
     "train_reading_ahead",
 )
 

@@ -84,11 +84,11 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
     if not run.model.mtp:
         provider.mtp_num_layers = None
     elif provider.mtp_num_layers:
-        # Only for sft: with dpo, MTP heads would learn the rejected answers too.
+        # Only for the next token: with dpo, MTP heads would learn the rejected answers too.
         from trainer.patches.gradients import mtp_loss
 
         mtp_loss.install()
-        provider.mtp_loss_scaling_factor = run.model.mtp_loss_scale if train.objective == "sft" else 0.0
+        provider.mtp_loss_scaling_factor = run.model.mtp_loss_scale if objectives.of(run).next_token else 0.0
     else:
         provider.mtp_num_layers = None  # config.json may have 0; Megatron tests for None
 

@@ -139,7 +139,7 @@ class Metrics(Callback):
         self.validated = step
         require_finite(step, {"validation loss": loss})
         values = {"lm_loss": loss} | self._figures(losses)
-        values |= {"perplexity": perplexity(loss)} if self.run.train.objective == "sft" else {}
+        values |= {"perplexity": perplexity(loss)} if objectives.of(self.run).next_token else {}
         self.write({"kind": "validation", "step": step, "time": time.time(), **values})
         others = (f"{name} {value:.4g}" for name, value in values.items() if name != "lm_loss")
         say(f"step {step}: validation loss {loss:.4f}, {', '.join(others)}")

@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from conf import auxiliary_losses
 from conf.model_files import config_json
+from conf.rules import auxiliary_losses
 from conf.schema import identity
 from conf.schema.run import Run
 from contract import checkpoints, checksums, indexed_files

@@ -85,7 +85,11 @@ def as_sft(run: Run) -> Run:
     """The run with objective sft and the same number of sequences, for artificial rows of one answer."""
     train, more = run.train, sequences(run.train)
     keys = {key: Train.model_fields[key].default for name in OBJECTIVES for key in named(name).keys}
-    keys |= {"objective": "sft", "global_batch": more * train.global_batch, "micro_batch": more * train.micro_batch}
+    keys |= {
+        "objective": OBJECTIVES[0],
+        "global_batch": more * train.global_batch,
+        "micro_batch": more * train.micro_batch,
+    }
     return run.model_copy(update={"train": train.model_copy(update=keys)})
 
 
@@ -116,7 +120,8 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         for key in named(objective).keys:
             if train.objective != objective and getattr(train, key) != Train.model_fields[key].default:
                 yield f"train.{key}", f"has no effect with train.objective {train.objective}"
-    if train.objective == "sft":
+    if of(run).next_token:
+        yield from of(run).problems(run)
         return
     if train.z_loss:
         yield "train.z_loss", f"{train.z_loss:g}, but train.objective {train.objective} has no z loss: 0"

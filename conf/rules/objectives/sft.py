@@ -2,4 +2,6 @@
 
 from conf.rules.objectives.objective import Objective
 
-OBJECTIVE = Objective(("sft", "text"), "rows with one answer, or texts", "trainer.objectives.sft")
+OBJECTIVE = Objective(
+    ("sft", "text"), "rows with one answer, or texts", "trainer.objectives.sft", next_token=True, one_shape=True
+)

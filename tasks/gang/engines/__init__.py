@@ -1,4 +1,4 @@
-"""Engines that start a process group on each of N hosts: local, prefect, slurm or kubernetes, with one interface.
+"""Engines that start a process group on each of N hosts, with one interface; conf/schema/named.py has their names.
 
 An engine is a module with four functions. On each host it starts `python -m tasks.run.guard --grace=S python -m
 tasks.gang.member --store URI --gang ID --attempt N --node K`.
@@ -11,6 +11,8 @@ tasks.gang.member --store URI --gang ID --attempt N --node K`.
     start(demand, board, n, without) -> Handle      members 0 to n - 1 of the board's attempt; on hosts in `without`
                                     only if there are too few others. Fault if it can never start them; any other
                                     error counts as a failed attempt
+
+An engine may also have submission(demand, board) -> str, the text that it submits: flows/gang.py prints it.
 
 `without` has the hosts to exclude. It begins with the host that failed last, which is the last to be used again.
 """

@@ -114,7 +114,7 @@ def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -
     return Pods(_kubectl(section), _name(demand.name, board), n, grace(demand.gang))
 
 
-def manifest(demand: Demand, board: Board) -> str:
+def submission(demand: Demand, board: Board) -> str:
     return yaml.safe_dump(_of(demand, board), sort_keys=False, width=1000)
 
 

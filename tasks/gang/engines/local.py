@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conf.host import gpu_locks, nvidia_smi
+from conf.schema.named import ENGINES, HERE
 from contract.faults import Fault
 from tasks.gang.board import Board
 from tasks.gang.engines import Demand, guarded, spared
@@ -56,8 +57,8 @@ def capacity(demand: Demand, without: tuple[str, ...] = ()) -> str | None:
     here, nodes, each = _gpus(), demand.nodes, demand.gpus_per_node
     if here and nodes * each > here:
         raise Fault(
-            f"gang.engine: local, but {nodes} hosts with {each} GPUs each are more than the {here} GPUs of this host; "
-            "prefect, slurm or kubernetes"
+            f"gang.engine: {HERE}, but {nodes} hosts with {each} GPUs each are more than the {here} GPUs of this host; "
+            f"{', '.join(other for other in ENGINES if other != HERE)}"
         )
     owner = gpu_locks.wanted(_of(_hosts(each, nodes, without), each))
     return f"{nodes * each} GPUs of this host: {owner}" if owner else None

@@ -105,7 +105,7 @@ def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -
         return not client.run(["sbatch", "--test-only", *options(demand, "test"), *_but(out), "--wrap=true"]).code
 
     excluded = spared(without, enough)  # Slurm itself avoids hosts that are down
-    result = client.run(["sbatch", "--parsable", *_but(excluded)], script(demand, board))
+    result = client.run(["sbatch", "--parsable", *_but(excluded)], submission(demand, board))
     if result.code:
         raise (ConnectionError if AWAY.search(result.line) else Fault)(f"slurm: {result.line}")
     id = result.output.strip().partition(";")[0]  # with several clusters, the cluster's name follows
@@ -144,7 +144,7 @@ def slurm_lines(log: Path) -> tuple[str, ...]:
     return tuple(line for line in lines if SLURM_LINE.match(line))
 
 
-def script(demand: Demand, board: Board) -> str:
+def submission(demand: Demand, board: Board) -> str:
     return "\n".join(_script(demand, board)) + "\n"
 
 

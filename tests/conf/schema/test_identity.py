@@ -23,7 +23,7 @@ from tasks.sources import adapters, hub, released_config, row_sources
 
 # Fingerprints of all stages, in order, as of version 4906b5a: an edit that changes one throws away what others have
 # paid for. Those of adapters that experts share are younger where ep > 1: they were another model at each ep. Those of
-# trainings that balance experts, or have MTP layers, are younger too: conf/auxiliary_losses.py.
+# trainings that balance experts, or have MTP layers, are younger too: conf/rules/auxiliary_losses.py.
 MADE = [
     (
         "tiny",

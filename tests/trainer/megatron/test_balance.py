@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.auxiliary_losses import is_balanced
+from conf.rules.auxiliary_losses import is_balanced
 from trainer.megatron.routers.rows_of_tokens import rows_of
 from trainer.weights import torch_dist
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from conf import families
 from conf.families.parts.family import Balance
+from conf.rules import objectives
 from conf.schema.run import Run
 
 BALANCE = {"moe": {"balance_over": "rows"}}
@@ -24,7 +25,7 @@ def identity(run: Run, config: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def looks_ahead(run: Run, config: dict[str, Any]) -> bool:
-    learned = run.model.mtp_loss_scale > 0 and run.train.objective == "sft"
+    learned = run.model.mtp_loss_scale > 0 and objectives.of(run).next_token
     return run.model.mtp and learned and bool(config.get("num_nextn_predict_layers"))
 
 
