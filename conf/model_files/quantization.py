@@ -50,7 +50,7 @@ def _groups(weights: dict[str, Any], activations: dict[str, Any] | None = None) 
 
 
 def _compressed(form: str, weights: dict[str, Any], activations: dict[str, Any] | None = None) -> dict[str, Any]:
-    """quantization_config of compressed-tensors; head and routers stay as they are."""
+    """quantization_config of compressed-tensors; head and routers are not quantised."""
     start = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
     return start | _groups(weights, activations) | {"ignore": ["lm_head", "re:.*mlp.gate$"]}
 

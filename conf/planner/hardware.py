@@ -94,7 +94,8 @@ B200: dict[str, Any] = {"capability": 10.0, "host": 90 * GB, "price": 5.5}
 GRACE: dict[str, Any] = {"domain": 72, "capability": 10.0, "bus": 200 * GB, "host": 256 * GB, "price": 7.0}
 # Cards without NVLink: PCIe 4 between them, and 100 Gb/s for 8 of them to other hosts.
 CARD: dict[str, Any] = {"link": 25 * GB, "network": 1.5 * GB, "per_host": 8, "bus": 25 * GB, "host": 40 * GB}
-AMPERE, ADA = CARD | {"capability": 8.6}, CARD | {"capability": 8.9}
+AMPERE: dict[str, Any] = CARD | {"capability": 8.6}
+ADA: dict[str, Any] = CARD | {"capability": 8.9}
 GPUS = {
     gpu.name: gpu
     for gpu in (
