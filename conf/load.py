@@ -276,5 +276,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    with closed_pipe.quiet():
-        sys.exit(main())
+    closed_pipe.run(main)

@@ -117,5 +117,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with closed_pipe.quiet():
-        main()
+    closed_pipe.run(main)

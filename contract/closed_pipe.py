@@ -1,7 +1,6 @@
 """Quiet end of a command whose output is no longer read, as in `command | head -1`.
 
-    with quiet():
-        sys.exit(main())
+    run(main)      # ends the process with the code that main() returns
 
 A command that is still printing ends with the shell's exit code for SIGPIPE. A command that has done its work keeps its
 exit code. The signal itself would also end a process whose network connection breaks.
@@ -13,8 +12,8 @@ import contextlib
 import os
 import select
 import sys
-from collections.abc import Iterator
-from typing import TextIO
+from collections.abc import Callable, Iterator
+from typing import NoReturn, TextIO
 
 CODE = 141  # 128 + SIGPIPE
 
@@ -29,6 +28,11 @@ def quiet() -> Iterator[None]:
         sys.exit(CODE)
     finally:
         drop_unread()
+
+
+def run(main: Callable[[], int | None]) -> NoReturn:
+    with quiet():
+        sys.exit(main())
 
 
 def drop(stream: TextIO) -> None:

@@ -322,5 +322,4 @@ def _one(store: Store, part: str) -> Artifact:
 
 
 if __name__ == "__main__":
-    with closed_pipe.quiet():
-        sys.exit(main())
+    closed_pipe.run(main)

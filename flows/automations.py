@@ -144,5 +144,4 @@ def _remove(client: SyncPrefectClient, wanted: AutomationCore) -> str:
 
 
 if __name__ == "__main__":
-    with closed_pipe.quiet():
-        sys.exit(main())
+    closed_pipe.run(main)

@@ -213,5 +213,4 @@ UNEDITED = {"paused": digest(False)}
 
 
 if __name__ == "__main__":
-    with closed_pipe.quiet():
-        sys.exit(main())
+    closed_pipe.run(main)

@@ -11,7 +11,6 @@ A stage whose artifact is in the store ends as Cached. An interrupted stage resu
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
 
-import sys
 from functools import partial
 
 from prefect import State
@@ -54,5 +53,4 @@ def finetune(
 
 
 if __name__ == "__main__":
-    with closed_pipe.quiet():
-        sys.exit(command(finetune))
+    closed_pipe.run(lambda: command(finetune))

@@ -6,11 +6,10 @@
     python -m flows.gang my.yaml --stage reinforce               hosts of training, and of vLLM's own, in one gang
 
 FINETUNE_STORE and FINETUNE_RUNS count as in a flow. The gang's name is a stand-in here; a flow makes it of the stage's
-fingerprint. The output can be given to sbatch or kubectl as it is, to see what the cluster says of it (sbatch
+fingerprint. Give the output to sbatch or kubectl unchanged to see how the cluster answers (sbatch
 --test-only, kubectl create --dry-run=server). Members of a gang that nobody controls end at once.
 """
 
-import sys
 from collections.abc import Sequence
 
 from conf.load import load
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if submission is None:
             raise Fault(f"gang.engine: {run.gang.engine} submits nothing; --engine is {' or '.join(SUBMITTING)}")
         if options.stage == "reinforce" and not is_asked(run):
-            raise Fault("--stage: reinforce, and reinforce.steps is 0: there is no such stage")
+            raise Fault("--stage: reinforce, but reinforce.steps is 0, so the run has no such stage")
         gang = f"{options.stage}-{FINGERPRINT}"
         job = STAGES[options.stage](_in_a_flow(run, gang))
         assert job, "an engine that submits something starts all members"
@@ -59,5 +58,4 @@ def _in_a_flow(run: Run, gang: str) -> Run:
 
 
 if __name__ == "__main__":
-    with closed_pipe.quiet():
-        sys.exit(main())
+    closed_pipe.run(main)

@@ -14,7 +14,6 @@ NAME is a file, or a name in conf/ or conf/documented/. Exit code: 0 legal, fits
 import argparse
 import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -154,5 +153,4 @@ def _table(run: Run, gpu: Gpu, gpus: int, found: Found, top: int) -> Iterator[st
 
 
 if __name__ == "__main__":
-    with closed_pipe.quiet():
-        sys.exit(main())
+    closed_pipe.run(main)

@@ -10,7 +10,6 @@ drawn with train.seed (model.source={config: ...}), or from a released model. Da
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
 
-import sys
 from functools import partial
 
 from prefect import State
@@ -48,5 +47,4 @@ def pretrain(
 
 
 if __name__ == "__main__":
-    with closed_pipe.quiet():
-        sys.exit(command(pretrain, pretraining.require, example="tiny-pretrain"))
+    closed_pipe.run(lambda: command(pretrain, pretraining.require, example="tiny-pretrain"))

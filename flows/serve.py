@@ -18,7 +18,6 @@ import json
 import os
 import shlex
 import signal
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -220,5 +219,4 @@ def _require_key(host: str) -> None:
 
 
 if __name__ == "__main__":
-    with closed_pipe.quiet():
-        sys.exit(main())
+    closed_pipe.run(main)

@@ -307,5 +307,4 @@ def _shown(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    with closed_pipe.quiet():
-        sys.exit(main())
+    closed_pipe.run(main)

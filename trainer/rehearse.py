@@ -21,7 +21,6 @@ Not covered: faults that appear only with data (the shapes of a packed row), ker
 import argparse
 import json
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,11 +200,7 @@ def holdings(run: Run, facts: ModelFacts) -> dict[int, Counter[str]]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer.rehearse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("conf", help="a name (tiny), or the path of a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as layout.tp=2 layout.nodes=8")
+    parser = entry.parser_of_run("trainer.rehearse", __doc__, "layout.tp=2 layout.nodes=8")
     parser.add_argument("--steps", type=int, default=0, metavar="N", help="real steps of a scaled-down twin")
     parser.add_argument("--json", action="store_true", help="for programs: one line")
     parser.add_argument("--all", action="store_true", help="build every rank, not only the first of each stage")
@@ -213,5 +208,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    with closed_pipe.quiet():
-        sys.exit(main())
+    closed_pipe.run(main)

@@ -6,7 +6,6 @@ The engine equals that of the evaluation: its precision, its patches, safetensor
 server's chat template is the template of the training data. The output is vLLM's.
 """
 
-import argparse
 from pathlib import Path
 
 from contract.served_model import ServedModel
@@ -15,7 +14,7 @@ from trainer.startup import entry
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m trainer.serve", description=__doc__)
+    parser = entry.parser("trainer.serve", __doc__)
     parser.add_argument("file", type=Path, help="JSON, as contract/served_model.py writes it")
     options = parser.parse_args()
     with entry.faults_in_one_line():

@@ -322,11 +322,7 @@ def _positive(text: str) -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer.trial", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("conf", help="a name (tiny), or the path of a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as layout.nodes=1 layout.ep=8")
+    parser = entry.parser_of_run("trainer.trial", __doc__, "layout.nodes=1 layout.ep=8")
     parser.add_argument("--steps", type=int, default=8, metavar="N", help="steps, the first two to warm up (8)")
     parser.add_argument("--layers", type=int, metavar="K", help="number of layers to keep (all)")
     parser.add_argument("--gpu", metavar="KIND", help="plan for this GPU instead of this machine's")
@@ -340,5 +336,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    with closed_pipe.quiet():
-        sys.exit(main())
+    closed_pipe.run(main)

@@ -41,34 +41,31 @@ OF_SCALES = {"mxfp4": ("U8",), "nvfp4": (FP8,)}
 PLAIN = ".weight"  # what also ends the names of weights that are not quantised
 # Further tensors of a module: scales of activations, and of the keys and values that a server stores.
 ASIDE = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
+
+
+def _groups(weights: dict[str, Any], activations: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The section of quantization_config that treats all linear layers alike."""
+    inputs = {"input_activations": activations} if activations else {}
+    return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, **inputs}}}
+
+
+def _compressed(form: str, weights: dict[str, Any], activations: dict[str, Any] | None = None) -> dict[str, Any]:
+    """quantization_config of compressed-tensors; head and routers are not quantised."""
+    start = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
+    return start | _groups(weights, activations) | {"ignore": ["lm_head", "re:.*mlp.gate$"]}
+
+
+# Numbers of these formats, as the section describes them.
+_INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True}
+_FP8_WEIGHTS = {"type": "float", "num_bits": 8, "strategy": "channel", "symmetric": True, "dynamic": False}
+_FP8_INPUTS = {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True}
+_NVFP4 = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": NV, "symmetric": True}
+_MODELOPT = {"type": "float", "num_bits": 4, "group_size": NV, "dynamic": False}
 # quantization_config of tiny://KIND-fp8 and so on, which trainer.tiny makes; in blocks that fit such small weights.
 OF_TINY: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32]},
-    "fp8-rows": {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {"type": "float", "num_bits": 8, "strategy": "channel", "symmetric": True, "dynamic": False},
-                "input_activations": {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True},
-            }
-        },
-        "ignore": ["lm_head", "re:.*mlp.gate$"],
-    },
-    "int4": {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True},
-            }
-        },
-        "ignore": ["lm_head", "re:.*mlp.gate$"],
-    },
+    "fp8-rows": _compressed("float-quantized", _FP8_WEIGHTS, _FP8_INPUTS),
+    "int4": _compressed("pack-quantized", _INT4),
     "mxfp4": {  # of gpt-oss alone
         "quant_method": "mxfp4",
         "modules_to_not_convert": [
@@ -78,47 +75,14 @@ OF_TINY: dict[str, dict[str, Any]] = {
             "lm_head",
         ],
     },
-    "nvfp4": {
-        "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {
-                    "type": "float",
-                    "num_bits": 4,
-                    "strategy": "tensor_group",
-                    "group_size": NV,
-                    "symmetric": True,
-                    "dynamic": False,
-                    "scale_dtype": "torch.float8_e4m3fn",
-                },
-                "input_activations": {
-                    "type": "float",
-                    "num_bits": 4,
-                    "strategy": "tensor_group",
-                    "group_size": NV,
-                    "symmetric": True,
-                    "dynamic": "local",
-                },
-            }
-        },
-        "ignore": ["lm_head", "re:.*mlp.gate$"],
-    },
-    "nvfp4-modelopt": {
-        "quant_method": "modelopt",
-        "quant_algo": "NVFP4",
-        "producer": {"name": "modelopt"},
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {"type": "float", "num_bits": 4, "group_size": NV, "dynamic": False},
-                "input_activations": {"type": "float", "num_bits": 4, "group_size": NV, "dynamic": False},
-            }
-        },
-        "ignore": ["lm_head", "model.layers.*.mlp.gate"],
-    },
+    "nvfp4": _compressed(
+        "nvfp4-pack-quantized",
+        _NVFP4 | {"dynamic": False, "scale_dtype": "torch.float8_e4m3fn"},
+        _NVFP4 | {"dynamic": "local"},
+    ),
+    "nvfp4-modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4", "producer": {"name": "modelopt"}}
+    | _groups(_MODELOPT, _MODELOPT)
+    | {"ignore": ["lm_head", "model.layers.*.mlp.gate"]},
 }
 
 

@@ -94,6 +94,8 @@ B200: dict[str, Any] = {"capability": 10.0, "host": 90 * GB, "price": 5.5}
 GRACE: dict[str, Any] = {"domain": 72, "capability": 10.0, "bus": 200 * GB, "host": 256 * GB, "price": 7.0}
 # Cards without NVLink: PCIe 4 between them, and 100 Gb/s for 8 of them to other hosts.
 CARD: dict[str, Any] = {"link": 25 * GB, "network": 1.5 * GB, "per_host": 8, "bus": 25 * GB, "host": 40 * GB}
+AMPERE: dict[str, Any] = CARD | {"capability": 8.6}
+ADA: dict[str, Any] = CARD | {"capability": 8.9}
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -108,33 +110,15 @@ GPUS = {
         # NVIDIA GB200 NVL72 data sheet (2025), a 72nd of it: 186 GB; 4 GPUs to a host, 72 on one NVLink
         Gpu("gb200", int(184 * GIB), {"fp32": 80, "bf16": 2500, "fp8": 5000}, 8000 * GB, 900 * GB, 50 * GB, 4, **GRACE),
         # NVIDIA L4 data sheet (2023): 242 and 485 with sparsity
-        Gpu(
-            "l4", int(22 * GIB), {"fp32": 30.3, "bf16": 121, "fp8": 242.5}, 300 * GB, capability=8.9, price=0.8, **CARD
-        ),
+        Gpu("l4", int(22 * GIB), {"fp32": 30.3, "bf16": 121, "fp8": 242.5}, 300 * GB, price=0.8, **ADA),
         # NVIDIA A10 data sheet (2021): 250 with sparsity; no FP8
-        Gpu("a10", int(22 * GIB), {"fp32": 31.2, "bf16": 125}, 600 * GB, capability=8.6, price=0.9, **CARD),
+        Gpu("a10", int(22 * GIB), {"fp32": 31.2, "bf16": 125}, 600 * GB, price=0.9, **AMPERE),
         # NVIDIA Ada architecture white paper (2022), GeForce RTX 4090: with sums in fp32
-        Gpu(
-            "rtx4090",
-            int(23.6 * GIB),
-            {"fp32": 82.6, "bf16": 165.2, "fp8": 330.3},
-            1008 * GB,
-            capability=8.9,
-            price=0.6,
-            **CARD,
-        ),
+        Gpu("rtx4090", int(23.6 * GIB), {"fp32": 82.6, "bf16": 165.2, "fp8": 330.3}, 1008 * GB, price=0.6, **ADA),
         # NVIDIA RTX A6000 data sheet (2020): 310 with sparsity; no FP8
-        Gpu("a6000", int(47.5 * GIB), {"fp32": 38.7, "bf16": 154.8}, 768 * GB, capability=8.6, price=0.8, **CARD),
+        Gpu("a6000", int(47.5 * GIB), {"fp32": 38.7, "bf16": 154.8}, 768 * GB, price=0.8, **AMPERE),
         # NVIDIA L40S data sheet (2023): 733 and 1466 with sparsity
-        Gpu(
-            "l40s",
-            int(44.4 * GIB),
-            {"fp32": 91.6, "bf16": 362, "fp8": 733},
-            864 * GB,
-            capability=8.9,
-            price=1.3,
-            **CARD,
-        ),
+        Gpu("l40s", int(44.4 * GIB), {"fp32": 91.6, "bf16": 362, "fp8": 733}, 864 * GB, price=1.3, **ADA),
     )
 }
 

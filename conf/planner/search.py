@@ -181,15 +181,12 @@ def _candidate(run: Run, stage: StageMemory) -> Candidate:
 
 
 def _smallest(train: Train) -> Train:
-    return train.model_copy(
-        update={
-            "micro_batch": 1,
-            "recompute": "full",
-            "recompute_modules": (),
-            "recompute_layers": 1,
-            "recompute_first": None,
-        }
-    )
+    return train.model_copy(update={**_recompute("full"), "micro_batch": 1})
+
+
+def _recompute(kind: str, modules: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Keys of `train` that recompute this, in all layers, one at a time."""
+    return {"recompute": kind, "recompute_modules": modules, "recompute_layers": 1, "recompute_first": None}
 
 
 def _lack(one: Candidate) -> str:
@@ -262,11 +259,7 @@ def _trains(
     dp = layout.world // (layout.tp * layout.cp * layout.pp)
     modules = ["layernorm", *(["moe_act"] if run.moe.grouped_gemm else [])] if facts.experts else ["mlp"]
     modules += ["mla_up_proj"] if facts.kv_rank else []
-    choices = (
-        {"recompute": "none", "recompute_modules": (), "recompute_layers": 1, "recompute_first": None},
-        {"recompute": "selective", "recompute_modules": tuple(modules), "recompute_layers": 1, "recompute_first": None},
-        {"recompute": "full", "recompute_modules": (), "recompute_layers": 1, "recompute_first": None},
-    )
+    choices = (_recompute("none"), _recompute("selective", tuple(modules)), _recompute("full"))
     for choice, micro_batch in product(choices, (1,) if run.data.packed else MICRO_BATCHES):
         microbatches, rest = divmod(run.train.global_batch, micro_batch * dp)
         if rest:

@@ -68,9 +68,8 @@ class Plan:
     needs: tuple[StageNeed, ...] = ()  # of every stage of the flow
     found: Found | None = None  # other layouts, if this one is refused
     with_lora: Found | None = None  # if full fine-tuning fits nowhere with room
-    with_packed: tuple[str, Found] | None = (
-        None  # a value of model.base with which LoRA fits, if the present one does not
-    )
+    # A value of model.base with which LoRA fits, if the present one does not.
+    with_packed: tuple[str, Found] | None = None
     not_searched: str = ""
     steps: int | None = None  # of the training; None if they depend on data that are not known
     assumed: str = ""  # of such data

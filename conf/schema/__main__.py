@@ -29,5 +29,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with closed_pipe.quiet():
-        main()
+    closed_pipe.run(main)

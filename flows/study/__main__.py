@@ -19,7 +19,6 @@ Exit code 0: all were measured, 1: some failed, 2: the arguments are at fault.
 import argparse
 import json
 import shlex
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -197,5 +196,4 @@ def table(told: Sequence[dict[str, Any]]) -> list[str]:
 
 
 if __name__ == "__main__":
-    with closed_pipe.quiet():
-        sys.exit(main())
+    closed_pipe.run(main)

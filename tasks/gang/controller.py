@@ -160,9 +160,8 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
         over = {k for k, state in states.items() if state in ("done", "failed", "preempted", "stopped", "stopping")}
         gone = {k for k in hosts if k not in over and (k in ended or lookout.silence(k) > run.gang.silent_after)}
         if any(was_told(nodes[k]) for k in needed) and lookout.word.state == "go":
-            lookout.say(
-                state="stop", reason="a host is being shut down", save=True
-            )  # either all save, or there is no checkpoint
+            # All hosts have to save for a complete checkpoint.
+            lookout.say(state="stop", reason="a host is being shut down", save=True)
         failed = {k for k, state in states.items() if state not in ("running", "waiting", "done")}
         for k in sorted((gone | failed) - {*needed} - missed):
             missed.add(k)

@@ -22,25 +22,15 @@ from pathlib import Path
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-os.environ.setdefault(
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1"
-)  # the shipper repeats requests itself, and can stop earlier
+# The shipper repeats requests itself, and can stop earlier.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
 logging.getLogger("alembic").setLevel(logging.WARNING)
 # This logger writes two tracebacks for each error of the database; shipping.py reports it in one line.
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
-from mlflow import MlflowClient  # noqa: E402
-from mlflow.entities import (  # noqa: E402
-    Dataset,
-    DatasetInput,
-    InputTag,
-    LoggedModelInput,
-    LoggedModelOutput,
-    Metric,
-    Param,
-    RunTag,
-)
+from mlflow import MlflowClient, entities  # noqa: E402
+from mlflow.entities import Metric, Param, RunTag  # noqa: E402
 from mlflow.exceptions import MlflowException, RestException  # noqa: E402
 
 from contract import ownership  # noqa: E402
@@ -229,9 +219,9 @@ class MlflowSink:
     def _dataset(self, event: dict, runs: dict, attempt: str) -> None:
         source = json.dumps({"uri": event["source"]})
         profile = json.dumps({"num_rows": event["rows"]}) if event["rows"] is not None else None
-        dataset = Dataset(event["name"], event["digest"], event["source_type"], source, profile=profile)
-        tags = [InputTag("mlflow.data.context", event["context"])]
-        self.client.log_inputs(runs[event["run"]], [DatasetInput(dataset, tags)])
+        dataset = entities.Dataset(event["name"], event["digest"], event["source_type"], source, profile=profile)
+        tags = [entities.InputTag("mlflow.data.context", event["context"])]
+        self.client.log_inputs(runs[event["run"]], [entities.DatasetInput(dataset, tags)])
 
     def _model(self, event: dict, runs: dict, attempt: str) -> None:
         """Create one LoggedModel per address in an experiment; MLflow does not get its bytes."""
@@ -246,9 +236,9 @@ class MlflowSink:
         if str(model.status) != "READY":
             self.client.finalize_logged_model(model.model_id, "READY")
         if event["output"]:
-            self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, 0)])
+            self.client.log_outputs(run_id, [entities.LoggedModelOutput(model.model_id, 0)])
         else:
-            self.client.log_inputs(run_id, models=[LoggedModelInput(model.model_id)])
+            self.client.log_inputs(run_id, models=[entities.LoggedModelInput(model.model_id)])
 
     def _is_ours(self, run_id: str, attempt: str) -> bool:
         """Whether no other flow has taken over the run. This also reads the run's state again."""
@@ -285,9 +275,7 @@ def _client(address: str) -> MlflowClient:
         return MlflowClient(address, address)
     path = Path(address.removeprefix("sqlite:///"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with ownership.locked(
-        path.with_name(path.name + ".lock")
-    ):  # two processes that create the tables at once break them
+    with ownership.locked(path.with_name(path.name + ".lock")):  # two that create the tables at once break them
         if not path.exists():
             _make_database(path)
         client = MlflowClient(address, address)

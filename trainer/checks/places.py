@@ -12,78 +12,52 @@ from pathlib import Path
 from conf.rules import objectives
 from conf.rules.serving import is_apart
 from conf.schema.run import Run
+from contract import output_marks as marks
 from contract.faults import Fault
-from contract.output_marks import (
-    BASE,
-    DATA,
-    EVALUATION,
-    EXPORT,
-    LOGS,
-    PARITY,
-    PARTIAL,
-    PREPARING,
-    REFERENCE,
-    REINFORCEMENT,
-    TRAINING,
-    Kind,
-    meetings,
-    problems,
-)
 from trainer.data.read import sources
 
 Inputs = dict[str, list[str | Path]]
-Outputs = dict[str, tuple[str | Path, Kind]]
+Outputs = dict[str, tuple[str | Path, marks.Kind]]
 
-NESTED = (
-    ("paths.parity", "paths.output"),
-    ("paths.logs", "paths.output"),
-    ("paths.logs", "paths.reinforced"),
-)  # the first may lie in the second
+# The first may lie in the second.
+NESTED = (("paths.parity", "paths.output"), ("paths.logs", "paths.output"), ("paths.logs", "paths.reinforced"))
 
 
 def check_convert(run: Run) -> None:
-    base = run.paths.base
-    partial = {"next to paths.base": (f"{base}{PARTIAL}", BASE)}
-    _check(_inputs(run, "model"), {"paths.base": (base, BASE), "paths.logs": (run.paths.logs, LOGS)} | partial)
+    partial = {"next to paths.base": (f"{run.paths.base}{marks.PARTIAL}", marks.BASE)}
+    _check(_inputs(run, "model"), _outputs(run, base=marks.BASE, logs=marks.LOGS) | partial)
 
 
 def check_prepare(run: Run) -> None:
-    data = run.paths.data
-    partial = {"next to paths.data": (f"{data}-preparing", PREPARING)}
+    partial = {"next to paths.data": (f"{run.paths.data}-preparing", marks.PREPARING)}
     template = {"data.template": [run.data.template]} if run.data.template.endswith(".jinja") else {}
-    _check(_inputs(run, "model") | _sources(run) | template, {"paths.data": (data, DATA)} | partial)
+    _check(_inputs(run, "model") | _sources(run) | template, _outputs(run, data=marks.DATA) | partial)
 
 
 def check_train(run: Run) -> None:
-    paths = run.paths
-    outputs = {"output": (paths.output, TRAINING), "logs": (paths.logs, LOGS), "parity": (paths.parity, PARITY)}
-    named = {f"paths.{name}": output for name, output in outputs.items()}
     reference = ("reference",) if objectives.has_reference(run) else ()
-    _check(_inputs(run, "model", "base", "data", *reference) | _sources(run), named)
+    outputs = _outputs(run, output=marks.TRAINING, logs=marks.LOGS, parity=marks.PARITY)
+    _check(_inputs(run, "model", "base", "data", *reference) | _sources(run), outputs)
 
 
 def check_reference(run: Run) -> None:
-    paths = run.paths
-    outputs = {"paths.reference": (paths.reference, REFERENCE), "paths.logs": (paths.logs, LOGS)}
     scored = ("teacher", "teacher_base") if objectives.has_teacher(run) else ("base",)
+    outputs = _outputs(run, reference=marks.REFERENCE, logs=marks.LOGS)
     _check(_inputs(run, "model", *scored, "data") | _sources(run), outputs)
 
 
 def check_reinforce(run: Run) -> None:
     """Check the paths of reinforcement learning. The output of training is an input here."""
-    paths = run.paths
-    outputs = {"reinforced": (paths.reinforced, REINFORCEMENT), "logs": (paths.logs, LOGS)}
-    named = {f"paths.{name}": output for name, output in outputs.items()}
     data = "prompts" if run.reinforce.source else "data"
     trained = ("output",) if run.reinforce.start == "trained" else ()
-    _check(_inputs(run, "model", "base", data, *trained) | _sources(run), named)
+    outputs = _outputs(run, reinforced=marks.REINFORCEMENT, logs=marks.LOGS)
+    _check(_inputs(run, "model", "base", data, *trained) | _sources(run), outputs)
 
 
 def check_export(run: Run) -> None:
-    export = run.paths.export
-    partial = {"next to paths.export": (f"{export}{PARTIAL}", EXPORT)}
-    outputs = {"paths.export": (export, EXPORT), "paths.logs": (run.paths.logs, LOGS)}
-    _check(_inputs(run, "model", "base", "output"), outputs | partial)
+    partial = {"next to paths.export": (f"{run.paths.export}{marks.PARTIAL}", marks.EXPORT)}
+    outputs = _outputs(run, export=marks.EXPORT, logs=marks.LOGS) | partial
+    _check(_inputs(run, "model", "base", "output"), outputs)
 
 
 def check_evaluate(run: Run) -> None:
@@ -91,19 +65,23 @@ def check_evaluate(run: Run) -> None:
     served = ("model", "export") if run.evaluate.adapter == "unmerged" else ("served",)
     base = ("of_base",) if is_apart(run) else ()
     inputs = _inputs(run, *served, *base, "data", "parity", "kernels") | tasks
-    _check(inputs, {"paths.evaluation": (run.paths.evaluation, EVALUATION)})
+    _check(inputs, _outputs(run, evaluation=marks.EVALUATION))
 
 
 def _check(inputs: Inputs, outputs: Outputs) -> None:
-    lines = [*meetings(inputs, {name: place for name, (place, _) in outputs.items()}, NESTED)]
+    lines = [*marks.meetings(inputs, {name: place for name, (place, _) in outputs.items()}, NESTED)]
     overlapping = {name for name, _ in lines}
-    lines += [(name, line) for name, out in outputs.items() if name not in overlapping for line in problems(*out)]
+    lines += [(name, line) for name, out in outputs.items() if name not in overlapping for line in marks.problems(*out)]
     if lines:
         raise Fault("\n".join(f"{name}: {line}" for name, line in lines))
 
 
 def _inputs(run: Run, *names: str) -> Inputs:
     return {f"paths.{name}": [getattr(run.paths, name)] for name in names}
+
+
+def _outputs(run: Run, **kinds: marks.Kind) -> Outputs:
+    return {f"paths.{name}": (getattr(run.paths, name), kind) for name, kind in kinds.items()}
 
 
 def _sources(run: Run) -> Inputs:

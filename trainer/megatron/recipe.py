@@ -27,20 +27,7 @@ def last_step(run: Run) -> int:
 
 def make_config(run: Run, bridge, resume_step: int | None):
     """Return the whole configuration of a training run that starts fresh or resumes from a complete checkpoint."""
-    from megatron.bridge.training.config import (
-        CheckpointConfig,
-        ConfigContainer,
-        DistributedDataParallelConfig,
-        DistributedInitConfig,
-        LoggerConfig,
-        OptimizerConfig,
-        RerunStateMachineConfig,
-        RNGConfig,
-        SchedulerConfig,
-        TokenizerConfig,
-        TrainingConfig,
-        ValidationConfig,
-    )
+    from megatron.bridge.training import config
 
     from trainer.megatron.parameter_groups import parameter_groups
     from trainer.megatron.sequences import make_dataset
@@ -57,10 +44,10 @@ def make_config(run: Run, bridge, resume_step: int | None):
     if device.has_gpu() and token_count.helps(run):
         token_count.install()
     folder = str(checkpoint_folder(run))
-    return ConfigContainer(
+    return config.ConfigContainer(
         model=make_provider(run, bridge),
         peft=make_adapter(run),
-        train=TrainingConfig(
+        train=config.TrainingConfig(
             train_iters=last_step(run),
             global_batch_size=train.global_batch,
             micro_batch_size=train.micro_batch,
@@ -68,10 +55,10 @@ def make_config(run: Run, bridge, resume_step: int | None):
             manual_gc=True,  # all ranks collect garbage at the same step
             manual_gc_interval=100,
         ),
-        validation=ValidationConfig(
+        validation=config.ValidationConfig(
             eval_interval=train.validate_every or None, eval_iters=train.validate_batches if train.validate_every else 0
         ),
-        optimizer=OptimizerConfig(
+        optimizer=config.OptimizerConfig(
             optimizer="adam" if optimizer.kind == "adamw" else "muon",
             muon_tp_mode="duplicated",  # updates whole matrices: the same at any layout
             muon_extra_scale_factor=0.2,  # updates as large as AdamW's: same learning rates (Liu et al. 2025)
@@ -89,7 +76,7 @@ def make_config(run: Run, bridge, resume_step: int | None):
             use_distributed_optimizer=optimizer.distributed,
             **precision.optimizer_settings(run),
         ),
-        scheduler=SchedulerConfig(
+        scheduler=config.SchedulerConfig(
             lr_decay_style=optimizer.decay,
             # Bridge counts both in sequences of whole batches; steps of a ramp have fewer.
             lr_warmup_iters=batch_ramp.whole_batches(train, optimizer.warmup_steps),
@@ -99,25 +86,25 @@ def make_config(run: Run, bridge, resume_step: int | None):
             weight_decay_incr_style="constant",
             override_opt_param_scheduler=True,
         ),
-        ddp=DistributedDataParallelConfig(
+        ddp=config.DistributedDataParallelConfig(
             check_for_nan_in_grad=train.precision != "fp16",  # fp16 skips steps that overflow
             grad_reduce_in_fp32=optimizer.gradients == "fp32",
             use_distributed_optimizer=optimizer.distributed,
             average_in_collective=False,  # with a loss per token the division is last
         ),
         dataset=make_dataset(run),
-        tokenizer=TokenizerConfig(
+        tokenizer=config.TokenizerConfig(
             tokenizer_type="HuggingFaceTokenizer",
             tokenizer_model=run.paths.model,
             hf_tokenizer_kwargs={"trust_remote_code": run.model.trust_remote_code},
         ),
-        logger=LoggerConfig(
+        logger=config.LoggerConfig(
             log_interval=run.log.every,
             tensorboard_dir=None,
             skip_train_metrics_log=True,  # trainer/training/metrics.py writes them, with fewer synchronisations
             logging_level=logging.ERROR,
         ),
-        checkpoint=CheckpointConfig(
+        checkpoint=config.CheckpointConfig(
             pretrained_checkpoint=run.paths.base,
             save=folder,
             load=folder if resume_step else None,
@@ -134,13 +121,13 @@ def make_config(run: Run, bridge, resume_step: int | None):
             # Optimizer states by parameter, not by rank: training can resume at any layout.
             dist_ckpt_optim_fully_reshardable=True,
         ),
-        rng=RNGConfig(seed=train.seed),
-        dist=DistributedInitConfig(distributed_backend=device.backend()),
+        rng=config.RNGConfig(seed=train.seed),
+        dist=config.DistributedInitConfig(distributed_backend=device.backend()),
         mixed_precision=precision.mixed_precision(run),
         **parameter_groups(run),
         # Bridge would check each micro batch's loss twice and wait for the GPU each time. A NaN loss gives NaN
         # gradients, which ddp checks once per step; trainer/training/metrics.py checks the step's loss.
-        rerun_state_machine=RerunStateMachineConfig(check_for_nan_in_loss=False),
+        rerun_state_machine=config.RerunStateMachineConfig(check_for_nan_in_loss=False),
     )
 
 

@@ -45,9 +45,8 @@ def sum_copies_once_a_step() -> None:
     first: expert-parallel ranks then hold the same part of the distributed optimizer's shards.
     """
     versions.check(__name__, WRITTEN_FOR)
-    finalize = importlib.import_module(
-        "megatron.core.distributed.finalize_model_grads"
-    )  # core has a function of the same name
+    # By its name, as core has a function of the same name.
+    finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     finish = finalize._allreduce_non_tensor_model_parallel_grads
     if getattr(finish, "sums_copies", False):
         return

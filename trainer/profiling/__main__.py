@@ -7,9 +7,7 @@ log.profile_every, or the folder of python -m trainer.trial --profile. The comma
 there.
 """
 
-import argparse
 import json
-import sys
 from pathlib import Path
 
 from contract import closed_pipe
@@ -18,9 +16,7 @@ from trainer.startup import entry
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer.profiling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = entry.parser("trainer.profiling", __doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the traces")
     parser.add_argument("--json", action="store_true", help="for programs: one line, with all figures of all ranks")
     options = parser.parse_args()
@@ -31,5 +27,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    with closed_pipe.quiet():
-        sys.exit(main())
+    closed_pipe.run(main)

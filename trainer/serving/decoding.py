@@ -8,9 +8,8 @@ adapter; a comparison of prompts cannot. It needs one engine and no record of th
 from typing import Any
 
 TOKENS = 8  # written after the first half of each prompt
-COMPARED = (
-    0.9  # share of the tokens, those that differ least: rounding may send a few to other experts in one of the ways
-)
+# Share of the tokens, those that differ least: rounding may send a few to other experts in one of the ways.
+COMPARED = 0.9
 
 
 Written = list[tuple[list[int], list[float]]]  # tokens and their log-probabilities, for each prompt

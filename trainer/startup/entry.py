@@ -183,14 +183,22 @@ def faults_in_one_line():
 
 def _arguments() -> argparse.Namespace:
     module = sys.modules["__main__"]
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {module.__spec__.name}",
-        description=module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    return parser_of_run(module.__spec__.name, module.__doc__, "layout.tp=2 or train.steps=10").parse_args()
+
+
+def parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """The parser of a command, with the docstring of its module as the description."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("conf", help="a name (tiny), or the path of a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as layout.tp=2 or train.steps=10")
-    return parser.parse_args()
+
+
+def parser_of_run(module: str, description: str | None, example: str) -> argparse.ArgumentParser:
+    """The parser of a command that takes a configuration and changes of its keys."""
+    of_run = parser(module, description)
+    of_run.add_argument("conf", help="a name (tiny), or the path of a YAML file")
+    of_run.add_argument("overrides", nargs="*", metavar="key=value", help=f"such as {example}")
+    return of_run
 
 
 def _die_with_agent() -> None:

@@ -23,15 +23,7 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterId,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    FlowRunFilterTags,
-    WorkPoolFilter,
-    WorkPoolFilterName,
-)
+from prefect.client.schemas import filters
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.deployments import run_deployment
@@ -143,11 +135,15 @@ def _out(client: SyncPrefectClient, pool: str, nodes: int, without: tuple[str, .
     return spared(without, lambda out: len(alive - {*out}) >= nodes)
 
 
+def _in_states(states: list[StateType]) -> filters.FlowRunFilterState:
+    return filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=states))
+
+
 def _free(client: SyncPrefectClient, pool: str, without: tuple[str, ...]) -> int:
     alive = _alive(client, pool)
     selected: Any = {
-        "flow_run_filter": FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=BUSY))),
-        "work_pool_filter": WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
+        "flow_run_filter": filters.FlowRunFilter(state=_in_states(BUSY)),
+        "work_pool_filter": filters.WorkPoolFilter(name=filters.WorkPoolFilterName(any_=[pool])),
     }
     busy = client.count_flow_runs(**selected)
     if alive & {*without}:
@@ -168,13 +164,13 @@ def _alive(client: SyncPrefectClient, pool: str) -> set[str]:
 
 def _left(client: SyncPrefectClient, gang: str) -> list[UUID]:
     """Runs of this gang that have not ended, including runs that another run has passed on."""
-    states = FlowRunFilterState(type=FlowRunFilterStateType(any_=[*BUSY, StateType.SCHEDULED]))
-    of_gang = FlowRunFilter(tags=FlowRunFilterTags(all_=[f"gang:{gang}"]), state=states)
+    states = _in_states([*BUSY, StateType.SCHEDULED])
+    of_gang = filters.FlowRunFilter(tags=filters.FlowRunFilterTags(all_=[f"gang:{gang}"]), state=states)
     return [run.id for run in _runs(client, flow_run_filter=of_gang)]
 
 
 def _states(client: SyncPrefectClient, ids: list[UUID]) -> dict[UUID, State | None]:
-    with_ids = FlowRunFilter(id=FlowRunFilterId(any_=ids))
+    with_ids = filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=ids))
     return {run.id: run.state for run in _runs(client, flow_run_filter=with_ids)}
 
 

@@ -169,9 +169,8 @@ def _shortened(template: TemplateText, row: Row, result: Rendered, encoding, ids
     kept = np.ones(len(ids), dtype=bool)
     for begin, end in _longest_first(template, row, result, encoding):
         free = np.flatnonzero(~learned[begin:end]) + begin
-        removed = (
-            free[1:][-excess:] if excess else free[:0]
-        )  # keep one token: an empty message would change the conversation
+        # Keep one token: an empty message would change the conversation.
+        removed = free[1:][-excess:] if excess else free[:0]
         kept[removed] = False
         excess -= len(removed)
     if excess:

@@ -31,9 +31,8 @@ def install() -> None:
 
     if hasattr(gpt_oss_bridge.GPTOSSMLPDownProjMapping, "by_turns"):
         return
-    gpt_oss_bridge.GPTOSSMLPGateUpProjMapping.by_turns = (
-        True  # rows of gate and up alternate; trainer/weights/mapping.py reads this
-    )
+    # Rows of gate and up alternate; trainer/weights/mapping.py reads this.
+    gpt_oss_bridge.GPTOSSMLPGateUpProjMapping.by_turns = True
     gpt_oss_bridge.GPTOSSMLPDownProjMapping.by_turns = False
     for mapping in (gpt_oss_bridge.GPTOSSMLPGateUpProjMapping, gpt_oss_bridge.GPTOSSMLPDownProjMapping):
         mapping.hf_to_megatron = _of_one_expert

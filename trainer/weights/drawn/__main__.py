@@ -5,8 +5,6 @@
 OUT becomes a folder in Hugging Face's format, whole or not at all. Equal arguments give equal bytes on any host.
 """
 
-import argparse
-import sys
 import time
 from pathlib import Path
 
@@ -22,11 +20,7 @@ EVERY = 5.0  # seconds between lines
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer.weights.drawn",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = entry.parser("trainer.weights.drawn", __doc__)
     parser.add_argument("config", type=Path, metavar="CONFIG.json", help="of the model")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder that is made")
     parser.add_argument("--tokenizer", type=Path, required=True, metavar="FOLDER", help="that holds a tokenizer")
@@ -55,5 +49,4 @@ def _draw(config: Path, tokenizer: Path, out: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    with closed_pipe.quiet():
-        sys.exit(main())
+    closed_pipe.run(main)

@@ -50,7 +50,16 @@ class _Base(nn.Module):
     fp8_calibration = False
     save_original_input = False
 
-    def _configure(self, *, init_method, get_rng_state_tracker, rng_tracker_name, params_dtype, device):
+    def __init__(
+        self,
+        init_method=None,
+        get_rng_state_tracker=None,
+        rng_tracker_name: str | None = None,
+        params_dtype: torch.dtype | None = None,
+        device=None,
+        **_,
+    ):
+        super().__init__()
         self.fp8_meta = {"fp8_checkpoint": False}
         self._init_method, self._tracker, self._tracker_name = init_method, get_rng_state_tracker, rng_tracker_name
         self._make = {"dtype": params_dtype, "device": device}
@@ -91,24 +100,12 @@ class Linear(_Base):
         fuse_wgrad_accumulation: bool = False,
         tp_group=None,
         tp_size: int = 1,
-        get_rng_state_tracker=None,
-        init_method=None,
         bias: bool = True,
         return_bias: bool = False,
         parallel_mode: str | None = None,
-        params_dtype: torch.dtype | None = None,
-        device=None,
-        rng_tracker_name: str | None = None,
-        **_,
+        **making,
     ):
-        super().__init__()
-        self._configure(
-            init_method=init_method,
-            get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
-            params_dtype=params_dtype,
-            device=device,
-        )
+        super().__init__(**making)
         self.parallel_mode, self.tp_size, self.tp_group = parallel_mode, tp_size, tp_group
         self.sequence_parallel = sequence_parallel and tp_size > 1 and parallel_mode is not None
         self.fuse_wgrad_accumulation, self.use_bias, self.return_bias = fuse_wgrad_accumulation, bias, return_bias
@@ -214,24 +211,12 @@ class GroupedLinear(_Base):
         fuse_wgrad_accumulation: bool = False,
         tp_group=None,
         tp_size: int = 1,
-        get_rng_state_tracker=None,
-        init_method=None,
         bias: bool = True,
         return_bias: bool = False,
         parallel_mode: str | None = None,
-        params_dtype: torch.dtype | None = None,
-        device=None,
-        rng_tracker_name: str | None = None,
-        **_,
+        **making,
     ):
-        super().__init__()
-        self._configure(
-            init_method=init_method,
-            get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
-            params_dtype=params_dtype,
-            device=device,
-        )
+        super().__init__(**making)
         assert tp_size == 1, "Megatron's dispatcher does the communication of tensor-parallel experts"
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.tp_size, self.tp_group, self.parallel_mode = tp_size, tp_group, parallel_mode
