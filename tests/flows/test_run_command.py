@@ -175,7 +175,9 @@ def test_a_dry_run_refuses_rows_of_this_host_that_the_objective_does_not_learn_f
     rows = tmp_path / "mine.jsonl"
     rows.write_text(f"{json.dumps(row | {'prompt': 'x'})}\n" * 2)
     code, errors, _ = run("tiny", "train.objective=dpo", f"data.source={rows}", "--dry-run")
-    said = f"error: train.objective: dpo reads rows with a chosen and a rejected answer, but {rows} holds rows with one"
+    said = (
+        f"error: train.objective: dpo reads rows with a chosen and a rejected answer, but {rows} contains rows with one"
+    )
     assert code == would and errors.startswith(said if would else "")
     assert run("tiny", "train.objective=dpo", f"data.source={rows}", "--dry-run", "--until", "prepare")[0] == 0
 
@@ -186,4 +188,6 @@ def test_a_dry_run_refuses_data_that_are_prepared_and_not_what_the_objective_lea
     made = Artifact(SimpleNamespace(key="prepare/0123"), {}, {"kind": "preference"}, {})  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(artifact, "find", lambda stage, store: made)
     errors = run("tiny", f"data.source={rows}", "--dry-run")[1]
-    assert errors.startswith("error: train.objective: sft reads rows with one answer, or texts, but prepare/0123 holds")
+    assert errors.startswith(
+        "error: train.objective: sft reads rows with one answer, or texts, but prepare/0123 contains"
+    )

@@ -190,7 +190,7 @@ def test_another_tokenizer_than_the_one_that_was_trained_with_is_noticed(trained
     paths = trained.paths.model_copy(update={"served": str(served), "evaluation": str(tmp_path / "evaluation")})
     result = evaluate(trained.model_copy(update={"paths": paths}), tmp_path)
     assert result.code == 2
-    assert f"error: {served}: tokenizer.json is not the one that the data were prepared with" in result.errors
+    assert f"error: {served}: tokenizer.json is not the file with which the data were prepared" in result.errors
     assert result.errors.count("\n") == 1
 
 

@@ -99,7 +99,7 @@ Tokens of a row, training:
 
 ## Odd rows
 
-| what | rows | such as |
+| anomaly | rows | such as |
 |---|---|---|
 | holds \\<s\\> | 2 | `rows¦x.jsonl:5`<br>`rows¦x.jsonl:8` |
 
@@ -117,7 +117,7 @@ Tokens of a row, training:
 
 ## Example
 
-What stands in ⟦ ⟧ is learned.
+The text in ⟦ ⟧ is learned.
 
 ```text
 hello ⟦there⟧

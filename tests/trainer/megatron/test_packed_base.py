@@ -128,7 +128,7 @@ def test_the_kernel_gives_the_same_numbers():
 
 def test_a_path_that_would_keep_weights_unpacked_is_refused(monkeypatch):
     monkeypatch.setenv(base_loading.FUSED, "1")
-    with pytest.raises(Fault, match=r"_GEMM: 1, but experts' products so keep weights unpacked"):
+    with pytest.raises(Fault, match=r"_GEMM: 1 keeps experts' weights unpacked"):
         base_loading.build_without_memory()
 
 

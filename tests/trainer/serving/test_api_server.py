@@ -119,7 +119,7 @@ def test_the_template_of_the_training_and_its_options_are_the_servers(served, mo
 
 def test_another_tokenizer_than_that_of_the_training_is_refused(served, model, tmp_path):
     other = template(data_folders.make(tmp_path / "glm", "glm"), "messages")
-    with pytest.raises(Fault, match=r"tokenizer.json is not the one that the data were prepared with"):
+    with pytest.raises(Fault, match=r"tokenizer.json is not the file with which the data were prepared"):
         served(other)
 
 
