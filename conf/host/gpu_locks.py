@@ -3,13 +3,13 @@
     with gpu_locks.taken("train of tiny-1122", say, stop, count=4) as hold:
         subprocess.Popen(command, pass_fds=hold.descriptors, env=os.environ | hold.environment)
 
-A GPU is a file, <folder>/<its UUID>.lock, and belongs to whoever has locked it (flock). A lock lives as long as a
-process that has the descriptor. So a killed process keeps nothing, and no clock is asked. The content of the file is
-for people: who has it, and since when. A process takes all that it wants or nothing, so that nobody waits for one GPU
-while holding another. Those that wait have a file each in <folder>/queue, locked while they wait, and are served as
-conf/host/gpu_queue.py says; who looks, takes <folder>/turn.lock for that moment. The GPUs of a host are those that
-nvidia-smi lists and CUDA_VISIBLE_DEVICES leaves; where there are none, nothing is waited for. HOST_GPUS_HELD in the
-environment says that a starter holds them for this process.
+A GPU is a file, <folder>/<its UUID>.lock, and belongs to the process that has locked it (flock). A lock lives as long
+as a process that has the descriptor, and a killed process keeps nothing. The content of the file is for people: the
+owner, and since when. A process takes all GPUs that it needs or none, and never holds one while it waits for another.
+Each waiting process has a file in <folder>/queue, locked while it waits; conf/host/gpu_queue.py has the order. A reader
+of the queue holds <folder>/turn.lock for that moment. The GPUs of a host are those that nvidia-smi lists and
+CUDA_VISIBLE_DEVICES leaves; without one, nothing waits. HOST_GPUS_HELD in the environment means that a starter holds
+them for this process.
 
 FINETUNE_LOCKS names another folder: containers that share GPUs have to share it. Programs that take no GPUs here are
 not covered: memory that they use is waited for, reported, and never freed by force.
@@ -69,7 +69,7 @@ class Hold:
 
 @dataclass(frozen=True)
 class Owner:
-    """The note of whoever has a GPU."""
+    """The note of a GPU's owner."""
 
     what: str
     since: float
@@ -87,8 +87,8 @@ def taken(
 ) -> Iterator[Hold | None]:
     """Wait until so many of these GPUs are free (default: all visible ones), with their memory, and take them.
 
-    The result is None where stop() came first. `what` is the text that others are told while they wait for this
-    process. Those of one `flow` are served by rank.
+    The result is None if stop() came first. Others see the text `what` while they wait for this process. Wishes of
+    one `flow` are served by rank.
     """
     hold = take(what, say, stop, gpus, count, flow, rank)
     try:
@@ -144,7 +144,7 @@ def held(gpus: tuple[str, ...]) -> str | None:
 
 
 def wanted(gpus: tuple[str, ...]) -> str | None:
-    """The present owner of one of these GPUs, or else those that wait for one; None where they are nobody's."""
+    """The present owner of one of these GPUs, or else those that wait for one; None if they are free."""
     with _turn() as turn:
         wishes = gpu_queue.in_order(_Queue().others()) if turn else []
     waiting = [f"{one.what} waits for {_amount(one.count)} of them" for one in wishes if {*one.gpus} & {*gpus}]
@@ -175,9 +175,9 @@ class _Queue:
         self._path, self._descriptor, self._number = Path(), -1, 0
 
     def ask(self, wish: Wish, there: tuple[str, ...]) -> Hold | tuple[str, str]:
-        """Return the GPUs where it is this wish's turn and they are free.
+        """Return the GPUs if they are free and it is this wish's turn.
 
-        Else return what it waits for, and the same as text; both are empty where others are looking.
+        Else return what it waits for, and the same as text; both are empty while others are looking.
         """
         with _turn() as turn:
             if not turn:
@@ -257,7 +257,7 @@ def _turn() -> Iterator[bool]:
         try:
             yield True
         finally:
-            ownership.unlock(descriptor)  # also where a process that was forked just now has it too
+            ownership.unlock(descriptor)  # also if a process that was forked just now has it too
     finally:
         os.close(descriptor)
 
@@ -291,7 +291,7 @@ def _lock(gpus: tuple[str, ...]) -> tuple[int, ...]:
 def folder() -> Path:
     if named := os.environ.get("FINETUNE_LOCKS"):
         return Path(named)
-    shared = Path("/run/lock")  # gone with a restart of the host, and on a file system of its own
+    shared = Path("/run/lock")  # gone with a restart of the host, and on a separate file system
     place = shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     return place / "finetune-gpus"
 
@@ -333,7 +333,7 @@ def _read(descriptor: int) -> Owner:
 
 
 def _wish(path: Path, descriptor: int) -> list[Wish]:
-    """The wish in this file; none where it could not be written, or where its process is suspended."""
+    """The wish in this file; None if it could not be written, or if its process is suspended."""
     try:
         found = json.loads(os.pread(descriptor, 1 << 16, 0))
         number, rank, since = int(path.name.partition("-")[0]), int(found["rank"]), float(found["since"])

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 class Wish:
     """A wait for so many of these GPUs."""
 
-    what: str  # that others are told
+    what: str  # shown to those that wait
     gpus: tuple[str, ...]
     count: int
     number: int  # of arrival

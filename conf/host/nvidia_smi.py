@@ -37,7 +37,7 @@ def visible(gpus: tuple[str, ...] | None = None) -> tuple[str, ...]:
     for name in filter(None, (part.strip() for part in wanted.split(","))):
         if name.isdigit():
             found += gpus[int(name) : int(name) + 1]
-        elif not name.startswith("-"):  # a UUID, or how it begins; that of a MIG instance is a GPU by itself
+        elif not name.startswith("-"):  # a UUID, or how it begins; a MIG instance counts as a GPU
             found.append(next((gpu for gpu in gpus if gpu.startswith(name)), name))
     return tuple(dict.fromkeys(found))
 
