@@ -147,8 +147,11 @@ def not_finite(model: Model, names: list[str]) -> Fault:
 
 
 def has_sum(path: Path, entry: Entry, recorded: str) -> bool:
-    """Whether the bytes at this place of a file have the recorded checksum."""
-    return checksum(path, entry, recorded) == recorded
+    """Whether a file has bytes with the recorded checksum at this place; false if it is missing or too short."""
+    try:
+        return checksum(path, entry, recorded) == recorded
+    except (OSError, Fault):
+        return False
 
 
 def checksum(path: Path, entry: Entry, recorded: str = "") -> str:

@@ -31,7 +31,7 @@ def main(run: Run) -> None:
         model, stored = released.read(place / "model"), torch_dist.open_checkpoint(folder / "checkpoint")
         names, sums = list(model.weights), released.checksums(model, model.weights)[0]
         a, b = (stored.places[f"linear_{part}"] for part in ("in", "out"))
-        adapters = {name: merge.Adapter(a, b, None, Part(name, None), 16) for name in names}
+        adapters = {name: (merge.Adapter(a, b, None, Part(name, None), 16),) for name in names}
         trained = Trained(model, "", sums, stored, None, adapters)
 
         def fail(name, blocks, entry, new, place=place, fault=fault, model=model, spoilt=names[1]):
@@ -61,7 +61,7 @@ def main(run: Run) -> None:
         (place / JOURNAL).mkdir()
         found[fault] = "written"
         try:
-            parts.write(merged_format.Merged(trained), merged_format.layouts(model), place / "merged", place / JOURNAL)
+            parts.write(parts.Merged(trained), merged_format.layouts(model), place / "merged", place / JOURNAL)
         except Fault as error:
             found[fault] = str(error)
     (folder / "answer.json").write_text(json.dumps(found))

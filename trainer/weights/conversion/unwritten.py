@@ -53,10 +53,6 @@ class Pieces:
         self.by_index = {piece.item.index: piece for piece in conversion.pieces}
         self.lock = threading.Lock()
 
-    def whole(self, index: MetadataIndex) -> torch.Tensor:
-        with self.lock:
-            return self.values.of(self.by_index[index])
-
     def part(self, index: MetadataIndex, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         with self.lock:
             return self.values.part(self.by_index[index], offsets, lengths)
@@ -87,8 +83,7 @@ def open_base(run: Run, folder: Path) -> Stored:
     stored = torch_dist.open_checkpoint(folder)
     if not _is_unwritten(stored):
         return stored
-    pieces = Pieces(run, folder.parent)
-    return replace(stored, make=pieces.whole, make_part=pieces.part)
+    return replace(stored, make=Pieces(run, folder.parent).part)
 
 
 def prepare(run: Run) -> bool:

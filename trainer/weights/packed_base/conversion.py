@@ -21,8 +21,8 @@ from contract.faults import Fault
 from trainer.megatron.packed_base import weight
 from trainer.weights import atomic_folder, file_sums, journal, released
 from trainer.weights.conversion import unwritten
-from trainer.weights.packed_base import files, packing, parts
-from trainer.weights.packed_base.part import Part
+from trainer.weights.packed_base import files, packing
+from trainer.weights.packed_base.part import Part, of_chunk, storage
 from trainer.weights.quantised import report
 
 LARGEST = 2**29  # values per file
@@ -76,21 +76,18 @@ def write(run: Run, chunks: list, base: Path, journal_folder: Path) -> None:
     if atomic_folder.rank() == 0:
         indexes = [entry["index"] for _, entry in sorted(entries.items())]
         files.write_index(folder, {name: row for index in indexes for name, row in index.items()})
-        rows = [report.row_of(row) for entry in entries.values() for row in entry["rows"]]
-        report.store(base, run.model.base, rows, sum(entry["bytes"] for entry in entries.values()))
+        rows = [report.Row(**row) for entry in entries.values() for row in entry["rows"]]
+        count = sum(entry["bytes"] for entry in entries.values())
+        report.store(base, report.summary(run.model.base, rows, [count]))
 
 
 def tensors(run: Run, chunks: list) -> list[Tensor]:
     """Return all tensors of a base, in the model's order."""
     result = []
     for chunk in chunks:
-        of_chunk = parts.of_chunk(chunk)
         layers = [(layer, names) for _, layer, names in weight.layers(chunk, run) if _is_of_transformer_engine(layer)]
-        packed = {parts.storage(layer._parameters[name]) for layer, names in layers for name in names}
-        result += [
-            Tensor(tensor_parts[0].name, tuple(tensor_parts), place in packed)
-            for place, tensor_parts in of_chunk.items()
-        ]
+        packed = {storage(layer._parameters[name]) for layer, names in layers for name in names}
+        result += [Tensor(parts[0].name, tuple(parts), place in packed) for place, parts in of_chunk(chunk).items()]
     return result
 
 

@@ -26,8 +26,8 @@ from trainer.megatron.packed_base.codes import SCALES
 from trainer.patches.checkpoints import base_loading
 from trainer.weights.conversion import unwritten
 from trainer.weights.coverage import VOCABULARY
-from trainer.weights.packed_base import files, packing, parts
-from trainer.weights.packed_base.part import Found, Part
+from trainer.weights.packed_base import files, packing
+from trainer.weights.packed_base.part import Found, Part, of_chunk, storage
 from trainer.weights.quantised import report
 from trainer.weights.torch_dist import Stored
 
@@ -75,14 +75,14 @@ def load(form: Format, run: Run, source: Source, chunks: list) -> int:
     dtype, count = precision.dtype(run.train.precision), 0
     for chunk in chunks:
         # storages are identified by address, so the tensors must stay alive
-        of_chunk, _held = parts.of_chunk(chunk), [*chunk.parameters(), *chunk.buffers()]
+        parts_of, _held = of_chunk(chunk), [*chunk.parameters(), *chunk.buffers()]
         for _, layer, names in [*weight.layers(chunk, run)]:
-            matrices = [of_chunk.pop(parts.storage(layer._parameters[name])) for name in names]
+            matrices = [parts_of.pop(storage(layer._parameters[name])) for name in names]
             weight.attach(layer, names, held := store(form, dtype, source, matrices))
             count += held.bytes
         for old, new in weight.fill(chunk):
-            of_chunk[parts.storage(new)] = of_chunk.pop(parts.storage(old))
-        for tensor, of_tensor in _others(chunk, of_chunk):
+            parts_of[storage(new)] = parts_of.pop(storage(old))
+        for tensor, of_tensor in _others(chunk, parts_of):
             for part in of_tensor:
                 _copy(source, part, tensor)
     return count
@@ -127,10 +127,10 @@ def _copy(source: Source, part: Part, tensor: torch.Tensor) -> None:
     tensor[rows].copy_(source.box(part.name, part.offsets, (count, *part.sizes[1:])))
 
 
-def _others(chunk: Any, of_chunk: dict[int, list[Part]]) -> Iterator[tuple[torch.Tensor, list[Part]]]:
+def _others(chunk: Any, parts_of: dict[int, list[Part]]) -> Iterator[tuple[torch.Tensor, list[Part]]]:
     """Yield tensors that are loaded unpacked, each with its parts."""
     for tensor in itertools.chain(chunk.parameters(), chunk.buffers()):
-        if not isinstance(tensor, weight.PackedWeight) and parts.storage(tensor) in of_chunk:
-            yield tensor.detach(), of_chunk.pop(parts.storage(tensor))
-    left = [part.name for of_tensor in of_chunk.values() for part in of_tensor]
+        if not isinstance(tensor, weight.PackedWeight) and storage(tensor) in parts_of:
+            yield tensor.detach(), parts_of.pop(storage(tensor))
+    left = [part.name for of_tensor in parts_of.values() for part in of_tensor]
     assert not left, f"{left} belong to no tensor of the model"
