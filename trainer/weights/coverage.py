@@ -15,6 +15,7 @@ from conf import families, model_facts
 from contract.faults import Fault
 from trainer.weights import released
 from trainer.weights.atomic_folder import gather
+from trainer.weights.mapping import released_names
 from trainer.weights.released import enumerate_names
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -36,7 +37,7 @@ def demand(bridge, model) -> Demand:
         if config.share_embeddings_and_output_weights and "output_layer" in name:
             continue  # a copy on the last pipeline stage
         if mapping := registry.megatron_to_hf_lookup(name):
-            names |= {mapping.hf_param} if isinstance(mapping.hf_param, str) else {*mapping.hf_param.values()}
+            names |= {*released_names(mapping)}
         else:
             unmapped.add(name)
     parts = gather((names, unmapped))
@@ -85,33 +86,10 @@ def _shapes(model: released.Model) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def unfilled(model) -> list[str]:
-    """Return the names of tensors that contain a NaN: after fill_with_nan(), those that were not filled completely."""
-    model = unwrap_model(model)
-    names = [
-        _megatron_local_name_to_global(model, model[stage].config, name, stage)
-        for stage, name, tensor in _tensors(model)
-        if tensor.is_floating_point() and tensor.isnan().any()
-    ]
-    return sorted(set(itertools.chain.from_iterable(gather(names))))
-
-
-def fill_with_nan(model) -> None:
-    for _, _, tensor in _tensors(unwrap_model(model)):
-        if tensor.is_floating_point():
-            tensor.data.fill_(float("nan"))
-
-
 def named_tensors(model):
     """Yield the tensors in a checkpoint of this rank's part, by their names in the whole model."""
     model = unwrap_model(model)
-    for stage, name, tensor in _tensors(model):
-        yield _megatron_local_name_to_global(model, model[stage].config, name, stage), tensor
-
-
-def _tensors(model):
-    """Yield the tensors in a checkpoint of this rank's part, as (stage, local name, tensor)."""
     for stage, chunk in enumerate(model):
         for name, tensor in itertools.chain(chunk.named_parameters(), persistent_buffers(chunk)):
             if "_extra_state" not in name:
-                yield stage, name, tensor
+                yield _megatron_local_name_to_global(model, chunk.config, name, stage), tensor

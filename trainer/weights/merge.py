@@ -45,9 +45,6 @@ class Adapter:
     def places(self) -> list[Place]:
         return [place for place in (self.a, self.b, self.magnitude) if place]
 
-    def factors(self, stored: Stored, config) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch_dist.read(stored, self.a), self.part.rows(torch_dist.read(stored, self.b), config)
-
     def magnitudes(self, stored: Stored, config) -> torch.Tensor | None:
         if self.magnitude is None:
             return None
@@ -69,7 +66,8 @@ class Adapter:
         return self.part.turn(result).contiguous()
 
     def change(self, stored: Stored, config) -> "Change":
-        return Change(*self.factors(stored, config), self.scale, self.magnitudes(stored, config))
+        a, b = torch_dist.read(stored, self.a), torch_dist.read(stored, self.b)
+        return Change(a, self.part.rows(b, config), self.scale, self.magnitudes(stored, config))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,10 +36,11 @@ class Trained:
     digest: str  # of the release that the base was made from
     sums: dict[str, str]  # the released checksums, recorded by the conversion
     stored: Stored
-    config: object  # Megatron's
+    config: Any  # Megatron's
     adapters: dict[str, tuple[Adapter, ...]] = field(default_factory=dict)  # several for a stack of experts
     values: dict[str, tuple[NewValue, ...]] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)  # copy -> original, for tensors that Megatron has once
+    registry: Any = None  # Bridge's
     packed: AsTrained | None = None  # for a merge onto the values of a packed base
     last: threading.local = field(default_factory=threading.local)  # the change that a thread read last
 
@@ -160,7 +162,18 @@ class Trained:
 
 
 def find(run: Run, folder: Path) -> Trained:
-    """Match the trained tensors with the released model; every tensor of both sides must have its counterpart."""
+    """Match the tensors to export with the released model."""
+    trained = match(run, folder)
+    if "adapter" in (run.export.formats or ()) and not trained.adapters:
+        raise Fault(f"export.formats: adapter, but {folder} holds none")
+    if packed_base.merges_onto(run):
+        numbers = as_trained.open_as_trained(run, trained.model, trained.registry, trained.config)
+        return replace(trained, packed=numbers)
+    return trained
+
+
+def match(run: Run, folder: Path) -> Trained:
+    """Match a checkpoint with the released model; every tensor of both sides must have its counterpart."""
     bridge = open_bridge(run)
     registry, config = bridge._model_bridge.mapping_registry(), bridge.to_megatron_provider(load_weights=False)
     model, stored = released.read(Path(run.paths.model)), unwritten.open_base(run, folder)
@@ -171,7 +184,7 @@ def find(run: Run, folder: Path) -> Trained:
         raise Fault(f"{base}: was not made from {model.folder}, whose tensors have other names")
     copies = released.repeated(model)
     sums = {name: row[2] for name, row in recorded.items()}
-    trained = Trained(model, base_mark["digest"], sums, stored, config, copies=copies)
+    trained = Trained(model, base_mark["digest"], sums, stored, config, registry=registry, copies=copies)
     torch_dist.require_all(stored)
     if any(".adapter." in name for name in stored.places | stored.digests):
         trained.adapters.update(merge.find_adapters(stored, registry, model))
@@ -179,8 +192,4 @@ def find(run: Run, folder: Path) -> Trained:
         computed = {name for name in model.weights if released.COMPUTED.search(name)}
         elsewhere = {*copies, *computed, *base_mark["left_out"]}
         trained.values.update(merge.find_values(stored, registry, model, elsewhere))
-    if "adapter" in (run.export.formats or ()) and not trained.adapters:
-        raise Fault(f"export.formats: adapter, but {folder} holds none")
-    if packed_base.merges_onto(run):
-        return replace(trained, packed=as_trained.open_as_trained(run, model, registry, config))
     return trained

@@ -77,10 +77,10 @@ def pieces(tasks: dict, stored: list[ShardedTensor]) -> list[Piece]:
     """Return the entries of a checkpoint, each as a part of a parameter. They are matched by their (unallocated)
     storage.
     """
-    names = {_storage(task.param_weight): name for name, task in tasks.items()}
+    names = {storage(task.param_weight): name for name, task in tasks.items()}
     result = []
     for tensor in stored:
-        name = names.get(_storage(tensor.data))
+        name = names.get(storage(tensor.data))
         assert name, f"{tensor.key} belongs to no parameter of the model"
         assert tensor.dtype == tasks[name].param_weight.dtype, (
             f"{tensor.key} is stored in a type other than its parameter's"
@@ -231,7 +231,8 @@ def _are_rows(piece: Piece, width: int) -> bool:
     return bool(piece.shape) and contiguous and piece.shape[1:] != () and piece.start % max(1, width) == 0
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage, allocated or not."""
     return tensor.untyped_storage()._cdata
 
 

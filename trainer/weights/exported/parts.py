@@ -13,7 +13,7 @@ A format (Merged, or Rounding of as_released.py) determines the contents of the 
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,8 +29,6 @@ from trainer.weights.released import Entry, enumerate_names
 from trainer.weights.trained import Trained
 
 READABLE = 0o644  # safetensors makes files readable only by their owner
-LARGEST, SMALLEST = 2**28, 2**20  # bytes of a part
-COUNT = 256  # of parts, if their size is between these two
 SIDE_BY_SIDE = 64 * 2**20  # bytes of weights made in parallel
 THREADS = 8  # at most
 _writing = threading.Lock()  # only one thread at a time can write into a file; others would spin in the kernel
@@ -50,7 +48,7 @@ class Part:
     """Consecutive tensors of a file."""
 
     file: str
-    rows: dict[str, Entry] = field(default_factory=dict)
+    rows: dict[str, Entry]
 
     @property
     def size(self) -> int:
@@ -147,18 +145,12 @@ def write(contents: Merged, layouts: list[Layout], folder: Path, journal_folder:
 
 
 def parts(layouts: list[Layout]) -> list[Part]:
-    whole = sum(entry.size for layout in layouts for entry in layout.rows.values())
-    enough, result = min(max(whole // COUNT, SMALLEST), LARGEST), []
-    for layout in layouts:
-        result.append(Part(layout.file))
-        end = len(layout.header)
-        for name, entry in layout.rows.items():
-            assert entry.start == end, f"{layout.file}: {name} does not follow the previous tensor"
-            if result[-1].size >= enough:
-                result.append(Part(layout.file))
-            result[-1].rows[name] = entry
-            end += entry.size
-    return result
+    enough = journal.enough(sum(entry.size for layout in layouts for entry in layout.rows.values()))
+    return [
+        Part(layout.file, {name: layout.rows[name] for name in names})
+        for layout in layouts
+        for names in journal.cut({name: entry.size for name, entry in layout.rows.items()}, enough)
+    ]
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

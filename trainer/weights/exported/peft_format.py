@@ -128,16 +128,12 @@ def _as_parameter(name: str, moe: bool) -> bool:
 def _module_rows(trained: Trained, name: str, adapter: Adapter) -> list[Row]:
     prefix, rank = PREFIX + module(name), adapter.a.shape[0]
     out, width = adapter.part.shape(trained.model.weights[name].shape)
-
-    def factor(which: int) -> torch.Tensor:
-        return adapter.factors(trained.stored, trained.config)[which]
-
     rows = [
-        Row(f"{prefix}.lora_A.weight", (rank, width), adapter.a.dtype, lambda: factor(0)),
-        Row(f"{prefix}.lora_B.weight", (out, rank), adapter.b.dtype, lambda: factor(1)),
+        Row(f"{prefix}.lora_A.weight", (rank, width), adapter.a.dtype, lambda: trained.change(adapter).a),
+        Row(f"{prefix}.lora_B.weight", (out, rank), adapter.b.dtype, lambda: trained.change(adapter).b),
     ]
     if adapter.magnitude:
-        magnitudes = lambda: adapter.magnitudes(trained.stored, trained.config)  # noqa: E731
+        magnitudes = lambda: trained.change(adapter).magnitude  # noqa: E731
         rows.append(Row(f"{prefix}.lora_magnitude_vector", (out,), adapter.magnitude.dtype, magnitudes))
     return rows
 
@@ -155,13 +151,10 @@ def _expert_rows(trained: Trained, name: str, experts: list[dict[str, Adapter]])
         rank, width, out, count = a.shape[0], a.shape[1], b.shape[0], len(experts)
 
         def stack_a(parts=parts) -> torch.Tensor:
-            return torch.cat([expert[parts[0]].factors(trained.stored, trained.config)[0] for expert in experts])
+            return torch.cat([trained.change(expert[parts[0]]).a for expert in experts])
 
         def stack_b(parts=parts) -> torch.Tensor:
-            whole = [
-                torch.cat([expert[part].factors(trained.stored, trained.config)[1] for part in parts])
-                for expert in experts
-            ]
+            whole = [torch.cat([trained.change(expert[part]).b for part in parts]) for expert in experts]
             return torch.stack(whole).permute(1, 2, 0).flatten(1)
 
         rows.append(Row(f"{PREFIX}{name}{inner}.lora_A.weight", (count * rank, width), a.dtype, stack_a))

@@ -21,8 +21,10 @@ from contract.faults import Fault
 from trainer.megatron.packed_base import weight
 from trainer.weights import atomic_folder, file_sums, journal, released
 from trainer.weights.conversion import unwritten
+from trainer.weights.conversion.megatron_tensors import storage
 from trainer.weights.packed_base import files, packing
-from trainer.weights.packed_base.part import Part, of_chunk, storage
+from trainer.weights.packed_base.loading import of_chunk
+from trainer.weights.packed_base.part import Part
 from trainer.weights.quantised import report
 
 LARGEST = 2**29  # values per file
@@ -46,8 +48,9 @@ def write(run: Run, chunks: list, base: Path, journal_folder: Path) -> None:
     assert form, "model.base names a format"
     atomic_folder.barrier()  # until rank 0 has written the index of the pieces
     stored = unwritten.open_base(run, checkpoints.step_folder(base, 0))
-    units, release = cut(tensors(run, unwrap_model(chunks))), packing.release(run, form, chunks[0].config)
-    described = {tensor.name for unit in units for tensor in unit}
+    every, release = tensors(run, unwrap_model(chunks)), packing.release(run, form, chunks[0].config)
+    units = journal.cut({tensor: tensor.size for tensor in every}, LARGEST)
+    described = {tensor.name for tensor in every}
     if described != stored.places.keys():
         odd = released.enumerate_names(sorted(described ^ stored.places.keys()))
         raise Fault(f"{base}: the packed files and the base would have different tensors: {odd}")
@@ -94,19 +97,6 @@ def tensors(run: Run, chunks: list) -> list[Tensor]:
 def _is_of_transformer_engine(layer: Any) -> bool:
     """Whether the layer can use a packed weight. Routers, which have no memory here either, cannot."""
     return any(kind.__module__ == transformer_engine.__name__ for kind in type(layer).__mro__)
-
-
-def cut(all_tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Divide the tensors into files."""
-    result: list[list[Tensor]] = []
-    size = LARGEST
-    for tensor in all_tensors:
-        if size >= LARGEST:
-            result.append([])
-            size = 0
-        result[-1].append(tensor)
-        size += tensor.size
-    return result
 
 
 def _packed(

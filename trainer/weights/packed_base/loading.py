@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
 from megatron.core.utils import unwrap_model
 
 from conf.rules.packed_base import Format, format_of
@@ -24,10 +26,12 @@ from trainer.megatron import precision
 from trainer.megatron.packed_base import weight
 from trainer.megatron.packed_base.codes import SCALES
 from trainer.patches.checkpoints import base_loading
+from trainer.weights import model_digests, torch_dist
 from trainer.weights.conversion import unwritten
+from trainer.weights.conversion.megatron_tensors import storage
 from trainer.weights.coverage import VOCABULARY
 from trainer.weights.packed_base import files, packing
-from trainer.weights.packed_base.part import Found, Part, of_chunk, storage
+from trainer.weights.packed_base.part import Found, Part
 from trainer.weights.quantised import report
 from trainer.weights.torch_dist import Stored
 
@@ -86,6 +90,32 @@ def load(form: Format, run: Run, source: Source, chunks: list) -> int:
             for part in of_tensor:
                 _copy(source, part, tensor)
     return count
+
+
+def of_chunk(chunk: Any) -> dict[int, list[Part]]:
+    """Return the parts of the base in each tensor of the chunk, by the tensor's storage."""
+    result: dict[int, list[Part]] = {}
+    for value in nested_values(chunk.sharded_state_dict(metadata=model_digests.metadata())):
+        if not isinstance(value, ShardedTensor | ShardedTensorFactory) or torch_dist.NOT_WEIGHTS.search(value.key):
+            continue
+        state = {"tensor": value}
+        apply_factories(state)
+        tensors = [tensor for tensor in nested_values(state) if isinstance(tensor, ShardedTensor)]
+        numbers = ((i, len(tensors)) for i in range(len(tensors)))
+        result[storage(value.data)] = [
+            _part(tensor, value.data, number) for tensor, number in zip(tensors, numbers, strict=True)
+        ]
+    return result
+
+
+def _part(tensor: ShardedTensor, whole: torch.Tensor, matrix: tuple[int, int]) -> Part:
+    depth = torch_dist.depth(tensor.key)
+    assert tensor.prepend_axis_num == depth, f"{tensor.key} is not stacked like in a base"
+    stride = whole.stride(0) if whole.ndim else 1
+    start = int(tensor.data.storage_offset() - whole.storage_offset()) // max(1, stride)
+    assert tensor.data.shape[1:] == whole.shape[1:], f"{tensor.key} is not cut by rows"
+    name = torch_dist.name_of(tensor.key, tensor.global_offset[:depth])
+    return Part(start, name, tuple(tensor.global_offset[depth:]), tuple(tensor.data.shape), matrix)
 
 
 def store(form: Format, dtype: torch.dtype, source: Source, matrices: list[list[Part]]) -> weight.Store:
