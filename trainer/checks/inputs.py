@@ -63,8 +63,7 @@ def check_train(run: Run) -> Run:
         run = schedule.resolved(run, prepared.of_an_epoch(run, data))
         resume.check(run, checkpoint_folder(run))
     resume.check_data(run, checkpoint_folder(run))
-    if problem := objectives.unfit(run, str(prepared.folder(run)), data.kind):
-        raise Fault(problem)
+    _refuse(objectives.unfit(run, str(prepared.folder(run)), data.kind))
     if objectives.has_reference(run):
         references.check(run)
     if run.train.batch_ramp and data.kind != "text":
@@ -105,15 +104,13 @@ def check_reference(run: Run) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         output_marks.take(Path(run.paths.reference), REFERENCE)
     data = prepared.check(run)
-    if problem := objectives.unfit(run, str(prepared.folder(run)), data.kind):
-        raise Fault(problem)
+    _refuse(objectives.unfit(run, str(prepared.folder(run)), data.kind))
 
 
 def _check_teacher(run: Run, student: ModelFacts) -> ModelFacts:
     """Check that the teacher has as many tokens as the model. Returns the teacher's sizes."""
     facts = check_model(objectives.at_teacher(run), "paths.teacher")
-    if problem := objectives.unlike(run, student, facts, run.paths.teacher):
-        raise Fault(problem)
+    _refuse(objectives.unlike(run, student, facts, run.paths.teacher))
     return facts
 
 
@@ -132,8 +129,7 @@ def check_reinforce(configured: Run) -> None:
     facts = check_model(run)
     checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
     _check_layout(run, facts)
-    if problem := reinforcement.unlike(configured, facts):
-        raise Fault(problem)
+    _refuse(reinforcement.unlike(configured, facts))
     if configured.reinforce.start == "trained" and not checkpoints.complete_steps(checkpoint_folder(configured)):
         raise Fault(
             f"{checkpoint_folder(configured)}: no complete checkpoint to start from; python -m trainer.train writes "
@@ -155,16 +151,14 @@ def check_reinforce(configured: Run) -> None:
     # Any number of prompts is enough: a step uses a prompt several times if there are too few.
     train = run.train.model_copy(update={"global_batch": 1})
     data = prepared.check(run.model_copy(update={"train": train}))
-    if problem := reinforcement.unfit(configured, str(prepared.folder(run)), data.kind):
-        raise Fault(problem)
+    _refuse(reinforcement.unfit(configured, str(prepared.folder(run)), data.kind))
     resume.check_data(run, checkpoint_folder(run))
 
 
 def check_export(run: Run) -> None:
     facts = check_model(run)
     checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
-    if problem := unwritable(config_json.read(Path(run.paths.model) / config_json.NAME), run.export.quantization):
-        raise Fault(problem)
+    _refuse(unwritable(config_json.read(Path(run.paths.model) / config_json.NAME), run.export.quantization))
     if "merged" in (run.export.formats or ("merged",)):
         _check_space(Path(run.paths.export), quantization.size(*_described(run)), "the exported model")
     _check_layout(run, facts)
@@ -208,14 +202,17 @@ def check_model(run: Run, key: str = "paths.model") -> ModelFacts:
     if not folder.is_dir():
         raise Fault(f"{key}: {folder}: no such folder; it holds the released checkpoint in Hugging Face format")
     config, facts = released_model.check_released(folder)
-    if lines := obstacles(config, run.model.ignore_config):
-        raise Fault("\n".join(f"{folder}: {line}" for line in lines))
+    _refuse("\n".join(f"{folder}: {line}" for line in obstacles(config, run.model.ignore_config)))
     return facts
 
 
 def _check_layout(run: Run, facts: ModelFacts, prefix: str = "") -> None:
-    if lines := problems(run, facts):
-        raise Fault("\n".join(f"{prefix}{line}" for line in lines))
+    _refuse("\n".join(f"{prefix}{line}" for line in problems(run, facts)))
+
+
+def _refuse(problem: str | None) -> None:
+    if problem:
+        raise Fault(problem)
 
 
 def _converted(run: Run) -> int:

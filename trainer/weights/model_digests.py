@@ -16,6 +16,7 @@ from megatron.core.utils import unwrap_model
 from torch import distributed
 
 from trainer.weights import digests, torch_dist
+from trainer.weights.atomic_folder import gather
 
 
 def metadata() -> dict:
@@ -50,16 +51,11 @@ def of_adapter(state: dict, adapter) -> dict:
 
 def alpha(model) -> float | None:
     """Return the numerator of the adapters' scale in use; on every rank."""
-    own = {module.adapter.alpha for chunk in unwrap_model(model) for module in chunk.modules() if _has_adapter(module)}
-    of_ranks = [None] * distributed.get_world_size()
-    distributed.all_gather_object(of_ranks, own)
-    alphas = set().union(*of_ranks)
+    modules = itertools.chain.from_iterable(chunk.modules() for chunk in unwrap_model(model))
+    adapters = (getattr(module, "adapter", None) for module in modules)
+    alphas = set().union(*gather({adapter.alpha for adapter in adapters if hasattr(adapter, "alpha")}))
     assert len(alphas) <= 1, f"adapters of several alphas: {alphas}"
     return next(iter(alphas), None)
-
-
-def _has_adapter(module) -> bool:
-    return hasattr(getattr(module, "adapter", None), "alpha")
 
 
 def _is_mine(value) -> bool:

@@ -22,7 +22,7 @@ from conf.schema.sections import Layout
 from trainer.megatron.model import make_provider
 from trainer.weights import atomic_folder, coverage, journal, model_digests, released
 from trainer.weights.conversion import megatron_tensors, shards
-from trainer.weights.conversion.megatron_tensors import Values
+from trainer.weights.conversion.megatron_tensors import Piece, Values
 from trainer.weights.mapping import released_names
 
 _CHECKPOINT = CheckpointConfig(
@@ -38,9 +38,8 @@ class Conversion:
         megatron_tensors.show_weights(bridge, model)
         self.chunks = megatron_tensors.build(_provider(run, bridge))
         self.work: shards.Work | None = None  # set when writing begins
-        demand = coverage.demand(bridge, self.chunks)
         left_out = set() if run.model.mtp else released.of_mtp(model)
-        coverage.check(demand, model, known or _sums_of_copies(model), left_out)
+        coverage.check(bridge, self.chunks, model, known or _sums_of_copies(model), left_out)
         self.left_out = sorted(left_out)
         tasks = self.tasks = megatron_tensors.tasks(bridge, self.chunks)
         self.state = _state(self.chunks)
@@ -80,7 +79,7 @@ class Conversion:
             work = self.work = shards.Work(folder, self.shards, objects, self.values() if weights else None)
             entries = journal.do(
                 noted,
-                {shard.number: self._size(shard) for shard in self.shards},
+                {shard.number: self._size(shard.pieces, shard.tensors) for shard in self.shards},
                 work.is_whole,
                 make=lambda number: work.make(number, self.model, self.known),
                 ahead=lambda number: released.read_ahead(self.model, self.shards[number].tensors),
@@ -97,8 +96,8 @@ class Conversion:
         if self.work:
             self.work.wait()
 
-    def _size(self, shard: shards.Shard) -> int:
-        return sum(piece.size for piece in shard.pieces) + sum(self.model.tensors[name].size for name in shard.tensors)
+    def _size(self, pieces: tuple[Piece, ...], tensors: tuple[str, ...]) -> int:
+        return sum(piece.size for piece in pieces) + sum(self.model.tensors[name].size for name in tensors)
 
 
 def _provider(run: Run, bridge):
