@@ -55,15 +55,15 @@ def _merged(trained, folder: Path, as_released: bool, findings: Findings) -> Non
     for extra in sorted({path.name for path in folder.glob("*.safetensors")} - {layout.file for layout in layouts}):
         findings.add(f"{folder / extra}: this file is not part of the export")
     for layout in layouts:
-        path, header, entries = folder / layout.file, layout.header, layout.rows
-        if not path.is_file() or path.stat().st_size != len(header) + sum(entry.size for entry in entries.values()):
+        path, header = folder / layout.file, layout.header
+        if not path.is_file() or path.stat().st_size != len(header) + layout.size:
             findings.add(f"{path}: missing, or of another length")
             continue
         with path.open("rb") as f:
             if f.read(len(header)) != header:
                 findings.add(f"{path}: its header does not list the release's tensors with their places in the file")
                 continue
-        for name, place in entries.items():
+        for name, place in layout.rows.items():
             with findings.of(name):
                 if wrong := _wrong(trained, rounding if as_released else None, path, name, place):
                     findings.add(f"{path}: {name}: {wrong}")

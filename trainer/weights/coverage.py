@@ -25,15 +25,15 @@ def check(bridge, chunks: list, model: released.Model, sums: dict[str, str], lef
 
     Each rank reads its own part of the model. `left_out` are released tensors that are not converted.
     """
-    names, unmapped = _demand(bridge, chunks)
+    needed, unmapped = _demand(bridge, chunks)
     tensors, copies = model.weights, released.repeated(model)
-    used = names | copies.keys() | left_out
+    used = needed | copies.keys() | left_out
     extra = [name for name in tensors if name not in used and not released.COMPUTED.search(name)]
-    missing = [name for name in names if name not in tensors]
+    missing = [name for name in needed if name not in tensors]
     expected = _shapes(model)
     shapes = [
         f"{name} is {list(tensors[name].shape)} and should be {list(expected[name])}"
-        for name in names & tensors.keys() & expected.keys()
+        for name in needed & tensors.keys() & expected.keys()
         if tensors[name].shape != expected[name]
     ]
     differ = [
@@ -47,7 +47,7 @@ def check(bridge, chunks: list, model: released.Model, sums: dict[str, str], lef
             ("tensors that nothing in the model uses", extra),
             ("tensors missing", missing),
             ("tensors of the wrong shape", shapes),
-            ("tensors that conf/families/ lacks", names - expected.keys()),
+            ("tensors that conf/families/ lacks", needed - expected.keys()),
             ("copies that differ from their original", differ),
             ("Megatron parameters that no tensor fills", sorted(unmapped)),
         )

@@ -52,7 +52,7 @@ def unchanged(model: Model, file: str) -> Layout:
     entries = [(name, entry) for name, entry in model.tensors.items() if entry.file == file]
     rows = dict(sorted(entries, key=lambda item: item[1].start))
     with (model.folder / file).open("rb") as f:
-        return Layout(file, f.read(next(iter(rows.values())).start), rows)
+        return Layout(file, rows, f.read(next(iter(rows.values())).start))
 
 
 def _unpacked(model: Model, file: str) -> Layout:
@@ -60,7 +60,8 @@ def _unpacked(model: Model, file: str) -> Layout:
     of_codes = {one.codes: name for name, one in model.packed.items()}
     names = [of_codes.get(name, name) for name in unchanged(model, file).rows]
     shapes = {name: (one.dtype, one.shape) for name in names if (one := model.weights.get(name))}
-    return Layout(file, *new_safetensors.header(file, shapes))
+    header, rows = new_safetensors.header(file, shapes)
+    return Layout(file, rows, header)
 
 
 def _describe_unpacked(model: Model, folder: Path) -> None:
@@ -68,6 +69,6 @@ def _describe_unpacked(model: Model, folder: Path) -> None:
     config = {key: value for key, value in model.config.items() if key != quantization.KEY}
     (folder / config_json.NAME).write_text(json.dumps(config, indent=2) + "\n")
     if (folder / weights.INDEX).exists():
-        rows = {name: entry for layout in layouts(model) for name, entry in layout.rows.items()}
-        size = sum(entry.size for entry in rows.values())
-        new_safetensors.write_index(folder, size, {name: entry.file for name, entry in rows.items()})
+        files = layouts(model)
+        places = {name: layout.file for layout in files for name in layout.rows}
+        new_safetensors.write_index(folder, sum(layout.size for layout in files), places)

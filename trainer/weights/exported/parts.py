@@ -35,17 +35,8 @@ _writing = threading.Lock()  # only one thread at a time can write into a file; 
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A file: its header, and the places of its tensors in order."""
-
-    file: str
-    header: bytes
-    rows: dict[str, Entry]
-
-
-@dataclass(frozen=True)
 class Part:
-    """Consecutive tensors of a file."""
+    """Consecutive tensors of a file, and their places."""
 
     file: str
     rows: dict[str, Entry]
@@ -53,6 +44,13 @@ class Part:
     @property
     def size(self) -> int:
         return sum(entry.size for entry in self.rows.values())
+
+
+@dataclass(frozen=True)
+class Layout(Part):
+    """All tensors of a file, and its header."""
+
+    header: bytes
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ def write(contents: Merged, layouts: list[Layout], folder: Path, journal_folder:
 
 
 def parts(layouts: list[Layout]) -> list[Part]:
-    enough = journal.enough(sum(entry.size for layout in layouts for entry in layout.rows.values()))
+    enough = journal.enough(sum(layout.size for layout in layouts))
     return [
         Part(layout.file, {name: layout.rows[name] for name in names})
         for layout in layouts
@@ -162,7 +160,7 @@ def _begin(layout: Layout, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("r+b" if path.exists() else "wb") as file:
         file.write(layout.header)
-        file.truncate(len(layout.header) + sum(entry.size for entry in layout.rows.values()))
+        file.truncate(len(layout.header) + layout.size)
     path.chmod(READABLE)
 
 
