@@ -6,7 +6,6 @@ those of a model with many experts do not fit in memory together.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +13,9 @@ import yaml
 
 from conf.model_files.quantization import Packed
 from contract.faults import Fault
-from trainer.weights import low_rank, mapping, torch_dist
+from trainer.weights import mapping, torch_dist
 from trainer.weights.coverage import VOCABULARY
-from trainer.weights.low_rank import Matrix
+from trainer.weights.low_rank import Change
 from trainer.weights.mapping import Part
 from trainer.weights.released import Entry, Model, enumerate_names
 from trainer.weights.released_tensors import DTYPES
@@ -56,7 +55,7 @@ class Adapter:
             whole = whole.view(ways, 2, -1).transpose(0, 1).reshape(-1)
         return self.part.rows(whole, config)
 
-    def merged(self, weight: torch.Tensor, change: "Change") -> torch.Tensor:
+    def merged(self, weight: torch.Tensor, change: Change) -> torch.Tensor:
         """Return the released weight merged with this adapter."""
         before = self.part.turn(weight)
         result, filled = torch.empty_like(before, memory_format=torch.contiguous_format), 0
@@ -65,27 +64,9 @@ class Adapter:
             filled += len(block)
         return self.part.turn(result).contiguous()
 
-    def change(self, stored: Stored, config) -> "Change":
+    def change(self, stored: Stored, config) -> Change:
         a, b = torch_dist.read(stored, self.a), torch_dist.read(stored, self.b)
         return Change(a, self.part.rows(b, config), self.scale, self.magnitudes(stored, config))
-
-
-@dataclass(frozen=True)
-class Change:
-    """Change of a weight by its adapter, read from the checkpoint."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    scale: float
-    magnitude: torch.Tensor | None
-
-    def blocks(self, weight: Matrix) -> Iterator[torch.Tensor]:
-        """Yield the merged weight in blocks of rows; each block is invalid after the next is requested."""
-        return low_rank.merged(weight, self.a, self.b, self.scale, self.magnitude)
-
-    def is_in(self, found: Matrix, weight: Matrix) -> bool:
-        """Whether `found` is the merged weight."""
-        return low_rank.is_merged(found, weight, self.a, self.b, self.scale, self.magnitude)
 
 
 @dataclass(frozen=True)

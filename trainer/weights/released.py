@@ -56,10 +56,14 @@ class Model:
     @cached_property
     def weights(self) -> dict[str, Entry | Packed]:
         """Return the model's weights: the tensors, with one weight for all tensors of a quantised weight."""
-        parts = {name for one in self.packed.values() for name in one.tensors}
         weights = {one.codes: (name, one) for name, one in self.packed.items()}
-        weights |= {name: (name, entry) for name, entry in self.tensors.items() if name not in parts}
+        weights |= {name: (name, entry) for name, entry in self.tensors.items() if name not in self.weight_of}
         return dict(weights[name] for name in self.tensors if name in weights)
+
+    @cached_property
+    def weight_of(self) -> dict[str, str]:
+        """Return the names of quantised weights by the names of their codes and scales."""
+        return {part: name for name, one in self.packed.items() for part in one.tensors}
 
     def parts(self, name: str) -> tuple[str, ...]:
         """Return the tensors of a weight."""

@@ -16,9 +16,10 @@ from contract.faults import Fault
 from trainer.megatron.model import open_bridge
 from trainer.weights import mapping, merge, released, released_tensors, torch_dist
 from trainer.weights.conversion import unwritten
+from trainer.weights.low_rank import Change
 from trainer.weights.mapped.read_rows import ReadRows
 from trainer.weights.mapping import Part
-from trainer.weights.merge import Adapter, Change, NewValue
+from trainer.weights.merge import Adapter, NewValue
 from trainer.weights.packed_base import as_trained
 from trainer.weights.packed_base.as_trained import AsTrained
 from trainer.weights.released import Entry, Model
@@ -52,8 +53,8 @@ class Trained:
         if name in self.adapters:
             return self._assembled(name, ((adapter.part, self._merged(adapter)) for adapter in self.adapters[name]))
         if self.packed and self.packed.has(name):
-            parts = [part for _, part in self.packed.each(name)]
-            return self._assembled(name, ((part, self._unpacked(self.packed, part)) for part in parts))
+            parts = self.packed.parts[name].values()
+            return self._assembled(name, ((part, self._unpacked(self.packed, part)) for _, part in parts))
         return None
 
     def blocks(self, name: str) -> Iterable[torch.Tensor] | None:

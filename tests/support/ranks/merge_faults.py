@@ -23,7 +23,7 @@ def main(run: Run) -> None:
 
     torch.set_num_threads(1)
     low_rank.AT_ONCE = 64 * WIDTH  # several blocks are one weight
-    folder, write, merged = Path(run.paths.output), parts._write, low_rank.merged
+    folder, write, merged = Path(run.paths.output), parts._write, low_rank.Change.blocks
     found = {}
     for fault in FAULTS:
         place = folder / fault
@@ -47,13 +47,13 @@ def main(run: Run) -> None:
                     change(place / "model" / entry.file, model.tensors[name].start + 2)
             return checksum
 
-        def other(weight, a, b, scale, magnitude, fault=fault):
+        def other(change, weight, fault=fault):
             """The merged weight, with a number of the last block that is two steps of bf16 off."""
-            for block in merged(weight, a, b, scale, magnitude):
+            for block in merged(change, weight):
                 block[-1, -1] *= 1 + 2**-5 if fault == "other product" else 1
                 yield block
 
-        parts._write, low_rank.merged = fail, other
+        parts._write, low_rank.Change.blocks = fail, other
         if fault == "written elsewhere":
             parts._write = lambda name, blocks, entry, new: write(
                 name, list(map(torch.clone, blocks))[::-1], entry, new

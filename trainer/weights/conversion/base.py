@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+from megatron.bridge.models.hf_pretrained.state import StateDict
 from megatron.bridge.training import checkpointing
 from megatron.bridge.training.config import CheckpointConfig, ConfigContainer, LoggerConfig
 from megatron.bridge.training.state import GlobalState
@@ -35,7 +36,8 @@ class Conversion:
 
     def __init__(self, run: Run, bridge, model: released.Model, known: dict[str, str] | None):
         self.model, self.bridge, self.known = model, bridge, known  # checksums of the tensors, or None
-        megatron_tensors.show_weights(bridge, model)
+        if model.packed:  # give Bridge the names of weights; the release stores codes under other names
+            bridge.hf_pretrained._state_dict_accessor = StateDict(dict.fromkeys(model.weights))
         self.chunks = megatron_tensors.build(_provider(run, bridge))
         self.work: shards.Work | None = None  # set when writing begins
         left_out = set() if run.model.mtp else released.of_mtp(model)

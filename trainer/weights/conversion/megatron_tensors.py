@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 from megatron.bridge.models.conversion.utils import unwrap_model
-from megatron.bridge.models.hf_pretrained.state import StateDict
 from megatron.bridge.utils.common_utils import extract_expert_number_from_param
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding
@@ -59,12 +58,6 @@ def build(provider) -> list:
         chunks = provider.provide_distributed_model(wrap_with_ddp=False)
     provider.init_model_with_meta_device = False  # as in the checkpoint's description
     return chunks
-
-
-def show_weights(bridge, model: Model) -> None:
-    """Give Bridge the names of weights if the release stores codes under other names; it skips absent names."""
-    if model.packed:
-        bridge.hf_pretrained._state_dict_accessor = StateDict(dict.fromkeys(model.weights))
 
 
 def tasks(bridge, chunks: list) -> dict:

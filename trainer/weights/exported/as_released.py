@@ -10,7 +10,6 @@ weight must be within one code of a second computation from the adapter's factor
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +41,7 @@ class Rounding(Merged):
         return [self.parts(weight)[name]] if weight in self.trained.model.packed else self.trained.blocks(name)
 
     def weight(self, name: str) -> str:
-        return self.weights.get(name, name)
-
-    @cached_property
-    def weights(self) -> dict[str, str]:
-        """Return the names of quantised weights by the names of their codes and scales."""
-        return {part: name for name, one in self.trained.model.packed.items() for part in one.tensors}
+        return self.trained.model.weight_of.get(name, name)
 
     def is_right(self, path: Path, name: str, entry: Entry, written: str) -> bool:
         trained, weight = self.trained, self.weight(name)

@@ -62,10 +62,6 @@ class AsTrained:
     def has(self, name: str) -> bool:
         return name in self.parts
 
-    def each(self, name: str) -> list[tuple[str, mapping.Part]]:
-        """Return Megatron's matrices of a released weight, and the part of the weight that each is."""
-        return [*self.parts.get(name, {}).values()]
-
     def read(self, part: mapping.Part) -> torch.Tensor | None:
         """Return the weight as in training, in the release's orientation; None if it was not packed."""
         if (entry := self.parts.get(part.name, {}).get(part.expert)) is None:
