@@ -1,5 +1,7 @@
 """Stream that computes a checksum for each piece of a file, and aligns pieces so their values can be mapped."""
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 import io
 
 import torch

@@ -89,7 +89,7 @@ def tensors(run: Run, chunks: list) -> list[Tensor]:
     result = []
     for chunk in chunks:
         layers = [(layer, names) for _, layer, names in weight.layers(chunk, run) if _is_of_transformer_engine(layer)]
-        packed = {storage(layer._parameters[name]) for layer, names in layers for name in names}
+        packed = {storage(getattr(layer, name)) for layer, names in layers for name in names}
         result += [Tensor(parts[0].name, tuple(parts), place in packed) for place, parts in of_chunk(chunk).items()]
     return result
 
