@@ -1,13 +1,13 @@
 """Automations of Prefect's server that restart a run whose process or host dies.
 
-    python -m flows.automations              make or update them on the server of PREFECT_API_URL, or on this checkout's
+    python -m flows.automations              create or update them on the server of PREFECT_API_URL, or this checkout's
     python -m flows.automations --delete     remove them
 
-A run that has sent heartbeats and then none is set to Crashed: a worker that lives does so itself, but where its host
-is gone nobody does. A run of finetune or pretrain that has crashed awaits its restart for a minute and goes back to its
-pool: same run, same parameters, and each stage resumes where it stopped. What was cancelled, has failed, or has not run
-since its last restart (for example because it cannot be imported) is left alone. So are runs that no deployment made:
-those have no pool. flows/automations.yaml has the rules.
+A run that has stopped sending heartbeats is set to Crashed. (A live worker does this for its runs; if the host is gone,
+only the server can.) A crashed run of finetune or pretrain waits a minute and returns to its pool, with the same
+parameters, and each stage resumes. Runs stay as they are if they were cancelled or failed, if they have not run
+since their last restart (for example because the flow cannot be imported), or if no deployment created them, because
+then they have no pool. flows/automations.yaml has the rules.
 """
 
 # pyright: reportOptionalMemberAccess=false

@@ -1,13 +1,13 @@
-"""Deploy prefect.yaml and prefect.own.yaml on the server of PREFECT_API_URL, or on this checkout's; keep edits there.
+"""Deploy prefect.yaml and prefect.own.yaml to the Prefect server, and keep edits that were made there.
 
-    python -m flows.deploy [NAME ...]        all deployments, or those, and the automations
+    python -m flows.deploy [NAME ...]        all deployments or the named ones, and the automations
 
-A new deployment starts with its `first_schedules`. From then on its schedules belong to the server: neither this
-command nor a plain `prefect deploy --all`, which finds no `schedules` in prefect.yaml, touches one. The command also
-keeps edits that were made since the last time, in the UI or otherwise: parameters, limits, whether a deployment is
-paused. It prints what stays different from prefect.yaml. Values that nobody has edited follow prefect.yaml. A
-deployment for which there is nothing new is not written again: Prefect's server would drop the run that is due next,
-and make it anew only if there are seconds left.
+The server is that of PREFECT_API_URL, or this checkout's. A new deployment starts with its `first_schedules`. After
+that the server owns its schedules: neither this command nor `prefect deploy --all` changes them, because prefect.yaml
+has no `schedules`. The command also keeps other edits since the last deployment, in the UI or elsewhere: parameters,
+limits, and whether a deployment is paused. It prints each difference from prefect.yaml. Values that nobody has edited
+follow prefect.yaml. An unchanged deployment is not written again, because Prefect's server would then drop the run that
+is due next.
 """
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false

@@ -1,13 +1,13 @@
-"""Gang: print what a run over several hosts would submit to a cluster, without submitting it.
+"""Print the job that a run over several hosts would submit to a cluster, without submitting it.
 
     python -m flows.gang glm47 --engine slurm                    the batch script
     python -m flows.gang glm47 --engine kubernetes kubernetes.image=registry/finetune kubernetes.claim=runs
-    python -m flows.gang my.yaml                                 by its own gang.engine
-    python -m flows.gang my.yaml --stage reinforce               hosts of training, and of vLLM's own, in one gang
+    python -m flows.gang my.yaml                                 with the file's gang.engine
+    python -m flows.gang my.yaml --stage reinforce               hosts of training and hosts of vLLM, in one gang
 
-FINETUNE_STORE and FINETUNE_RUNS count as in a flow. The gang's name is a stand-in here; a flow makes it of the stage's
-fingerprint. Give the output to sbatch or kubectl unchanged to see how the cluster answers (sbatch
---test-only, kubectl create --dry-run=server). Members of a gang that nobody controls end at once.
+FINETUNE_STORE and FINETUNE_RUNS are the same as for the flow. The gang's name is a placeholder: a flow derives it from
+the stage's fingerprint. To ask the cluster whether it would take the job, give the output to sbatch --test-only or
+kubectl create --dry-run=server. If you submit it, its members end at once, because no flow controls them.
 """
 
 from collections.abc import Sequence

@@ -1,15 +1,15 @@
-"""Logs: print the output of a gang's ranks from the store, while they run and afterwards.
+"""Print the output of a run over several hosts (a gang), while it runs or afterwards.
 
     python -m flows.logs                                   gangs, newest first, and how each attempt ended
     python -m flows.logs train-6a8e                        rank 0 of the newest attempt
     python -m flows.logs train-6a8e --attempt 1 --rank 17 --err --tail 50
     python -m flows.logs train-6a8e --host node7           all ranks of that host
-    python -m flows.logs train-6a8e --torchrun             torchrun of each host
-    python -m flows.logs --follow                          as it comes, and on with the next attempt
+    python -m flows.logs train-6a8e --torchrun             output of torchrun on each host
+    python -m flows.logs --follow                          print new lines, also of the next attempt
 
-A gang is named by its training's fingerprint, or the part of it that tells it apart, by its configuration or by its
-flow run; options alone mean the newest. FINETUNE_STORE and FINETUNE_RUNS count as in a flow. Exit code: 0; 2 for what
-does not exist.
+Name a gang by its fingerprint or the beginning of it, by its configuration, or by its flow run. Without a name, options
+apply to the newest gang. FINETUNE_STORE and FINETUNE_RUNS are the same as for the flow. Exit code: 0; 2 if there is no
+such gang, attempt or rank.
 """
 
 import argparse

@@ -1,14 +1,15 @@
-"""Plan: the needs of a run, before anything is paid for. No GPU, network or weights are needed.
+"""Print memory, time and price of each stage of a run, and whether it fits. No GPU, network or weights are needed.
 
-    python -m flows.plan glm47                                   its own layout: legal, fits, how long, which host
+    python -m flows.plan glm47                                   is it legal? does it fit? time and price
     python -m flows.plan glm47 layout.etp=1 --gpu h200 --price 3.5
-    python -m flows.plan glm47 --gpus 64 --gpu b200              layouts of so many GPUs, fastest first
+    python -m flows.plan glm47 --gpus 64 --gpu b200              layouts of 64 GPUs, fastest first
     python -m flows.plan path/to/my.yaml --gpu my-gpu.yaml --json
-    python -m flows.plan glm47 --rehearse --steps 2              and Megatron's own verdict, with steps of a small twin
+    python -m flows.plan glm47 --rehearse --steps 2              Megatron builds it, and takes steps of a small copy
 
-NAME is a file, or a name in conf/ or conf/documented/. Exit code: 0 legal, fits and can be evaluated,
-1 refused, 2 for a faulty call, and where the model cannot be converted: then the plan is that of a copy that can.
---gpu and --price stand for hardware.gpu and hardware.price; layout.auto=true takes the best layout.
+NAME is a file, or a name in conf/ or conf/documented/. --gpu and --price override hardware.gpu and hardware.price;
+layout.auto=true takes the fastest layout that fits.
+Exit code 0: legal, fits and can be evaluated. 1: refused. 2: an error in the call, or a model that cannot be converted
+(its plan is printed all the same).
 """
 
 import argparse

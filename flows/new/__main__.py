@@ -1,14 +1,13 @@
-"""Write a configuration of your own: a commented YAML that plans, fits and runs, and its deployment.
+"""Write a configuration for your model and data: a YAML file with a reason for each value, and its deployment.
 
     python -m flows.new                                            asks for missing arguments
     python -m flows.new Qwen/Qwen3-30B-A3B my.jsonl                for the GPUs of this host
     python -m flows.new ./model my.csv --gpus 8xh100 --name helpdesk
     python -m flows.new ./model my.csv data.input=ticket data.output=team adapter.rank=32 --print
 
-MODEL is org/name on the Hub, a folder or s3://...; DATA is a file, a folder, org/name on the Hub or s3://.... It reads
-the model's config.json and tokenizer and the first rows of the data; no weights. KEY=VALUE sets any key of
-python -m conf.schema; what follows from it is chosen by it. Without a terminal, or with --yes, nothing is asked.
-Exit codes: 0, 1 for a defect, 2 for what the caller can mend; then nothing was written.
+The command reads config.json, the tokenizer and the first rows of the data, and no weights. KEY=VALUE sets any key of
+python -m conf.schema; dependent values follow. Without a terminal, or with --yes, it asks nothing.
+Exit codes: 0, 1 for a defect, 2 for an error that you can fix (then nothing was written).
 """
 
 import argparse
