@@ -48,7 +48,7 @@ def shrunk(
     trains: Callable[[Run], Run] = all_hosts,
 ) -> Run | None:
     """The run on fewer hosts: all degrees stay, dp and edp shrink. None if that is illegal or does not fit on `gpu`."""
-    smaller = run.model_copy(update={"layout": run.layout.model_copy(update={"nodes": nodes})})
+    smaller = run.changed(layout={"nodes": nodes})
     training = trains(smaller)
     if training.layout.nodes < (run.gang.min_nodes or 1) or problems(training, facts):
         return None

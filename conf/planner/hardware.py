@@ -35,7 +35,7 @@ from difflib import get_close_matches
 from functools import cache
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError

@@ -107,7 +107,7 @@ def memory(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any] | None = 
 
 def asking(run: Run, facts: ModelFacts, gpu: Gpu) -> list[StageMemory]:
     """Memory of each pipeline stage while a reference is asked: forward passes, without gradients or an optimizer."""
-    bare = run.model_copy(update={"train": run.train.model_copy(update={"recompute": "none"})})
+    bare = run.changed(train={"recompute": "none"})
     cut, works, found = grid(run.layout, run.train), {}, []
     for kind in activations.kinds(facts):  # the gradients of a backward pass are as large as what a forward pass makes
         works[kind] = {"logits": 0, **activations.working(bare, facts, kind, 0)}

@@ -173,7 +173,7 @@ def _offloads(run: Run, gpu: Gpu) -> list[float]:
 
 
 def _offloaded(run: Run, share: float) -> Run:
-    return run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"offload": share})})
+    return run.changed(optimizer={"offload": share})
 
 
 def _candidate(run: Run, stage: StageMemory) -> Candidate:

@@ -183,7 +183,7 @@ def loadings(run: Run, facts: ModelFacts, gpu: Gpu) -> list[Loading]:
     released, whole = _released(facts), parameters.total(facts) * states.byte(run.train)
     found = []
     for to in ("torch_dist", "none", *(["packed"] if packed_base.format_of(run) else [])):
-        one = run.model_copy(update={"convert": run.convert.model_copy(update={"to": to})})
+        one = run.changed(convert={"to": to})
         need = _conversion(one, gpu, converted(one, facts), whole, released)
         assert need.seconds is not None
         loaded = released if to == "none" else need.disk
@@ -252,7 +252,7 @@ def _export(run: Run, facts: ModelFacts, merged: int) -> StageNeed:
     here = on_one_host(run) if run.layout.nodes > 1 else run
     whole = merged if "merged" in formats else 0
     # PEFT's files have an adapter for each expert, also where all of a layer share one
-    each = run.model_copy(update={"adapter": run.adapter.model_copy(update={"experts": "each"})})
+    each = run.changed(adapter={"experts": "each"})
     written = whole + (_trained(each, facts) * states.byte(run.train) if "adapter" in formats else 0)
     seconds = START + written / min(EXPORT * here.world, READ / 2)
     return StageNeed("export", 1, 0, 0, 2 * FILE * here.world, written, seconds)
@@ -278,7 +278,7 @@ def _trained(run: Run, facts: ModelFacts) -> int:
     """Trained parameters of the whole model; each adapter once, however tp cuts it."""
     if run.adapter.kind == "none":
         return parameters.total(facts)
-    run = run.model_copy(update={"layout": run.layout.model_copy(update={"tp": 1, "sp": False, "etp": 1})})
+    run = run.changed(layout={"tp": 1, "sp": False, "etp": 1})
     found, experts_of = 0, 1 if run.adapter.experts == "shared" else run.layout.ep
     for stage in parameters.stages(run, facts):
         dense, expert = parameters.trainable(run, facts, stage)

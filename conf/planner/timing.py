@@ -234,7 +234,7 @@ def _ends(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> tuple[
     """Additional seconds of the first and the last layer in bf16, where Bridge's recipe leaves them in bf16."""
     if run.train.fp8 != "current":
         return 0.0, 0.0
-    plain = run.model_copy(update={"train": run.train.model_copy(update={"fp8": None})})
+    plain = run.changed(train={"fp8": None})
     low, high = _layers(run, facts, gpu, memo), _layers(plain, facts, gpu, memo)
     first, last = (high[kind].seconds - low[kind].seconds for kind in (facts.kinds[0], facts.kinds[-1]))
     return first, last

@@ -297,7 +297,7 @@ def _packed(run: Run, facts: ModelFacts, gpu: Gpu, suits: Callable[[Run], bool])
     """The first format of a frozen base, smaller than the run's, with which a layout of its GPUs fits."""
     as_it_is = packed_base.format_of(run)
     for base in PACKED:
-        packed = run.model_copy(update={"model": run.model.model_copy(update={"base": base})})
+        packed = run.changed(model={"base": base})
         if (as_it_is and as_it_is.bytes <= packed_base.FORMATS[base].bytes) or [*packed_base.contradictions(packed)]:
             continue
         found = _searched(packed, facts, gpu, suits)

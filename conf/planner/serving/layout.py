@@ -125,7 +125,7 @@ def with_layout(run: Run, chosen: Serving) -> Run:
     """The run with the layout of its evaluation written down."""
     way = chosen.way
     keys = {"nodes": way.hosts, "gpus": way.tp, "expert_parallel": way.expert_parallel, "eager": way.eager}
-    return run.model_copy(update={"evaluate": run.evaluate.model_copy(update=keys)})
+    return run.changed(evaluate=keys)
 
 
 def unsupported(run: Run, gpu: Gpu) -> list[str]:
@@ -170,7 +170,7 @@ def _nothing(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
     """How many hosts would do."""
     for nodes in range(2, min(HOSTS, facts.layers) + 1):
         changes = {"nodes": nodes, "gpus": None}
-        tried = run.model_copy(update={"evaluate": run.evaluate.model_copy(update=changes)})
+        tried = run.changed(evaluate=changes)
         layout = run.layout.model_copy(update={"gpus_per_node": gpu.per_host})
         found = choose(tried.model_copy(update={"layout": layout}), facts, gpu)
         if found.lacks <= 0:
