@@ -135,9 +135,7 @@ def _released(facts: ModelFacts) -> int:
 def on_one_host(run: Run) -> Run:
     """The run in a few processes of one host, which share the files of a model that takes several hosts' GPUs."""
     count = next(n for n in (4, 2, 1) if run.layout.ep % n == 0 and run.train.global_batch % n == 0)
-    layout = Layout(gpus_per_node=count, ep=count)
-    train = run.train.model_copy(update={"micro_batch": 1})
-    return run.model_copy(update={"layout": layout, "train": train})
+    return run.changed(layout=dict(Layout(gpus_per_node=count, ep=count)), train={"micro_batch": 1})
 
 
 def converted(run: Run, facts: ModelFacts) -> int:
@@ -235,16 +233,14 @@ def _reinforcement(
 ) -> StageNeed:
     """Training on answers of vLLM's, on a GPU that both have in turn or on its own; the host has all at once."""
     need = _training(reinforcement.as_training(run), facts, stages, None, gpu)
-    need = replace(need, memory=need.memory + held(run) * run.layout.gpus_per_node)
     phases = rollout.seconds
     seconds = None if phases is None else BEGINNING + _load(run, facts) + run.reinforce.steps * phases.step
-    asked = run.reinforce
+    asked, share = run.reinforce, takes(run, "reinforce")
     engines = asked.engines * rollout.way.tp * (OF_VLLM if gpu.cuda else rollout.memory.weights + GIB + 2 * PROCESS)
-    memory = max(need.memory, engines) if asked.hosts else need.memory + engines
-    gpu_memory = max(rollout.trains, rollout.awake) if gpu.cuda else 0
-    found = replace(need, stage="reinforce", gpu_memory=gpu_memory, memory=memory, seconds=seconds)
-    share = takes(run, "reinforce")
-    return replace(found, hosts=share.hosts, gpus=(share.gpus or 0) if gpu.cuda else 0)
+    training = need.memory + held(run) * run.layout.gpus_per_node
+    memory = max(training, engines) if asked.hosts else training + engines
+    gpus, gpu_memory = ((share.gpus or 0), max(rollout.trains, rollout.awake)) if gpu.cuda else (0, 0)
+    return StageNeed("reinforce", share.hosts, gpus, gpu_memory, memory, need.disk, seconds)
 
 
 def _export(run: Run, facts: ModelFacts, merged: int) -> StageNeed:
