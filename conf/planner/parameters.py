@@ -19,7 +19,7 @@ Not covered: routers' expert biases, which are buffers in Megatron; total() coun
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from conf import families
@@ -44,7 +44,7 @@ class Stage:
     embedding: bool  # holds one: the first stage, and the last if it has MTP layers
     output: bool  # computes the logits
     virtual: int = 0  # which of the rank's stages
-    first: int = 0  # its first layer
+    first: int = field(default=0, compare=False)  # its first layer: stages that hold the same are equal
 
 
 @dataclass(frozen=True)
