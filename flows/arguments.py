@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import math
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from contract.faults import line_of
+from contract.faults import Fault, line_of
 
 HOST, PORT = "127.0.0.1", 8000
 MODEL = "org/name on the Hub, a folder, or s3://..."
@@ -52,12 +55,11 @@ def stages() -> list[str]:
     return [ast.literal_eval(step.args[0]) for step in steps]
 
 
-def parser(module: str, description: str | None = None) -> argparse.ArgumentParser:
-    text = about(module) if description is None else description
+def parser(module: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog=spoken(f"python -m flows.{module}"),
         usage=argparse.SUPPRESS,  # a fault is one line
-        description=spoken(text),
+        description=spoken(about(module)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
@@ -80,8 +82,7 @@ def finetune(module: str = "finetune") -> argparse.ArgumentParser:
         "FINETUNE_RUNS the local folder for work and caches (runs), MLFLOW_TRACKING_URI the tracking server."
     )
     made.add_argument("--until-stage", metavar="STAGE", help="end after this stage")
-    again = "run this stage and all later ones again"
-    made.add_argument("--from-stage", metavar="STAGE", help=again)
+    made.add_argument("--from-stage", metavar="STAGE", help="run this stage and all later ones again")
     made.add_argument("--dry-run", action="store_true", help="list stages, cached or not, and cost; run nothing")
     return made
 
@@ -225,9 +226,17 @@ def refused(fault: object, code: int = 2) -> int:
     return code
 
 
-def refused_or_raised(error: Exception) -> int:
-    """Print a fault, or what the host refuses, such as a full disk. Raise a defect of this program again."""
-    line = line_of(error)
-    if line is None:
-        raise error
-    return refused(line)
+def reports_faults(main: Callable[..., int]) -> Callable[..., int]:
+    """Let a command print a fault, or an error of the host such as a full disk, and return 2. Defects are raised."""
+
+    @functools.wraps(main)
+    def run(*args: Any, **options: Any) -> int:
+        try:
+            return main(*args, **options)
+        except (Fault, OSError) as error:
+            line = line_of(error)
+            if line is None:
+                raise
+            return refused(line)
+
+    return run

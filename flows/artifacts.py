@@ -55,25 +55,22 @@ OF_BASE = {"model": ("download",), "base": ("convert",)}
 PLACES = {"base": OF_BASE, "export": OF_BASE | {"output": ("train", "reinforce"), "export": ("export",)}}
 
 
+@arguments.reports_faults
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments.artifacts().parse_args(argv)
-    try:
-        store = open_run_store()
-        if options.do == "list":
-            return show_all(store, options.stage or "")
-        if options.do == "show":
-            return show(store, _one(store, options.key))
-        if options.do == "verify":
-            if options.keys:
-                named = [_one(store, key) for key in options.keys]
-                return max(verify(store, named), *(prove(store, made) for made in named))
-            several = list(artifact.every(store))
-            records = {name.rpartition("/")[0] for name in store.keys("") if name.endswith(f"/{artifact.RECORD}")}
-            return verify(store, several, sorted(records - {made.key for made in several}))
+    store = open_run_store()
+    if options.do == "list":
+        return show_all(store, options.stage or "")
+    if options.do == "show":
+        return show(store, _one(store, options.key))
+    if options.do == "gc":
         return collect(store, options.days, options.delete)
-    except Fault as fault:
-        print(f"error: {fault}", file=sys.stderr)
-        return 2
+    if options.keys:
+        named = [_one(store, key) for key in options.keys]
+        return max(verify(store, named), *(prove(store, made) for made in named))
+    several = list(artifact.every(store))
+    records = {name.rpartition("/")[0] for name in store.keys("") if name.endswith(f"/{artifact.RECORD}")}
+    return verify(store, several, sorted(records - {made.key for made in several}))
 
 
 def show_all(store: Store, stage: str) -> int:

@@ -14,7 +14,6 @@ such gang, attempt or rank.
 
 import argparse
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,6 @@ from difflib import get_close_matches
 from contract import closed_pipe
 from contract.faults import Fault
 from flows import arguments
-from flows.arguments import refused
 from tasks.gang.board import Board, newest_attempt
 from tasks.gang.history import logs, timeline
 from tasks.gang.history.logs import Log
@@ -38,26 +36,20 @@ AGAIN_WITHIN = 20.0  # seconds in which a flow tries a task again that has faile
 SHOWN = 8  # attempts of a gang in the list, and hosts
 
 
+@arguments.reports_faults
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _arguments(argv)
+    options, store = _arguments(argv), open_run_store()
+    if options == _arguments([]):
+        print("\n".join(listing(store)))
+        return 0
+    show = following if options.follow else whole
     try:
-        store = open_run_store()
-        if options == _arguments([]):
-            print("\n".join(listing(store)))
-            return 0
-        gang = _named(store, options.gang)
-        if options.follow:
-            for line in following(store, gang, options):
-                print(line, flush=True)
-            return 0
-        for line in whole(store, gang, options):
-            print(line)
-    except Fault as fault:
-        return refused(fault)
+        for line in show(store, _named(store, options.gang), options):
+            print(line, flush=options.follow)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        closed_pipe.drop(sys.stdout)
     return 0
 
 

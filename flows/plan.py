@@ -32,7 +32,7 @@ from conf.rules.conversion import obstacles, unwritable
 from conf.schema.run import Run
 from conf.schema.sections import MOST
 from contract import closed_pipe
-from contract.faults import ConfigError, Fault
+from contract.faults import ConfigError
 from flows import arguments
 from flows.arguments import refused
 from tasks.run.launch import Broken
@@ -42,28 +42,26 @@ from tasks.stages import rehearse
 REASONS = 12  # shown; --json has them all
 
 
+@arguments.reports_faults
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments.plan().parse_intermixed_args(argv)
+    _check(options)
+    run = load(options.conf, [*options.overrides, *_hardware(options)], illegal=True)
+    gpu, facts, teacher = hardware.of(run, options.gpus), facts_of(run), teacher_of(run)
+    cannot = _obstacles(run)
+    assumed = ""
+    if run.train.epochs is not None:
+        sequences, assumed = training_rows.sequences(run)
+        run = schedule.assumed(run, sequences)
+    if run.layout.gpus_per_node > gpu.joined:
+        text = f"{run.layout.gpus_per_node}, but one host of {gpu.name} has {gpu.per_host}"
+        raise ConfigError(f"layout.gpus_per_node: {text}; --gpu takes a .yaml of another")
+    if options.gpus is not None:
+        return _told(cannot, _search(run, facts, gpu, options.gpus, options))
     try:
-        _check(options)
-        run = load(options.conf, [*options.overrides, *_hardware(options)], illegal=True)
-        gpu, facts, teacher = hardware.of(run, options.gpus), facts_of(run), teacher_of(run)
-        cannot = _obstacles(run)
-        assumed = ""
-        if run.train.epochs is not None:
-            sequences, assumed = training_rows.sequences(run)
-            run = schedule.assumed(run, sequences)
-        if run.layout.gpus_per_node > gpu.joined:
-            text = f"{run.layout.gpus_per_node}, but one host of {gpu.name} has {gpu.per_host}"
-            raise ConfigError(f"layout.gpus_per_node: {text}; --gpu takes a .yaml of another")
-        if options.gpus is not None:
-            return _told(cannot, _search(run, facts, gpu, options.gpus, options))
-        try:
-            run = settle(run, facts, gpu, teacher)
-        except NothingFits:
-            return _told(cannot, _search(run, facts, settled_on(run, gpu), run.world, options))
-    except (ConfigError, Fault) as fault:
-        return refused(fault)
+        run = settle(run, facts, gpu, teacher)
+    except NothingFits:
+        return _told(cannot, _search(run, facts, settled_on(run, gpu), run.world, options))
     rows = training_rows.asked(run) if objectives.has_reference(run) else None
     few = noise.warning(run, training_rows.held_out(run))
     planned = compared(replace(plan(run, facts, gpu, teacher, rows), assumed=assumed, noise=few))
@@ -72,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.rehearse:
         try:
             answer = rehearse.rehearse(run, options.steps)
-        except (Fault, Broken) as failed:
-            return refused(failed, code=2 if isinstance(failed, Fault) else 1)
+        except Broken as failed:
+            return refused(failed, code=1)
         shown["rehearsal"] = answer
         text += ["", "rehearsed with Megatron itself:", *answer["text"]]
         passed = passed and rehearse.passed(answer)

@@ -31,7 +31,7 @@ from contract import closed_pipe, json_object
 from contract.faults import Fault, line_of
 from contract.served_model import DEFAULTS, KEY, ServedModel
 from flows import arguments
-from flows.arguments import HOST, PORT, refused, refused_or_raised
+from flows.arguments import HOST, PORT, refused
 from tasks.run import artifact
 from tasks.run.launch import Broken, Turn
 from tasks.run.places import kernels_folder, open_run_store, runs_folder
@@ -43,6 +43,7 @@ SAMPLING = {**DEFAULTS, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # that vLLM alo
 Say = Callable[[str], None]
 
 
+@arguments.reports_faults
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments.serve().parse_args(argv)
     ended = threading.Event()
@@ -55,8 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(sources, served, say, ended.is_set)
     except Broken as broken:
         return refused(broken, code=1)
-    except (Fault, OSError) as error:
-        return refused_or_raised(error)
     say("stopped")
     return 0
 

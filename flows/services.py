@@ -49,11 +49,10 @@ MARK = "FINETUNE_SERVICES"  # in the environment of all that `make up` starts, a
 BIN = Path(sys.executable).parent
 
 
+@arguments.reports_faults
 def main() -> int:
     try:
         return {"up": up, "down": down, "status": status}[arguments.services().parse_args().do]()
-    except Fault as fault:
-        return refused(fault)
     except KeyboardInterrupt:
         return refused("interrupted; make down stops all that runs, and make up continues", code=130)
 

@@ -30,7 +30,7 @@ from contract.files import write_atomically
 from contract.first_rows import FirstRows
 from contract.installation import home
 from flows import arguments
-from flows.arguments import DATA, MACHINE, MODEL, refused, refused_or_raised
+from flows.arguments import DATA, MACHINE, MODEL, refused
 from flows.new import choices, commented_yaml, deployment, machine, model, planned, rows
 from flows.new.machine import Machine
 from flows.new.planned import Settled
@@ -42,6 +42,7 @@ LONGEST = 60  # characters of a name that is made up
 OTHERWISE = {"name": "--name names it", "model.source": "MODEL says so", "data.source": "DATA says so"}
 
 
+@arguments.reports_faults
 def main(argv: Sequence[str] | None = None) -> int:
     options = _arguments(argv)
     try:
@@ -49,8 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _new(options, Path(folder))
     except Broken as broken:
         return refused(broken, code=1)
-    except (Fault, OSError) as error:
-        return refused_or_raised(error)
     except KeyboardInterrupt:
         return refused("interrupted; nothing was written", code=130)
 

@@ -33,7 +33,6 @@ from contract.amounts import clock
 from contract.faults import Fault
 from contract.files import write_atomically
 from flows import arguments
-from flows.arguments import refused_or_raised
 from flows.study import figures, measured, page, rows, tracked
 from flows.study.measured import How
 from flows.study.rows import Row
@@ -44,24 +43,22 @@ FOR_A_CPU = 100e6  # weights
 WARM = 2  # steps of a trial that are not measured
 
 
+@arguments.reports_faults
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments.study().parse_intermixed_args(argv)
     how = How(options.steps, options.layers, options.profile, options.within)
-    try:
-        _check(options)
-        chosen, lists = _chosen(options)
-        if not options.report:
-            _check_size(chosen[0].run(), options.layers)
-        folder = (options.to or runs_folder() / "study" / Path(options.conf).stem).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        experiment = chosen[0].run().track.experiment
-        answers = _answers(folder, chosen, how, options)
-        report = {"name": Path(options.conf).stem, "made": time.strftime("%Y-%m-%d %H:%M"), "lists": lists}
-        report |= {"versions": _versions(answers), "rows": [_told(*pair, how) for pair in answers]}
-        write_atomically(folder / RESULT, json.dumps(report), durable=False)
-        write_atomically(folder / PAGE, page.of(report, folder), durable=False)
-    except (Fault, OSError) as error:
-        return refused_or_raised(error)
+    _check(options)
+    chosen, lists = _chosen(options)
+    if not options.report:
+        _check_size(chosen[0].run(), options.layers)
+    folder = (options.to or runs_folder() / "study" / Path(options.conf).stem).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    experiment = chosen[0].run().track.experiment
+    answers = _answers(folder, chosen, how, options)
+    report = {"name": Path(options.conf).stem, "made": time.strftime("%Y-%m-%d %H:%M"), "lists": lists}
+    report |= {"versions": _versions(answers), "rows": [_told(*pair, how) for pair in answers]}
+    write_atomically(folder / RESULT, json.dumps(report), durable=False)
+    write_atomically(folder / PAGE, page.of(report, folder), durable=False)
     print("\n".join(table(report["rows"])))
     if options.track:
         print(tracked.tell(runs_folder(), experiment, report, [folder / RESULT, folder / PAGE]))
