@@ -33,10 +33,11 @@ def main(descriptor: int) -> None:
     connection, parent = Connection(descriptor), os.getppid()
     settings = json.loads(connection.recv_bytes())
     _import(PRELOADED.split())
+    answer: Callable[..., Answer] = _called
     try:
         answer, first = _load(settings, parent, connection)
     except BaseException as error:
-        answer, first = _called, {"refused": _line(error)}
+        first = {"refused": _line(error)}
     connection.send_bytes(json.dumps(first).encode())
     while "refused" not in first:
         question = json.loads(connection.recv_bytes())
