@@ -80,7 +80,7 @@ def warnings(report: dict[str, Any]) -> list[str]:
     kept = max(1, report["rows"]["kept"])
     for name, kind in (("copies of another", "exact"), ("nearly another", "near")):
         if report["duplicates"][kind] / kept > FEW:
-            lines.append(f"{report['duplicates'][count] / kept:.1%} of the rows are {name}")
+            lines.append(f"{report['duplicates'][kind] / kept:.1%} of the rows are {name}")
     for name, entry in report["anomalies"].items():
         lines.append(f"{entry['count']} rows: {name}, such as {entry['samples'][0]}")
     if (
