@@ -263,7 +263,8 @@ def config_of(run: Run, key: str = "model.source") -> tuple[Any, str]:
         held = json.loads(file.read_text("utf-8"))
         names[file.stem] = held["config"]
         if held["source"].endswith(" config.json"):
-            names[held["source"].removesuffix(" config.json")] = held["config"]
+            releases = (held["source"].removesuffix(" config.json"), *held.get("also", ()))  # of the same sizes
+            names |= dict.fromkeys(releases, held["config"])
     if source in names:
         return names[source] | ({quantization.KEY: quantization.OF_TINY[form]} if form else {}), ""
     for folder in (source.removesuffix(CONFIG), run.paths.model):
