@@ -18,14 +18,15 @@ The last block of rows or columns may be a shorter one.
 """
 
 import fnmatch
+import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any, Protocol
 
-from conf import strict_yaml
 from conf.model_files import safetensors_header
 from contract.json_object import show
 
@@ -44,7 +45,10 @@ PLAIN = ".weight"  # what also ends the names of weights that are not quantised
 ASIDE = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 
 
-OF_TINY: dict[str, dict[str, Any]] = strict_yaml.table("tiny_quantization")
+# quantization_config of tiny://KIND-fp8 and so on, which trainer.tiny makes; in blocks that fit such small weights. mxfp4
+# is of gpt-oss alone.
+_TINY = Path(__file__).parents[1] / "tables" / "tiny_quantization.json"
+OF_TINY: dict[str, dict[str, Any]] = json.loads(_TINY.read_text("utf-8"))
 
 
 class Tensor(Protocol):
