@@ -45,8 +45,8 @@ PLAIN = ".weight"  # what also ends the names of weights that are not quantised
 ASIDE = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 
 
-# quantization_config of tiny://KIND-fp8 and so on, which trainer.tiny makes; in blocks that fit such small weights. mxfp4
-# is of gpt-oss alone.
+# quantization_config of tiny://KIND-fp8 and so on, which trainer.tiny makes; in blocks that fit such small weights.
+# mxfp4 is for gpt-oss only.
 _TINY = Path(__file__).parents[1] / "tables" / "tiny_quantization.json"
 OF_TINY: dict[str, dict[str, Any]] = json.loads(_TINY.read_text("utf-8"))
 
