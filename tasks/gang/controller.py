@@ -86,7 +86,7 @@ def _carry_out(gang: Gang, advice: Callable[[Run], str]) -> None:
         gang.say(f"{outcome.failure.line}; {next_.line}")
         without = next_.without
         if available is not None:
-            run = gang.fits(wanted, next_.nodes) or wanted
+            run = gang.fits(next_.nodes) or wanted
         gang.pause(next_.wait)
 
 
