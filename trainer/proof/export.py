@@ -111,8 +111,7 @@ def _adapter(trained, folder: Path, findings: Findings) -> None:
     from trainer.weights.exported import peft_format
 
     rows, file = peft_format.tensors(trained), peft_format.WEIGHTS
-    header = safetensors_header.read(folder / file).items()
-    entries = {name: Entry(entry.dtype, entry.shape, file, entry.start, entry.size) for name, entry in header}
+    entries = safetensors_header.read(folder / file)
     for name in sorted({row.key for row in rows} ^ entries.keys()):
         findings.add(f"{folder}: {name}: {'is not trained' if name in entries else 'missing'}")
     for row in rows:
