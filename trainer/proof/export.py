@@ -12,7 +12,6 @@ import json
 from pathlib import Path
 
 from conf.model_files import config_json, safetensors_header, weights
-from conf.model_files.weights import Entry
 from conf.schema.run import Run
 from contract import checkpoints, json_object
 from trainer.megatron.recipe import checkpoint_folder
@@ -82,7 +81,7 @@ def _other_files(model: released.Model, folder: Path, unpacked: bool, findings: 
             findings.add(f"{copy}: is not the release's")
 
 
-def _wrong(trained, rounding, path: Path, name: str, place: Entry) -> str:
+def _wrong(trained, rounding, path: Path, name: str, place: weights.Entry) -> str:
     """The reason why the tensor at this place is wrong; "" if it is right."""
     from trainer.weights import released_tensors
 

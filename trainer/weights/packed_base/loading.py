@@ -33,7 +33,6 @@ from trainer.weights.coverage import VOCABULARY
 from trainer.weights.packed_base import files, packing
 from trainer.weights.packed_base.part import Found, Part
 from trainer.weights.quantised import report
-from trainer.weights.torch_dist import Stored
 
 
 class Source(Protocol):
@@ -65,7 +64,7 @@ def prepare(run: Run) -> None:
     base_loading.load_by(load_once, base)
 
 
-def load_anew(run: Run, form: Format, stored: Stored, chunks: list) -> None:
+def load_anew(run: Run, form: Format, stored: torch_dist.Stored, chunks: list) -> None:
     """Fill the chunks of a model from the base, packing here."""
     rows: list[report.Row] = []
     release = packing.release(run, form, chunks[0].config)
