@@ -49,8 +49,8 @@ def _merged(trained, folder: Path, as_released: bool, findings: Findings) -> Non
     from trainer.weights.exported import as_released as format_of_release
     from trainer.weights.exported import merged_format
 
-    model, rounding = trained.model, format_of_release.Rounding(trained)
-    layouts = (format_of_release if as_released else merged_format).layouts(model)
+    model, rounding = trained.model, format_of_release.Rounding(trained) if as_released else None
+    layouts = merged_format.layouts(model, as_released)
     for extra in sorted({path.name for path in folder.glob("*.safetensors")} - {layout.file for layout in layouts}):
         findings.add(f"{folder / extra}: this file is not part of the export")
     for layout in layouts:
@@ -64,7 +64,7 @@ def _merged(trained, folder: Path, as_released: bool, findings: Findings) -> Non
                 continue
         for name, place in layout.rows.items():
             with findings.of(name):
-                if wrong := _wrong(trained, rounding if as_released else None, path, name, place):
+                if wrong := _wrong(trained, rounding, path, name, place):
                     findings.add(f"{path}: {name}: {wrong}")
             findings.moved(place.size)
     _other_files(model, folder, bool(model.packed) and not as_released, findings)

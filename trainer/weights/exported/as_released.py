@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from trainer.weights import low_rank, released, released_tensors
-from trainer.weights.exported import merged_format
-from trainer.weights.exported.parts import Layout, Merged
+from trainer.weights.exported.parts import Merged
 from trainer.weights.quantised import pack, unpack
 
 Parts = dict[str, torch.Tensor]  # codes and scales, by name
@@ -84,10 +83,6 @@ class Rounding(Merged):
         # plus the rounding to the type of unpacked weights
         bound += torch.finfo(before.dtype).eps * expected.abs()
         return bool(((unpacked - expected).abs() <= bound).all())
-
-
-def layouts(model: released.Model) -> list[Layout]:
-    return [merged_format.unchanged(model, file) for file in model.files()]
 
 
 def lost(entries: list[dict[str, Any]]) -> dict:

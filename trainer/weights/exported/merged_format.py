@@ -23,10 +23,12 @@ QUANTISED = "hf_quant_config.json"  # of ModelOpt; with it, vLLM treats a model 
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".md"}
 
 
-def layouts(model: Model) -> list[parts.Layout]:
-    """Return the files of the merged model, without files that contain only scales."""
-    files = sorted({model.tensors[model.parts(name)[0]].file for name in model.weights})
-    return [_unpacked(model, file) if model.packed else unchanged(model, file) for file in files]
+def layouts(model: Model, as_released: bool = False) -> list[parts.Layout]:
+    """Return the files of the merged model. Without codes, files that contain only scales are left out."""
+    if as_released or not model.packed:
+        return [unchanged(model, file) for file in model.files()]
+    files = {model.tensors[model.parts(name)[0]].file for name in model.weights}
+    return [_unpacked(model, file) for file in sorted(files)]
 
 
 def copy_other_files(model: Model, folder: Path, as_released: bool = False) -> str | None:
