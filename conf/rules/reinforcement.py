@@ -219,10 +219,8 @@ def _in_turn(run: Run) -> Iterator[tuple[str, str]]:
     if taken > each and several and not section.hosts:
         of_engines = f" for each of {section.engines} engines" if section.engines > 1 else ""
         limit = f"training, which shares its GPUs, has {each} (layout.gpus_per_node)"
-        yield (
-            "engine_gpus",
-            f"{section.engine_gpus}{of_engines}, but {limit}: as many at most, or reinforce.in_turn=false",
-        )
+        remedy = "as many at most, or reinforce.in_turn=false"
+        yield "engine_gpus", f"{section.engine_gpus}{of_engines}, but {limit}: {remedy}"
 
 
 def _hosts(run: Run) -> Iterator[tuple[str, str]]:
