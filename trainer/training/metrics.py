@@ -132,7 +132,7 @@ class Metrics(Callback):
 
     def on_eval_end(self, context) -> None:
         losses = context.total_loss_dict or {}
-        loss = _from_last_stage([float(losses["lm loss"])] if "lm loss" in losses else [0.0])[0]
+        (loss,) = _from_last_stage([float(losses.get("lm loss", 0.0))])
         step, self.validation_loss = context.state.train_state.step, loss
         if step == self.validated:
             return  # Bridge validates this step again when training ends, on other rows
@@ -230,13 +230,14 @@ def _from_last_stage(values: list[float]) -> list[float]:
     """Values of the last pipeline stage, on every stage."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return values
-    tensor = torch.tensor(values, dtype=torch.float64, device="cuda")
-    distributed.broadcast(
-        tensor,
-        src=parallel_state.get_pipeline_model_parallel_last_rank(),
-        group=parallel_state.get_pipeline_model_parallel_group(),
-    )
-    return tensor.tolist()
+    return from_last_stage(torch.tensor(values, dtype=torch.float64, device="cuda")).tolist()
+
+
+def from_last_stage(tensor: torch.Tensor) -> torch.Tensor:
+    """Replace this rank's tensor by that of the last pipeline stage."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    distributed.broadcast(tensor, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+    return tensor
 
 
 def _highest(*values: float) -> list[float]:
