@@ -71,8 +71,8 @@ def _train(configured: Run, run: Run, rollouts: Rollouts | None, start: int) -> 
         fresh = not start and settings.start == "trained"
         if fresh:
             _begin_with(config.checkpoint, checkpoint_folder(configured))
-        keys = {name: getattr(settings, name) for name in ("loss", "clip_low", "clip_high", "kl", "correction")}
-        keys |= {"correction_low": settings.correction_low, "correction_high": settings.correction_high}
+        names = ("loss", "clip_low", "clip_high", "kl", "correction", "correction_low", "correction_high")
+        keys = {name: getattr(settings, name) for name in names}
         step = PolicyStep(Settings(**keys, longest=settings.max_tokens), settings.updates > 1, settings.kl > 0)
         metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
         steps = Reinforcement(run, bridge, rollouts, feed, step, metrics, fresh)

@@ -64,12 +64,12 @@ class Trace:
 
     @cached_property
     def waits(self) -> list[Call]:
-        """Calls in which the host waits for the device, by end."""
+        """The calls in which the host waits for the device, by end."""
         return sorted((call for call in self.calls if kinds.WAITS.search(call.name)), key=lambda call: call.end)
 
     @cached_property
     def starts(self) -> dict[int, Call]:
-        """Calls that give the device work, by correlation."""
+        """The calls that give the device work, by correlation."""
         return {call.correlation: call for call in self.calls if kinds.STARTS.search(call.name)}
 
 
