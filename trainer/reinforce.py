@@ -53,7 +53,6 @@ def _train(configured: Run, run: Run, rollouts: Rollouts | None, start: int) -> 
     from trainer.megatron.model import open_bridge
     from trainer.reinforcement.journal import Journal, facts
     from trainer.reinforcement.loop import Reinforcement
-    from trainer.reinforcement.policy.losses import Settings
     from trainer.reinforcement.policy.policy_step import Feed, FromOutside, PolicyStep
     from trainer.training.bridge_loop import train
     from trainer.training.mark_checkpoints import MarkCheckpoints
@@ -71,9 +70,7 @@ def _train(configured: Run, run: Run, rollouts: Rollouts | None, start: int) -> 
         fresh = not start and settings.start == "trained"
         if fresh:
             _begin_with(config.checkpoint, checkpoint_folder(configured))
-        names = ("loss", "clip_low", "clip_high", "kl", "correction", "correction_low", "correction_high")
-        keys = {name: getattr(settings, name) for name in names}
-        step = PolicyStep(Settings(**keys, longest=settings.max_tokens), settings.updates > 1, settings.kl > 0)
+        step = PolicyStep(run.reinforce)
         metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
         steps = Reinforcement(run, bridge, rollouts, feed, step, metrics, fresh)
         callbacks = [steps, metrics, Parity(run), MarkCheckpoints(run, metrics), heartbeat.callback(), feed]

@@ -27,7 +27,6 @@ import tempfile
 import threading
 import time
 import traceback
-from dataclasses import replace
 from pathlib import Path
 
 from conf.host import gpu_locks, nvidia_smi
@@ -38,7 +37,7 @@ from tasks.gang import peer_probe
 from tasks.gang.board import Board
 from tasks.gang.diagnosis.host_evidence import Host
 from tasks.gang.member_link import Link
-from tasks.gang.messages import End, Member, Standing, Word
+from tasks.gang.messages import End, Member, Standing, Task, Word
 from tasks.gang.ranks import Ranks, Start
 from tasks.store import open_store
 
@@ -49,13 +48,13 @@ LAST_WORDS = 8.0  # seconds for the last report and logs
 
 def main() -> int:
     options = _arguments()
-    ending = threading.Event()
+    ending = Ending(options.starter)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: ending.set())
     board = Board(open_store(options.store, hasty=True), options.gang, options.attempt)
     folder = Path(tempfile.mkdtemp(prefix="gang-"))
     try:
-        return _take_part(board, options.node, folder, ending, options.starter)
+        return _take_part(board, options.node, folder, ending)
     except Fault as fault:
         print(fault, flush=True)
         return 1
@@ -63,7 +62,25 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _take_part(board: Board, node: int, folder: Path, ending: threading.Event, starters: list[str]) -> int:
+class Ending(threading.Event):
+    """A signal that ends this process, or the end of a process that started it."""
+
+    def __init__(self, starters: list[str]):
+        super().__init__()
+        self.starters = starters
+
+    def why(self) -> str:
+        """The reason why this process has to end; empty if there is none."""
+        if self.is_set():
+            return "ended by a signal"
+        for starter in self.starters:
+            pid, _, born = starter.partition(":")
+            if started(int(pid)) != born:
+                return f"its starter, process {pid}, is gone"
+        return ""
+
+
+def _take_part(board: Board, node: int, folder: Path, ending: Ending) -> int:
     host = os.environ.get("GANG_HOST") or socket.gethostname()
     link = Link(board, node, Member(secrets.token_hex(8), host, "waiting"))
     port = peer_probe.serve(lambda: Standing(board.gang, board.attempt, link.word.state))
@@ -73,8 +90,7 @@ def _take_part(board: Board, node: int, folder: Path, ending: threading.Event, s
         return 1
     met = peer_probe.reached(first[0].addresses, first[0].port)
     address = os.environ.get("GANG_ADDRESS") or (met[1] if met else peer_probe.addresses()[0])
-    link.me = replace(
-        link.me,
+    link.say(
         address=address,
         port=port,
         master_port=peer_probe.free_port(),
@@ -82,15 +98,15 @@ def _take_part(board: Board, node: int, folder: Path, ending: threading.Event, s
         place=os.environ.get("GANG_PLACE") or os.environ.get("SLURM_TOPOLOGY_ADDR", ""),
     )
     link.met = met is not None
-    if not _take_gpus(board, ending, starters) or not link.join():
+    if not _take_gpus(board, ending) or not link.join():
         print(f"{board.place}: over, or another process is member {node}")
         return 1
     print(f"member {node} of {board.place} on {host} ({address})", flush=True)
-    while not (why := _why_stop(link, ending, starters)) and link.word.state == "gathering":
+    while not (why := ending.why() or link.why_stop()) and link.word.state == "gathering":
         time.sleep(TICK)
     if not why:
         try:
-            why, code = _train(link, board, node, folder, ending, starters)
+            why, code = _train(link, board, node, folder, ending)
         except Exception as error:  # of this host, before its ranks began; post_mortem() reports failed ranks
             lines = "".join(traceback.format_exception(error)).splitlines()[-30:]
             end = End(rank=-1, code=1, step=0, lines=tuple(lines), silent=False, state="", stalled=False)
@@ -104,21 +120,22 @@ def _take_part(board: Board, node: int, folder: Path, ending: threading.Event, s
     return code
 
 
-def _train(link: Link, board: Board, node: int, folder: Path, ending: threading.Event, starters: list[str]):
+def _train(link: Link, board: Board, node: int, folder: Path, ending: Ending):
     word = link.word
     conf = folder / "resolved.yaml"
     conf.write_text(board.text("resolved.yaml"))
     run = load(conf)
-    assert word.master, "the controller sets it with go"
+    task = board.message(Task, "task.json")
+    assert word.master and task, "the controller sets both before go"
     name = f"{board.gang}-{board.attempt}"
-    start = Start(run, board.task(), conf, name, word.order.index(node), link.me.address, word.master, word.key)
+    start = Start(run, task, conf, name, word.order.index(node), link.message.address, word.master, word.key)
     host, ranks = Host(), Ranks(start, folder / "run")
     link.say(state="running")
     reported, grace, why, look = time.monotonic(), 0.0, "", "running"
     while look == "running":
         time.sleep(TICK)
         link.logs = ranks.logs()
-        if why := _why_stop(link, ending, starters):
+        if why := ending.why() or link.why_stop():
             grace = run.gang.grace if ending.is_set() or link.word.save else 0.0
             break
         look = ranks.look()
@@ -141,35 +158,24 @@ def _train(link: Link, board: Board, node: int, folder: Path, ending: threading.
     return why, 0
 
 
-def _why_stop(link: Link, ending: threading.Event, starters: list[str]) -> str:
-    if ending.is_set():
-        return "ended by a signal"
-    return _gone(starters) or link.why_stop()
-
-
-def _gone(starters: list[str]) -> str:
-    for starter in starters:
-        pid, _, born = starter.partition(":")
-        if started(int(pid)) != born:
-            return f"its starter, process {pid}, is gone"
-    return ""
-
-
-def _take_gpus(board: Board, ending: threading.Event, starters: list[str]) -> bool:
+def _take_gpus(board: Board, ending: Ending) -> bool:
     """Wait until this host's GPUs are free and lock those that the ranks will use, until this process ends.
 
     The member joins the attempt only afterwards. Returns False if the attempt no longer waits for it.
     """
     if not nvidia_smi.visible():
         return True
-    task = board.task()
+    task = board.message(Task, "task.json")
+    assert task, "the controller writes it before the attempt exists"
 
     def over() -> bool:
+        if ending.why():
+            return True
         try:
             word = board.pulse()
         except Exception:  # the store does not answer
-            return ending.is_set() or bool(_gone(starters))
-        return ending.is_set() or bool(_gone(starters)) or word is None or word[0].state != "gathering"
+            return False
+        return word is None or word[0].state != "gathering"
 
     def say(line: str) -> None:
         print(line, flush=True)
