@@ -72,7 +72,7 @@ def _carry_out(gang: Gang, advice: Callable[[Run], str]) -> None:
         outcome = _survived(gang, run, without)
         if outcome.failure is None:
             return
-        attempts.append(Attempt(outcome.failure, outcome.hosts, gang.job.newest()))
+        attempts.append(Attempt(outcome.failure, gang.job.newest()))
         out = next_step.left_out(attempts)
         left = gang.available(out) if outcome.came is None else outcome.came
         available = None if left is None else left + len(out)
@@ -101,7 +101,7 @@ def _survived(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
         raise
     except Exception as error:
         gang.say(traceback.format_exc())
-        return Outcome((), Failure("network", f"network: no attempt: {type(error).__name__}: {error}", True))
+        return Outcome(Failure("network", f"network: no attempt: {type(error).__name__}: {error}", True))
 
 
 def _attempt(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
@@ -134,7 +134,7 @@ def _attempt(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
         raise
     saves = failure is not None and failure.kind == "preempted"
     _end(gang, run, lookout, handle, failure.line if failure else "done", save=saves)
-    return Outcome(tuple(hosts.values()), failure)
+    return Outcome(failure)
 
 
 def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[int, str]) -> Failure | None:

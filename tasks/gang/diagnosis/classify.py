@@ -58,7 +58,6 @@ class Evidence:
     free: dict[str, int] = field(default_factory=dict)  # by host: bytes of disk
     engine: tuple[str, ...] = ()  # the engine's lines: reasons of pods, Slurm's messages
     stalled: bool = False  # all ranks are alive and no step completes
-    cancelled: bool = False  # a user cancelled the run
 
 
 @dataclass(frozen=True)
@@ -87,8 +86,6 @@ class Reads:
 
 def classify(evidence: Evidence, reads: Reads | None = None) -> Failure:
     """Find the cause of a failed attempt. With `reads`, the line of a data error names the samples of its step."""
-    if evidence.cancelled:
-        return Failure("user", "cancelled", False, step=_last_step(evidence))
     reported = read(evidence.engine)
     if reported and reported.strength == OWN:
         return _of_host(reported, _named(evidence, reported.says), evidence)

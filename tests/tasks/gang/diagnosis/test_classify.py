@@ -219,13 +219,12 @@ def test_data_names_its_samples():
     assert failure.kind == "data" and "step 4 reads samples 48 to 63 of runs/tiny/data" in failure.line
 
 
-def test_preemption_and_cancelling():
+def test_preemption():
     line = "slurmstepd: error: *** JOB 42 ON node7 CANCELLED AT 2026-11-21T10:00:00 DUE TO PREEMPTION ***"
     ranks = (Rank(0, "node7", -signal.SIGTERM, 5), Rank(1, "node8", -signal.SIGTERM, 5))
     failure = classify(Evidence(ranks, engine=(line,)))
     assert (failure.kind, failure.retry, failure.host, failure.blamed) == ("preempted", True, "node7", ())
     assert classify(Evidence(ranks)).kind == "preempted"
-    assert classify(Evidence(ranks, cancelled=True)) == Failure("user", "cancelled", False, step=5)
 
 
 @pytest.mark.parametrize("state", ["preempted", "stopped"])
