@@ -26,7 +26,7 @@ from tasks.gang.attempt import ENDED_BY_ITSELF, TICK, Gang, Outcome, announce, g
 from tasks.gang.background import aside
 from tasks.gang.controller_link import Lookout
 from tasks.gang.diagnosis import next_step
-from tasks.gang.diagnosis.classify import Failure, Reads
+from tasks.gang.diagnosis.classify import Failure
 from tasks.gang.diagnosis.evidence import of_attempt, preempted, was_told
 from tasks.gang.diagnosis.next_step import Attempt
 from tasks.gang.engines import Demand, Handle, engine_of
@@ -171,9 +171,8 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
             if not wrong:  # the silent member is back
                 first = None
                 continue
-            reads = Reads(run.paths.data, run.train.global_batch)
             told = {k: nodes[k] for k in needed}
-            return of_attempt(reads, lookout, told, {k: hosts[k] for k in needed}, gone & {*needed}, handle.words())
+            return of_attempt(run, lookout, told, {k: hosts[k] for k in needed}, gone & {*needed}, handle.words())
 
 
 def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: str, save: bool) -> None:
