@@ -76,12 +76,6 @@ class Packed:
         factor = self._read(part.name, part.name + FACTORS)[number] if self.form.factor_bytes else None
         return codes, scales, factor
 
-    def whole(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return codes, scales of each matrix, and their factors, as stored."""
-        parts = (CODES, SCALES, *([FACTORS] if self.form.factor_bytes else []))
-        codes, scales, *factors = (self._read(name, name + part) for part in parts)
-        return codes, scales, factors[0] if factors else None
-
     def _row(self, name: str) -> dict[str, Any]:
         if name not in self.index:
             raise Fault(f"{self.folder}: holds no {name}")
