@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 from conf.rules.reinforcement import engines, in_turn
 from conf.schema.run import Run
 from trainer.reinforcement.engines import settings
-from trainer.reinforcement.engines.engine import Engine, LocalEngine
-from trainer.reinforcement.engines.group import Group
+from trainer.reinforcement.engines.engine import Engine, Group, LocalEngine
 from trainer.reinforcement.engines.meeting import Meeting
 from trainer.reinforcement.engines.sender import Sender
 from trainer.reinforcement.transfer import in_memory, wire
@@ -61,8 +60,7 @@ class Rollouts(Group):
             self.engines = [*self.meeting.engines()]
             say(f"rollout: connected: {', '.join(engine.name for engine in self.engines)}")
             self._watch()
-            for engine in [*self.engines]:
-                self.attempt(engine, engine.ready)
+            self.attempt_each(Engine.ready)
         for engine in self.engines:
             engine.ready()
 

@@ -39,6 +39,7 @@ CONTEXT = 8  # last tokens of a prompt, which may change the text of the answer
 # Tokens, log-probabilities, text, whether the answer ended, routes.
 Output = tuple[list[int], list[float], str, bool, str | None]
 READ = {"skip_special_tokens": True}
+TRANSFER = "weight_transfer_engine"  # of vLLM's workers: trainer/reinforcement/transfer/weight_engine.py
 AS_WORKER = "__mp_main__"  # this module's name in a process that multiprocessing has spawned
 # A forked worker would keep the trainer's connection open, and its end would not be noticed.
 SPAWNED = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
@@ -104,19 +105,19 @@ class Rollout:
                 raise Fault(f"transfer of weights: {_first(missing)} did not reach worker {number} of vLLM")
         self.llm.finish_weight_update()
         self._complete(version)
-        return next(filter(None, self._each("cannot_repeat", sleeps=self.sleeps)), "")
+        return next(filter(None, self._each(f"{TRANSFER}.cannot_repeat", sleeps=self.sleeps)), "")
 
     def repeat(self, version: int) -> None:
         """Receive all buckets of the last transfer again, from the pipe."""
-        self._each("repeat_weights")
+        self._each(f"{TRANSFER}.repeat")
         self.version = version
 
     def repeat_bucket(self, number: int, shared: tuple) -> None:
         """Receive one of them again, from memory that the trainer shares."""
-        self._each("repeat_weights", number=number, shared=shared)
+        self._each(f"{TRANSFER}.repeat", number=number, shared=shared)
 
     def end_repeated(self, sums: list[int], version: int) -> None:
-        self._each("end_repeated", sums=sums)
+        self._each(f"{TRANSFER}.end_repeated", sums=sums)
         self.version = version
 
     def load(self, folder: str, metas: list, version: int) -> None:

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 from trainer.startup import heartbeat
 
 WITHIN = 300.0  # seconds that the first host may need to publish its port
-# Variables of torchrun that vLLM's workers would misread as their own: with TORCHELASTIC_USE_AGENT_STORE each of them
-# would wait for a server that nobody starts.
+# Variables of torchrun, by their beginnings, that vLLM would misread as its own: with TORCHELASTIC_USE_AGENT_STORE each
+# worker would wait for a server that nobody starts.
 OF_TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE", "MASTER_")
 
 
@@ -53,7 +53,7 @@ def meet() -> Place | None:
     store = TCPStore(master, port, is_master=False, timeout=timedelta(seconds=WITHIN))
     if node == 0:
         here = os.environ["GANG_ADDRESS"]
-        store.set(f"serving/{name}", f"{here}:{_free_port(here)}")
+        store.set(f"serving/{name}", f"{here}:{free_port(here)}")
     address, _, free = store.get(f"serving/{name}").decode().rpartition(":")
     for variable in [variable for variable in os.environ if variable.startswith(OF_TORCHRUN)]:
         del os.environ[variable]
@@ -94,7 +94,8 @@ def report_steps(engine: Any) -> None:
     engine.step = reported_step
 
 
-def _free_port(address: str) -> int:
+def free_port(address: str) -> int:
+    """A port of this host's address on which nobody listens."""
     with socket.socket() as free:
         free.bind((address, 0))
         return free.getsockname()[1]

@@ -4,6 +4,7 @@ vLLM imports this module in every worker, because of its setting worker_extensio
 If an engine has several workers, each is a process; the worker of an engine on one GPU runs in the engine's process.
 """
 
+from operator import attrgetter
 from typing import Any
 
 from contract.faults import Fault
@@ -22,25 +23,18 @@ class Worker:
     model_runner: Any
 
     def answer_or_fault(self, name: str, arguments: dict[str, Any]) -> tuple[Any, str | None]:
-        """Call a method. Returns its result, or the line of a Fault, which vLLM would report like any other error."""
+        """Call a method of this worker or of its weight_transfer_engine, by its dotted name.
+
+        Returns its result, or the line of a Fault, which vLLM would report like any other error.
+        """
         try:
-            return getattr(self, name)(**arguments), None
+            return attrgetter(name)(self)(**arguments), None
         except Fault as fault:
             return None, str(fault)
 
     def arrived_tensors(self) -> frozenset[str]:
         """Names of all tensors that arrived undamaged since the transfer began, and were loaded."""
         return frozenset(self.weight_transfer_engine.arrived)
-
-    def cannot_repeat(self, sleeps: bool) -> str:
-        """The reason why a transfer cannot be repeated here with new numbers; empty if it can."""
-        return self.weight_transfer_engine.cannot_repeat(sleeps)
-
-    def repeat_weights(self, **arguments: Any) -> None:
-        self.weight_transfer_engine.repeat(**arguments)
-
-    def end_repeated(self, sums: list[int]) -> None:
-        self.weight_transfer_engine.end_repeated(sums)
 
     def seed_draws(self, seed: int) -> None:
         """Seed the generators that vLLM uses for requests without a seed."""

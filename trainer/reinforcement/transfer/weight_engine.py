@@ -66,7 +66,7 @@ class BucketEngine(base.WeightTransferEngine[Init, Update]):
         with self.watch or contextlib.nullcontext():
             finalize_layerwise_reload(self.model, self.model_config)
         if self.watch:
-            self.learned, self.watch = loading.Learned(self.model, self.watch.ended()), None
+            self.learned, self.watch = self.watch.ended(), None
         elif self.learned:
             self.learned.compare(self.model)
 
@@ -97,7 +97,7 @@ class BucketEngine(base.WeightTransferEngine[Init, Update]):
         """Copy a repeated bucket to its targets."""
         assert self.learned
         self.known().add(number, memory)
-        self.learned.loading.put(number, memory)
+        self.learned.put(number, memory)
 
     def require(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Raise a Fault unless all tensors have the digests with which they were sent."""

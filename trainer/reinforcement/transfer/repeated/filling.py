@@ -98,8 +98,5 @@ def _is_near(actual: torch.Tensor, expected: torch.Tensor) -> bool:
         return False
     # The second tolerance is for summands that cancel out.
     relative, absolute = torch.finfo(actual.dtype).eps, torch.finfo(torch.float32).eps
-    for a, b in zip(actual.split(COMPARED), expected.split(COMPARED), strict=True):
-        bound = relative * torch.maximum(a.abs(), b.abs()).float() + absolute
-        if not bool(((a.float() - b.float()).abs() <= bound).all()):
-            return False
-    return True
+    pairs = zip(actual.split(COMPARED), expected.split(COMPARED), strict=True)
+    return all(torch.allclose(a.float(), b.float(), relative, absolute) for a, b in pairs)
