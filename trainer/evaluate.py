@@ -78,7 +78,8 @@ def _score(run: Run, folder: Path) -> None:
         _show_failure(error, log, begin)
         sys.exit(1)
     write_atomically(folder / "scores.json", json.dumps(results.pop("scores")), durable=True)
-    results |= {"seconds": round(time.monotonic() - started, 1), "versions": _versions()}
+    versions = {name: importlib.metadata.version(name) for name in ("vllm", "lm_eval", "torch", "transformers")}
+    results |= {"seconds": round(time.monotonic() - started, 1), "versions": versions}
     write_atomically(folder / "results.json", json.dumps(results, indent=1, ensure_ascii=False), durable=True)
     output_marks.finished(folder)
     for name, value in results["metrics"].items():
@@ -126,7 +127,8 @@ def evaluate(run: Run, progress: "Progress") -> dict:
     results["parity"], results["parity_not_compared"] = agreement.compare(run, served, computed)
     if may_be_apart(run) and results["parity"] is None:
         agreement.write_base(run, served)
-    results["chat_template"] = _chat_template(unmerged.model(run))
+    template = unmerged.model(run) / "chat_template.jinja"
+    results["chat_template"] = checksums.of(template.read_bytes()) if template.exists() else None
     return results
 
 
@@ -158,15 +160,6 @@ class Progress:
             say(f"evaluate: {self.task} {what}: {done} of {total} rows")
 
 
-def _chat_template(folder: Path) -> str | None:
-    template = folder / "chat_template.jinja"
-    return checksums.of(template.read_bytes()) if template.exists() else None
-
-
-def _versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in ("vllm", "lm_eval", "torch", "transformers")}
-
-
 def _output_since(log: Path, begin: int) -> str:
     with log.open(errors="replace") as f:
         f.seek(begin)
@@ -175,7 +168,7 @@ def _output_since(log: Path, begin: int) -> str:
 
 def _show_failure(error: Exception, log: Path, begin: int) -> None:
     with log.open("a") as f:
-        f.write("".join(traceback.format_exception(error)))
+        traceback.print_exception(error, file=f)
     sys.stderr.write("".join(_output_since(log, begin).splitlines(keepends=True)[-LOG_LINES:]))
     sys.stderr.write(f"error: the evaluation broke off; the lines above are the last of {log}\n")
 

@@ -17,7 +17,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.state import TrainState
 from megatron.core import parallel_state
@@ -28,11 +27,11 @@ from conf.schema.run import Run
 from contract.files import write_atomically
 from trainer.megatron.recipe import last_step
 from trainer.reinforcement import probe
-from trainer.reinforcement.batches import Form, micro_batches
+from trainer.reinforcement.batches import Form
 from trainer.reinforcement.first_rank import FirstRank
 from trainer.reinforcement.journal import Journal
 from trainer.reinforcement.policy import advantages, exact_logits
-from trainer.reinforcement.policy.policy_step import LARGEST, Feed, PolicyStep, add_figures, log_probs
+from trainer.reinforcement.policy.policy_step import LARGEST, Feed, PolicyStep, add_figures, batches_of_rank, log_probs
 from trainer.reinforcement.rollouts import Rollouts
 from trainer.reinforcement.samples import Scored, Step
 from trainer.reinforcement.steps.ahead import Ahead, require_fresh
@@ -146,8 +145,8 @@ class Reinforcement(Callback):
             self.policy_step.replay.install(context.model)
         self.on_first(lambda: self.sampler.rollouts.ready())
         done = context.state.train_state.step
-        if self.signal and done:
-            self.signal.resume(self.on_first(lambda: self._signal_after(done)))
+        if self.signal and (state := self.on_first(lambda: self.journal.noted(_signal_name(done)))):
+            self.signal.resume(state)
         # Only before the first step: later the initial policy is gone, also if somebody has removed its result.
         if self.held_out and not done and self.on_first(lambda: self.journal.noted("before") is None):
             self.weights.send(context, 0)
@@ -190,31 +189,22 @@ class Reinforcement(Callback):
         """Log-probabilities of all answers by the policy before the first of several updates, on every rank."""
         of_answers: list[list[float]] = []
         for answers in self._scored(step):
-            of_rank = self._log_probs(context, answers)
+            of_rank = log_probs(self.run, context, self.policy_step, answers)
             of_ranks: list[Any] = [None] * distributed.get_world_size()
             distributed.all_gather_object(of_ranks, of_rank)
             merged = {number: values for share in of_ranks for number, values in share.items()}
             of_answers += [merged[number] for number in range(len(answers))]
         return of_answers
 
-    def _log_probs(self, context: Any, answers: list[Scored]) -> dict[int, list[float]]:
-        values = log_probs(self.run, context, self.policy_step, self._micro_batches(answers))
-        self.policy_step.replay.end()
-        return values
-
-    def _micro_batches(self, answers: list[Scored]) -> list[dict[str, torch.Tensor]]:
-        rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        return micro_batches(answers, Form.of(self.run), rank, ranks)
-
     def _give_batches(self, context: Any, update: int) -> None:
         """Give Bridge the micro batches of the next optimizer step."""
         answers = self._scored(self.current)[update]
         if self.reinforce.kl:
             with context.state.cfg.peft.disable_adapter(context.model):
-                reference = self._log_probs(context, answers)
+                reference = log_probs(self.run, context, self.policy_step, answers)
             answers = [replace(answer, reference=reference.get(number)) for number, answer in enumerate(answers)]
         self.policy_step.begin(answers)
-        batches, form = self._micro_batches(answers), Form.of(self.run)
+        batches, form = batches_of_rank(self.run, answers), Form.of(self.run)
         positions = len(batches) * parallel_state.get_data_parallel_world_size() * form.rows * form.length
         self.metrics.counted = sum(len(scored.prompt) + len(scored.answer) - 1 for scored in answers), positions
         self.feed.give(batches)
@@ -235,10 +225,6 @@ class Reinforcement(Callback):
                 "reinforce.prompts and reinforce.samples are too small to show it"
             )
         return {"gradient_cosine": cosine, "gradient_signal": self.signal.value, "step_length": length}
-
-    def _signal_after(self, done: int) -> dict[str, float]:
-        state = self.journal.noted(_signal_name(done))
-        return GradientSignal(self.reinforce.signal).state() if state is None else state
 
     def _figures(self) -> dict[str, float]:
         """Figures of all ranks. Each rank of the last pipeline stage computes the same losses."""

@@ -12,7 +12,6 @@ under another name. They end with this process, and this process ends with any o
 
 # pyright: reportArgumentType=false, reportOptionalSubscript=false
 
-import contextlib
 import gc
 import json
 import multiprocessing
@@ -21,7 +20,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -176,9 +174,12 @@ class Rollout:
         params = [
             SamplingParams(seed=seed, max_tokens=limit, **settings) for seed, limit in zip(of_each, limits, strict=True)
         ]
-        with _without_garbage_collection():
+        gc.disable()  # a step's many lists would each trigger a scan of all of vLLM's objects
+        try:
             outputs = self._generate(prompts, params)
             return [(list(request.prompt_token_ids), self._answers(request)) for request in outputs]
+        finally:
+            gc.enable()
 
     def _generate(self, rows: list[list[int]], params: Any) -> list[Any]:
         from vllm import TokensPrompt
@@ -205,21 +206,8 @@ class Rollout:
         """Log-probabilities of each row's tokens except the first, read without the cache of earlier prompts."""
         from vllm import SamplingParams
 
-        outputs = self._generate(rows, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False))
-        return [
-            [at[token].logprob for token, at in zip(row[1:], request.prompt_logprobs[1:], strict=True)]
-            for row, request in zip(rows, outputs, strict=True)
-        ]
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Context without garbage collection: a step's many lists would each trigger a scan of all of vLLM's objects."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        return engine.of_prompts(rows, self._generate(rows, params))
 
 
 def _first(names: list[str]) -> str:

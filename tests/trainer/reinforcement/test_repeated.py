@@ -95,7 +95,7 @@ def test_what_is_made_of_weights_is_made_of_later_ones_alike(how):
     assert not watch.refused
     for parameter in toy.parameters():
         parameter.data.normal_()
-    assert torch.equal(recipes.Kitchen().make(found["tensor"]), HOWS[how](toy))
+    assert torch.equal(recipes.compute(found["tensor"], {}), HOWS[how](toy))
     assert recipes.pieces(found["tensor"]) == []
     merged = recipes.merges(found["tensor"])
     assert len(merged) == (0 if "adapter" not in how else 2 if "heads" in how else 1)

@@ -128,15 +128,13 @@ class GlooEngine(BucketEngine):
     """Buckets over gloo, from host memory to host memory."""
 
     pipe: wire.Pipe
+    on_device = False  # whether buckets arrive in the memory of the model's device
 
     def init_transfer_engine(self, init_info: Init) -> None:
         assert init_info.host and init_info.port
-        workers = self.parallel_config.world_size
-        place = 1 + self.parallel_config.rank
-        self.pipe = wire.Pipe(init_info.host, init_info.port, place, self.ends_in(), workers=workers)
-
-    def ends_in(self) -> torch.device:
-        return wire.HOST
+        workers, rank = self.parallel_config.world_size, 1 + self.parallel_config.rank
+        end = torch.device(self.device) if self.on_device else wire.HOST
+        self.pipe = wire.Pipe(init_info.host, init_info.port, rank, end, workers=workers)
 
     def received(self, update_info: Update) -> torch.Tensor:
         return self.pipe.receive(update_info.used).to(self.device)
@@ -162,8 +160,7 @@ class GlooEngine(BucketEngine):
 class NcclEngine(GlooEngine):
     """Buckets over NCCL, from GPU to GPU. On a CPU, gloo does the same."""
 
-    def ends_in(self) -> torch.device:
-        return torch.device(self.device)
+    on_device = True
 
 
 class SharedEngine(BucketEngine):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainer.reinforcement.transfer import wire
-from trainer.reinforcement.transfer.repeated.recipes import Kitchen, Merged, Recipe, merges, pieces
+from trainer.reinforcement.transfer.repeated.recipes import Merged, Recipe, compute, merges, pieces
 
 COMPARED = 2**24  # numbers at once
 
@@ -46,9 +46,9 @@ class Filling:
         """Write all tensors of the bucket to its memory. The bytes between them do not change."""
         for launch in self.launches:
             launch.fill(memory)
-        kitchen = Kitchen()
+        results: dict[int, Any] = {}
         for meta, place, recipe in self.steps:
-            wire.part(memory, meta, place).copy_(kitchen.make(recipe))
+            wire.part(memory, meta, place).copy_(compute(recipe, results))
 
 
 def _copied(meta: wire.Meta, place: int, recipe: Recipe) -> list[tuple[int, torch.Tensor]]:
