@@ -51,18 +51,9 @@ WARN_AT = 20  # optimizer steps after which gradients that are only noise are re
 class Reinforcement(Callback):
     """All steps of the run's section reinforce."""
 
-    def __init__(
-        self,
-        run: Run,
-        bridge: Any,
-        rollouts: Rollouts | None,
-        feed: Feed,
-        policy_step: PolicyStep,
-        metrics: Metrics,
-        fresh: bool,
-    ):
-        self.run, self.reinforce = run, run.reinforce
-        self.feed, self.policy_step, self.metrics, self.fresh = feed, policy_step, metrics, fresh
+    def __init__(self, run: Run, bridge: Any, rollouts: Rollouts | None, metrics: Metrics, from_training: bool):
+        self.run, self.reinforce, self.metrics, self.from_training = run, run.reinforce, metrics, from_training
+        self.feed, self.policy_step = Feed(), PolicyStep(run.reinforce)
         self.output, self.on_first = Path(run.paths.output), FirstRank()
         self.journal, self.report = Journal(self.output), Report(run)
         self.signal = None if without_signal(run) else GradientSignal(self.reinforce.signal)
@@ -115,7 +106,7 @@ class Reinforcement(Callback):
     def on_train_step_start(self, context: Any) -> None:
         number, update = divmod(context.state.train_state.step, self.reinforce.updates)
         if self.current is None or self.current.number != number + 1:
-            self.phases.reset()
+            self.phases.seconds.clear()
             self.current = self.step(context, number + 1)
             self.policy_step.take()
         self.began = time.monotonic()
@@ -125,7 +116,7 @@ class Reinforcement(Callback):
 
     def on_train_step_end(self, context: Any) -> None:
         done = context.state.train_state.step + 1  # Bridge increments it later
-        self.phases.add("train", time.monotonic() - self.began)
+        self.phases.seconds["train"] += time.monotonic() - self.began
         with self.phases.measure("signal"):
             signal = self._measure_signal(context, done)
         self.policy_step.replay.end()
@@ -134,7 +125,7 @@ class Reinforcement(Callback):
 
     def on_data_init_start(self, context: Any) -> None:
         """Count steps from 0 if the policy comes from a training, whose checkpoint has its own count."""
-        if self.fresh:
+        if self.from_training:
             context.state.train_state = TrainState()
 
     def on_train_start(self, context: Any) -> None:

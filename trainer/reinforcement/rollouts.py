@@ -67,7 +67,7 @@ class Rollouts(Group):
     def _watch(self) -> None:
         if self.started > 1 or self.run.reinforce.staleness:  # the next read of an engine may be much later
             for engine in self.engines:
-                engine.watch(_say_ended)
+                engine.watch(lambda ended: say(f"rollout: {ended.name}: {ended.end()}"))
 
     def answer(
         self, prompts: Sequence[list[int]], seeds: Sequence[int] | None, max_tokens: int | list[int], **sampling: Any
@@ -166,7 +166,3 @@ def _ready(busy: dict[Engine, list[int]]) -> list[Engine]:
     """Wait for an engine; return all that have answered or ended."""
     ready = wait([engine.connection for engine in busy])
     return [engine for engine in busy if engine.connection in ready]
-
-
-def _say_ended(engine: Engine) -> None:
-    say(f"rollout: {engine.name}: {engine.end()}")

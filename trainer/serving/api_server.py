@@ -1,4 +1,4 @@
-"""Arguments and environment of vLLM's OpenAI-compatible server for one model.
+"""Arguments, environment and chat template of vLLM's OpenAI-compatible server for one model.
 
 Callers cannot make it load anything, run code or read the host's files: this module switches those features off,
 whatever the environment says. The key that callers have to send is only in the environment, because arguments are
@@ -15,8 +15,10 @@ from conf.planner.serving.layout import SEQUENCES
 from contract import json_object
 from contract.served_model import DEFAULTS, ServedModel
 from trainer.data.tokens import rendering, templates, tokenizer
+from trainer.data.tokens.template_text import split
+from trainer.data.tokens.templates import Template
 from trainer.patches import vllm_cpu
-from trainer.serving import chat_template, constraints, engine, prompts, unmerged
+from trainer.serving import constraints, engine, prompts, unmerged
 from trainer.startup.console import say
 
 # vLLM's features that are off in a server for callers: pickles between processes, developer routes, loading adapters.
@@ -29,6 +31,13 @@ SWITCHED_OFF = {
 LOADED = {"load_format": "safetensors"}
 DRAIN_SECONDS = 10  # for unfinished answers after SIGTERM
 BASE = "-base"  # suffix of the name by which callers get the model without its adapter
+MARK = "\ue000"  # placeholder for the answer; a character for private use
+ONE = (
+    "{%- if messages|length != 1 or messages[0]['role'] != 'user' -%}"
+    "{{ raise_exception('this model was trained on single questions: send one message, of the user') }}"
+    "{%- endif -%}"
+)
+QUESTION = "messages[0]['content']"
 
 
 def serve(settings: ServedModel) -> None:
@@ -73,7 +82,7 @@ def arguments(settings: ServedModel, folder: Path, gpus: int) -> list[str]:
     if adapter:
         module = {"name": settings.name, "path": settings.adapter, "is_3d_lora_weight": adapter.experts}
         values |= {"lora_modules": module} | adapter.settings(max(1, gpus), expert_parallel=False)
-    if (text := chat_template.of(template)) is not None:
+    if (text := chat_template(template)) is not None:
         (folder / "chat_template.jinja").write_text(text)
         values |= {"chat_template": str(folder / "chat_template.jinja")}
     if template.kind == "chat" and template.options:
@@ -87,6 +96,33 @@ def _option(key: str, value: Any) -> list[str]:
         return []
     values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
     return [f"--{key.replace('_', '-')}", *([] if value is True else map(str, values))]
+
+
+def chat_template(template: Template) -> str | None:
+    """The training's template as the server's: it turns a question in a chat into the trained prompt.
+
+    chat     the tokenizer's own template needs nothing; a Jinja file is used unchanged
+    plain    the text around {input}, for one message
+    jinja    the text that a file with `input` and `output` writes before the answer, for one message
+
+    None if the tokenizer's own chat template is used, or the data have no prompts.
+    """
+    if template.kind == "plain":
+        before, after, _ = split(template.text)
+        return f"{ONE}{{{{ {_literal(before)} + {QUESTION}.strip(' ') + {_literal(after)} }}}}"
+    if template.kind == "jinja":
+        variables = f"{{%- set input = {QUESTION} -%}}{{%- set output = {_literal(MARK)} -%}}"
+        options = "".join(f"{{%- set {name} = {_literal(value)} -%}}" for name, value in template.options.items())
+        whole = f"{{% set whole %}}\n{template.text}{{% endset %}}"  # transformers drops a line break after a block
+        return f"{ONE}{variables}{options}{whole}{{{{- whole.split({_literal(MARK)})[0].removesuffix(' ') }}}}"
+    if template.kind == "chat" and template.origin != templates.CHAT:
+        return template.text
+    return None
+
+
+def _literal(value: object) -> str:
+    """A value as a Jinja literal. Jinja accepts JSON's escapes, true and false."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _gpus(settings: ServedModel) -> int:
