@@ -64,7 +64,7 @@ def serve(run: Run, precision: str, progress: Progress):
 
     Never returns on the other hosts of a gang, which only compute for the first.
     """
-    place = hosts.meet()
+    of_hosts = hosts.meet()
 
     with vllm_cpu.hidden():
         from lm_eval.models import vllm_causallms
@@ -72,7 +72,7 @@ def serve(run: Run, precision: str, progress: Progress):
 
         vllm_cpu.ask_in_process()
 
-    if place and place.node:
+    if of_hosts.get("node_rank"):
         vllm_causallms.LLM = hosts.follow  # lm-eval calls it with the same arguments as on the first host
     adapter = unmerged.find(run)
     lm_evals: Any = vllm_causallms.VLLM  # its decorator hides its class from type checkers
@@ -119,13 +119,13 @@ def serve(run: Run, precision: str, progress: Progress):
 
     with contextlib.ExitStack() as stack:
         path = unmerged.model(run)
-        if not vllm_cpu.is_installed() and not place:
+        if not vllm_cpu.is_installed() and not of_hosts:
             path = stack.enter_context(start_up.fixed_name(Path(run.paths.kernels).absolute(), path, precision))
         settings = arguments(run, precision, adapter)
         if rounding(run) != "as_released" and is_quantised(unmerged.model(run)):
             settings |= UNPACKED  # as in training
-        served = Served(pretrained=str(path), **settings, **hosts.arguments(place))
-    if place:
+        served = Served(pretrained=str(path), **settings, **of_hosts)
+    if of_hosts:
         hosts.report_steps(served.model.llm_engine)
     return served
 

@@ -9,7 +9,6 @@ when the engine ends, and lets them exit with code 0 when one of their workers h
 import itertools
 import os
 import socket
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -19,16 +18,6 @@ WITHIN = 300.0  # seconds that the first host may need to publish its port
 # Variables of torchrun, by their beginnings, that vLLM would misread as its own: with TORCHELASTIC_USE_AGENT_STORE each
 # worker would wait for a server that nobody starts.
 OF_TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE", "MASTER_")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Place of this process among the hosts."""
-
-    node: int
-    nodes: int
-    master: str  # address of the first host
-    port: int  # on the first host, for vLLM's workers to connect
 
 
 def is_one_of_several() -> bool:
@@ -41,10 +30,10 @@ def only_computes() -> bool:
     return is_one_of_several() and os.environ.get("RANK", "0") != "0"
 
 
-def meet() -> Place | None:
-    """Connect with the other hosts of the gang. None if this process is not part of a gang."""
+def meet() -> dict[str, Any]:
+    """Connect with the other hosts of the gang. Returns vLLM's arguments about them; empty without a gang."""
     if not is_one_of_several():
-        return None
+        return {}
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     name = os.environ["GANG_ATTEMPT"]
@@ -57,15 +46,8 @@ def meet() -> Place | None:
     address, _, free = store.get(f"serving/{name}").decode().rpartition(":")
     for variable in [variable for variable in os.environ if variable.startswith(OF_TORCHRUN)]:
         del os.environ[variable]
-    return Place(node, nodes, address, int(free))
-
-
-def arguments(place: Place | None) -> dict[str, Any]:
-    """Arguments of vLLM with the place of this process among the hosts."""
-    if place is None:
-        return {}
-    rank = {"nnodes": place.nodes, "node_rank": place.node, "pipeline_parallel_size": place.nodes}
-    return {"distributed_executor_backend": "mp", "master_addr": place.master, "master_port": place.port} | rank
+    place = {"nnodes": nodes, "node_rank": node, "pipeline_parallel_size": nodes}
+    return place | {"distributed_executor_backend": "mp", "master_addr": address, "master_port": int(free)}
 
 
 def follow(**arguments: Any) -> NoReturn:
