@@ -176,16 +176,10 @@ class Rollout:
         ]
         gc.disable()  # a step's many lists would each trigger a scan of all of vLLM's objects
         try:
-            outputs = self._generate(prompts, params)
+            outputs = engine.generate(self.llm, prompts, params, self.adapter)
             return [(list(request.prompt_token_ids), self._answers(request)) for request in outputs]
         finally:
             gc.enable()
-
-    def _generate(self, rows: list[list[int]], params: Any) -> list[Any]:
-        from vllm import TokensPrompt
-
-        prompts = [TokensPrompt(prompt_token_ids=row) for row in rows]
-        return self.llm.generate(prompts, params, use_tqdm=False, lora_request=self.adapter)
 
     def _answers(self, request: Any) -> list[Output]:
         """All answers to a prompt. Text is decoded after the prompt: some tokenizers drop a text's first space."""
@@ -207,7 +201,7 @@ class Rollout:
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        return engine.of_prompts(rows, self._generate(rows, params))
+        return engine.of_prompts(rows, engine.generate(self.llm, rows, params, self.adapter))
 
 
 def _first(names: list[str]) -> str:

