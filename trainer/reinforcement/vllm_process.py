@@ -54,7 +54,7 @@ class Rollout:
             from vllm import LLM
 
             vllm_cpu.ask_in_process()
-        from trainer.reinforcement.engines import log_probs, worker
+        from trainer.reinforcement.engines import log_probs
         from trainer.reinforcement.transfer import weight_engine
 
         self.version = -1  # as released
@@ -63,7 +63,7 @@ class Rollout:
         self.adapter: Any = None  # added to the released weights
         self.sleeps = bool(settings["arguments"].get("enable_sleep_mode"))
         backend = {"backend": weight_engine.name(settings["transport"])}
-        extended = {"weight_transfer_config": backend, "worker_extension_cls": worker.NAME}
+        extended = {"weight_transfer_config": backend, "worker_extension_cls": weight_engine.WORKER}
         extended |= {"scheduler_cls": log_probs.SCHEDULER}
         log_probs.take_whole()
         self.llm = LLM(**settings["arguments"], **extended)
