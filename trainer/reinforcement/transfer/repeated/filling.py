@@ -3,7 +3,7 @@
 # pyright: reportPrivateImportUsage=false
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -51,16 +51,16 @@ def _of_kernels(meta: wire.Meta, place: int, recipe: Recipe) -> list[tuple[tuple
     """
     copied = pieces(recipe)
     merged = [] if copied else merges(recipe)
-    made: Sequence[Any] = copied or merged
     bases = copied or [part.base for part in merged]
     alike = all(base.is_cuda and meta.dtype == wire.dtype(base) for base in bases)
     if not bases or not alike or sum(base.nbytes for base in bases) != meta.bytes:
         return []
     from trainer.reinforcement.transfer.repeated.kernels import Copies, Merges
 
-    kernel, kind_of = (Copies, Copies.has) if copied else (Merges, Merges.kind)
+    kernel = Copies if copied else Merges
+    kind_of: Callable[[int, Any], Any] = Copies.has if copied else Merges.kind
     places = accumulate((base.nbytes for base in bases[:-1]), initial=place)
-    parts = [(at, part, kind_of(at, part)) for at, part in zip(places, made, strict=True)]
+    parts = [(at, part, kind_of(at, part)) for at, part in zip(places, copied or merged, strict=True)]
     return [((kernel, kind), at, part) for at, part, kind in parts] if all(kind for *_, kind in parts) else []
 
 
