@@ -3,7 +3,7 @@
 # pyright: reportPrivateImportUsage=false
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -57,11 +57,11 @@ def _of_kernels(meta: wire.Meta, place: int, recipe: Recipe) -> list[tuple[tuple
         return []
     from trainer.reinforcement.transfer.repeated.kernels import Copies, Merges
 
-    kernel = Copies if copied else Merges
-    kind_of: Callable[[int, Any], Any] = Copies.has if copied else Merges.kind
-    places = accumulate((base.nbytes for base in bases[:-1]), initial=place)
-    parts = [(at, part, kind_of(at, part)) for at, part in zip(places, copied or merged, strict=True)]
-    return [((kernel, kind), at, part) for at, part, kind in parts] if all(kind for *_, kind in parts) else []
+    places = [*accumulate((base.nbytes for base in bases[:-1]), initial=place)]
+    launches = [(Copies, Copies.has(*placed)) for placed in zip(places, copied, strict=False)]
+    launches += [(Merges, Merges.kind(*placed)) for placed in zip(places, merged, strict=False)]
+    complete = all(kind for _, kind in launches)
+    return [*zip(launches, places, copied or merged, strict=True)] if complete else []
 
 
 def first_unlike(metas: Sequence[wire.Meta], actual: torch.Tensor, expected: torch.Tensor) -> str | None:
