@@ -49,6 +49,7 @@ from trainer.serving import agreement, engine, full_memory, held_out, held_out_t
 from trainer.startup import entry
 from trainer.startup.console import say
 
+TOOLS = ("vllm", "lm_eval", "torch", "transformers")
 SAY_EVERY = 5.0  # seconds
 LOG_LINES = 15  # last lines of log.txt, shown after a failure
 
@@ -78,8 +79,8 @@ def _score(run: Run, folder: Path) -> None:
         _show_failure(error, log, begin)
         sys.exit(1)
     write_atomically(folder / "scores.json", json.dumps(results.pop("scores")), durable=True)
-    versions = {name: importlib.metadata.version(name) for name in ("vllm", "lm_eval", "torch", "transformers")}
-    results |= {"seconds": round(time.monotonic() - started, 1), "versions": versions}
+    results |= {"seconds": round(time.monotonic() - started, 1)}
+    results["versions"] = {name: importlib.metadata.version(name) for name in TOOLS}
     write_atomically(folder / "results.json", json.dumps(results, indent=1, ensure_ascii=False), durable=True)
     output_marks.finished(folder)
     for name, value in results["metrics"].items():

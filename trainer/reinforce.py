@@ -52,8 +52,6 @@ def _train(configured: Run, run: Run, rollouts: Rollouts | None, newest: int) ->
     """Train from the newest checkpoint's step on."""
     device.start()
     from trainer.megatron.model import open_bridge
-    from trainer.patches import resharding
-    from trainer.patches.checkpoints import exchanged_states
     from trainer.reinforcement.journal import Journal, facts
     from trainer.reinforcement.loop import Reinforcement
     from trainer.reinforcement.policy.policy_step import FromOutside
@@ -62,8 +60,6 @@ def _train(configured: Run, run: Run, rollouts: Rollouts | None, newest: int) ->
     from trainer.training.metrics import Metrics
     from trainer.training.parity import Parity
 
-    resharding.install()
-    exchanged_states.install()
     if rollouts:
         Journal(Path(run.paths.output)).begin(facts(configured))
     with megatron_to(Path(run.paths.logs)):

@@ -21,6 +21,10 @@ CPU = torch.device("cpu")
 
 def install() -> None:
     """Replace torch.cuda's functions until this process ends. Call it once."""
+    for name in _WITHOUT_EFFECT:
+        setattr(torch.cuda, name, _nothing())
+    for name in _MEMORY:
+        setattr(torch.cuda, name, _resident())
     for name, value in _FUNCTIONS.items():
         setattr(torch.cuda, name, value)
     for name, value in _RANDOM.items():
@@ -34,12 +38,15 @@ def install() -> None:
     DeviceMode().__enter__()
 
 
-def join_random_states() -> None:
-    """Make Megatron's per-rank random streams switch the CPU's generator.
+def adapt_megatron() -> None:
+    """Make Megatron's per-rank random streams switch the CPU's generator, and recomputed activations be copied.
 
     Megatron accesses the GPU's generator through private functions. A data loader draws a seed for its workers from the
     CPU's generator, once per epoch and again after a resume. With a GPU that does not change the GPU's generator, and
     here it must not change the CPU's: dropout of a resumed training must equal that of an uninterrupted one.
+
+    Megatron lets recomputed activations share the memory that it has reserved for them with a C++ function. Compiling
+    it takes 15 s in every new environment.
     """
     from megatron.core.tensor_parallel import random
     from torch.utils.data import dataloader
@@ -48,6 +55,7 @@ def join_random_states() -> None:
 
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: _set_rng_state(state)
+    random._share_storage_ext = SimpleNamespace(share_storage=_copy_storage)
 
 
 def _keeping_random_state(begin: Callable[..., None]) -> Callable[..., None]:
@@ -57,16 +65,6 @@ def _keeping_random_state(begin: Callable[..., None]) -> Callable[..., None]:
             begin(*arguments)
 
     return begin_and_restore
-
-
-def copy_recomputed() -> None:
-    """Copy recomputed activations into the storage that Megatron has reserved for them.
-
-    Megatron lets the two share their memory with a C++ function. Compiling it takes 15 s in every new environment.
-    """
-    from megatron.core.tensor_parallel import random
-
-    random._share_storage_ext = SimpleNamespace(share_storage=_copy_storage)
 
 
 class DeviceMode(TorchFunctionMode):
@@ -95,30 +93,18 @@ _BY_POSITION = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.pin_memory, tor
 
 
 def _to_cpu(device):
-    if isinstance(device, bool) or device is None:
+    if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
         return device
-    if isinstance(device, int):
-        return CPU
-    if isinstance(device, str) and device.startswith("cuda"):
-        return CPU
-    if isinstance(device, torch.device) and device.type == "cuda":
-        return CPU
-    return device
+    return CPU if isinstance(device, int) or str(device).startswith("cuda") else device
 
 
-class Stream:
+class Stream(contextlib.nullcontext):
     """A stream on which all work is finished."""
 
     cuda_stream = 0
 
     def __init__(self, *args, **kwargs):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        return None
+        super().__init__(self)
 
     def record_event(self, event=None):
         return event or Event()
@@ -188,34 +174,25 @@ _PROPERTIES = SimpleNamespace(
     name="cpu", major=0, minor=0, multi_processor_count=1, total_memory=psutil.virtual_memory().total
 )
 
+_WITHOUT_EFFECT = ("_lazy_init", "empty_cache", "ipc_collect", "reset_peak_memory_stats", "set_device", "set_stream")
+_WITHOUT_EFFECT += ("synchronize",)
+_MEMORY = ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved")
 _FUNCTIONS = {
     "Event": Event,
     "Stream": Stream,
-    "_lazy_init": _nothing(),
-    "current_blas_handle": lambda: 0,
     "current_device": lambda: CPU,
     "current_stream": lambda device=None: Stream(),
     "default_stream": lambda device=None: Stream(),
     "device_count": lambda: 1,
-    "empty_cache": _nothing(),
     "get_device_capability": lambda device=None: (0, 0),
     "get_device_name": lambda device=None: "cpu",
     "get_device_properties": lambda device=None: _PROPERTIES,
-    "ipc_collect": _nothing(),
     "is_available": lambda: True,
     "is_current_stream_capturing": lambda: False,
     "is_initialized": lambda: False,
-    "max_memory_allocated": _resident(),
-    "max_memory_reserved": _resident(),
     "mem_get_info": lambda device=None: (psutil.virtual_memory().available, psutil.virtual_memory().total),
-    "memory_allocated": _resident(),
-    "memory_reserved": _resident(),
     "memory_stats": lambda device=None: {},
-    "reset_peak_memory_stats": _nothing(),
-    "set_device": _nothing(),
-    "set_stream": _nothing(),
     "stream": lambda stream: contextlib.nullcontext(),
-    "synchronize": _nothing(),
 }
 
 _RANDOM = {
