@@ -13,6 +13,7 @@ from torch import nn
 from tests.support.reinforced import ADAPTER, answers, of_steps
 from trainer.reinforcement.transfer import wire
 from trainer.reinforcement.transfer.repeated import filling, recipes
+from trainer.reinforcement.transfer.repeated.buckets import Buckets
 from trainer.reinforcement.transfer.repeated.loading import Learned, Watch
 
 ROOT = Path(__file__).parents[3]
@@ -309,7 +310,7 @@ def test_the_digest_of_a_tensor_is_of_its_own_bytes_and_of_its_place():
     memory = torch.randint(0, 256, (2, 3 * 2 * 8192), dtype=torch.uint8)
 
     def found(changed: tuple[int, int] | None = None) -> torch.Tensor:
-        totals = wire.Buckets(buckets, torch.device("cpu"))
+        totals = Buckets(buckets, torch.device("cpu"))
         totals.begin()
         for number in (0, 1):
             bucket = memory[number].clone()

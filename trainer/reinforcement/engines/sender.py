@@ -20,6 +20,7 @@ from trainer.reinforcement.engines.engine import Engine, Group
 from trainer.reinforcement.transfer import shared_memory, wire
 from trainer.reinforcement.transfer.export import Export
 from trainer.reinforcement.transfer.repeated import filling
+from trainer.reinforcement.transfer.repeated.buckets import Buckets
 from trainer.reinforcement.transfer.repeated.filling import Filling
 from trainer.serving import hosts
 from trainer.startup import device
@@ -36,7 +37,7 @@ class Sender:
         self.run, self.group, self.transport = run, group, transport
         self.device = torch.device("cuda" if device.has_gpu() else "cpu")
         self.buckets: list[list[wire.Meta]] = []  # of the last whole transfer
-        self.repeated: wire.Buckets | None = None  # the same buckets, after the first repetition
+        self.repeated: Buckets | None = None  # the same buckets, after the first repetition
         self.can_repeat = self.reported = False  # whether every engine can repeat; whether the reason was logged
         self.fillings: list[Filling] | None = None  # these may fill the buckets without Bridge
         self.proven = False  # whether they have filled them with the same bytes as Bridge
@@ -108,7 +109,7 @@ class Sender:
             self.group.ask("repeat", {"version": version})  # engines prepare while this side does
         self._prepare(export)
         allocate, _ = self._memory()
-        self.repeated = self.repeated or wire.Buckets(self.buckets, self.device)
+        self.repeated = self.repeated or Buckets(self.buckets, self.device)
         self.repeated.begin()
         rooms = self.repeated.rooms(allocate)
         if self.transport == "ipc":
@@ -120,7 +121,7 @@ class Sender:
             raise Fault(f"transfer of weights: {more[0]} came, but not in the transfer before")
         return self.repeated.bytes
 
-    def _repeat_over_pipes(self, tensors: Tensors, rooms: list[torch.Tensor], repeated: wire.Buckets) -> None:
+    def _repeat_over_pipes(self, tensors: Tensors, rooms: list[torch.Tensor], repeated: Buckets) -> None:
         """Fill a bucket while the previous one is sent; send the digests of all after the last."""
         sending = list[list[tuple[Engine, Any]]]()
         for number, (room, used) in enumerate(zip(rooms, repeated.used, strict=True)):
@@ -140,7 +141,7 @@ class Sender:
             self._attempt_over(engine, partial(engine.pipe.send, digests))
         self.group.answers([*self.group.engines], "repeat")
 
-    def _repeat_shared(self, tensors: Tensors, rooms: list[torch.Tensor], repeated: wire.Buckets) -> None:
+    def _repeat_shared(self, tensors: Tensors, rooms: list[torch.Tensor], repeated: Buckets) -> None:
         reading = list[Engine]()
         for number, (room, used) in enumerate(zip(rooms, repeated.used, strict=True)):
             memory = room[:used]

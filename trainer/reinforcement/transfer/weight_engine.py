@@ -28,6 +28,7 @@ from contract.faults import Fault
 from trainer.patches import vllm_cpu
 from trainer.reinforcement.transfer import wire
 from trainer.reinforcement.transfer.repeated import loading
+from trainer.reinforcement.transfer.repeated.buckets import Buckets
 from trainer.weights import digests
 
 WORKER = f"{__name__}.Worker"
@@ -52,7 +53,7 @@ class BucketEngine(base.WeightTransferEngine[Init, Update]):
     init_info_cls, update_info_cls = Init, Update
     arrived: set[str]  # names of the tensors that were loaded since the start
     buckets: list[list[wire.Meta]]  # tensors of each bucket since the start
-    repeated: wire.Buckets | None = None  # the same buckets, after the first repetition
+    repeated: Buckets | None = None  # the same buckets, after the first repetition
     watch: loading.Watch | None = None  # of the first transfer
     learned: loading.Learned | None = None
 
@@ -91,9 +92,9 @@ class BucketEngine(base.WeightTransferEngine[Init, Update]):
         """The reason why a transfer cannot be repeated, or "". `sleeps`: vLLM sleeps before each transfer."""
         return self.learned.refused(self.model, sleeps) if self.learned else "no transfer was recorded"
 
-    def known(self) -> wire.Buckets:
+    def known(self) -> Buckets:
         """The buckets of the last whole transfer."""
-        self.repeated = self.repeated or wire.Buckets(self.buckets, torch.device(self.device))
+        self.repeated = self.repeated or Buckets(self.buckets, torch.device(self.device))
         return self.repeated
 
     def put(self, number: int, memory: torch.Tensor) -> None:
@@ -128,7 +129,7 @@ class BucketEngine(base.WeightTransferEngine[Init, Update]):
 
 
 class GlooEngine(BucketEngine):
-    """wire.Buckets over gloo, from host memory to host memory."""
+    """Buckets over gloo, from host memory to host memory."""
 
     pipe: wire.Pipe
     on_device = False  # whether buckets arrive in the memory of the model's device
@@ -161,7 +162,7 @@ class GlooEngine(BucketEngine):
 
 
 class NcclEngine(GlooEngine):
-    """wire.Buckets over NCCL, from GPU to GPU. On a CPU, gloo does the same."""
+    """Buckets over NCCL, from GPU to GPU. On a CPU, gloo does the same."""
 
     on_device = True
 

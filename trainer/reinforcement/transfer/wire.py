@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import accumulate, chain
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -129,53 +129,6 @@ def require(sent: Meta, tensor: torch.Tensor) -> None:
         raise Fault(f"transfer of weights: {sent.name} is not what was sent: {difference}")
 
 
-class Buckets:
-    """The buckets of a repeated transfer, which both sides know: the size of each, and the digests of all tensors.
-
-    The layout is computed once, because it takes Python code for each tensor. Digests are computed as for a single
-    bucket, except that rows are numbered through all buckets. They are collected bucket by bucket, and reach the host
-    at the end.
-    """
-
-    def __init__(self, metas: Sequence[Sequence[Meta]], device: torch.device):
-        self.bytes = sum(meta.bytes for meta in chain.from_iterable(metas))
-        self.used = [*map(used, metas)]
-        self.first = [*accumulate((size // ROW for size in self.used), initial=0)]  # rows
-        # The first row of each tensor, and the row after the last tensor.
-        begins = [
-            start + place // ROW
-            for start, of_bucket in zip(self.first, metas, strict=False)
-            for _, place in placed(of_bucket)
-        ]
-        self.ends = torch.tensor([*begins, self.first[-1]]).to(device)
-        self.factors = digests.place_factors(0, 0, WORDS, device)
-        self.sums = self.factors.new_empty(0)  # of each row, in a transfer
-
-    def begin(self) -> None:
-        """Begin a transfer."""
-        self.sums = torch.empty(self.first[-1], dtype=torch.int64, device=self.ends.device)
-
-    def rooms(self, allocate: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
-        """Memory for each bucket: two pieces with the size of the largest bucket, used in turn."""
-        two = [allocate(max(self.used)) for _ in self.used[:2]]
-        return [two[number % 2] for number in range(len(self.used))]
-
-    def add(self, number: int, memory: torch.Tensor) -> None:
-        """Add the rows of a bucket."""
-        out = self.sums[self.first[number] : self.first[number + 1]]
-        if memory.is_cuda:
-            from trainer.reinforcement.transfer.repeated import kernels
-
-            kernels.row_sums(memory, self.factors, out)
-        else:
-            torch.sum(memory.view(torch.int64).view(-1, WORDS) * self.factors, -1, out=out)
-
-    def digests(self) -> torch.Tensor:
-        """Digest of each tensor, in the order of all buckets."""
-        sums, self.sums = self.sums, self.sums.new_empty(0)
-        return _of_rows(sums, self.ends)
-
-
 def _bucket(group: Sequence[Meta], memory: torch.Tensor | None) -> Bucket:
     assert memory is not None
     pairs = zip(group, _digests(memory, group), strict=True)
@@ -187,11 +140,11 @@ def _digests(memory: torch.Tensor, metas: Sequence[Meta]) -> list[str]:
     ends = [*accumulate((_rows(meta.bytes) for meta in metas), initial=0)]
     rows = memory[: ends[-1] * ROW].view(torch.int64).view(-1, WORDS)
     sums = (rows * digests.place_factors(0, 0, WORDS, memory.device)).sum(-1)
-    of_tensors = _of_rows(sums, torch.tensor(ends, device=memory.device))
+    of_tensors = of_rows(sums, torch.tensor(ends, device=memory.device))
     return [digests.text(number) for number in of_tensors.tolist()]
 
 
-def _of_rows(sums: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def of_rows(sums: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Digest of each tensor, from the sums of all rows and the first row of each tensor and of the end."""
     rows = sums * digests.place_factors(1, 0, len(sums), sums.device)
     return torch.cat([rows.new_zeros(1), rows.cumsum(0)])[ends].diff()
