@@ -148,7 +148,7 @@ def add_figures(total: dict[str, float], figures: Mapping[str, Any]) -> None:
 
 
 def batches_of_rank(run: Run, answers: Sequence[Scored]) -> list[dict[str, torch.Tensor]]:
-    """This data-parallel rank's micro batches of an optimizer step's answers."""
+    """Micro batches of this data-parallel rank, from the answers of an optimizer step."""
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     return micro_batches(answers, Form.of(run), rank, ranks)
 
