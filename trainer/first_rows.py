@@ -17,9 +17,8 @@ from conf.schema.run import Run
 from contract.faults import Fault
 from contract.first_rows import FirstRows
 from trainer.data.read import choose, shapes, sources
-from trainer.data.rows import Bad, Row
+from trainer.data.rows import Bad, Refused, Row
 from trainer.data.tokens import anomalies, chat, templates, tokenizer
-from trainer.data.tokens.spans import Refused
 from trainer.data.tokens.templates import Template
 from trainer.startup import entry
 from trainer.startup.console import say
@@ -121,8 +120,10 @@ def _named(part: Part, raw: Sequence[Row], place: str) -> tuple[Part, str]:
 def by_letters(raw: Sequence[Row]) -> tuple[str, str, str] | None:
     """Return the columns of a known pair whose names differ only in capitals and separators."""
     names = {"".join(filter(str.isalnum, name)).lower(): name for row in raw[: sources.FIRST] for name in row}
-    pairs = [pair for pair in shapes.PAIRS if all(name in names for name in pair)]
-    return (names[pairs[0][0]], names[pairs[0][1]], "their names") if len(pairs) == 1 else None
+    pairs = [
+        (names[one], names[two]) for one, known in shapes.PAIRS.items() for two in known if {one, two} <= names.keys()
+    ]
+    return (*pairs[0], "their names") if len(pairs) == 1 else None
 
 
 def by_values(raw: Sequence[Row]) -> tuple[str, str, str] | None:
@@ -183,7 +184,7 @@ def _stop(template: Template, rows: Sequence[Row]) -> str:
     """
     few = rows[: sources.FIRST]
     encoded = [row for row in template.encode(few) if not isinstance(row, Bad)]
-    endless = template.checks(encoded, few)["answer without an end"] if len(encoded) == len(few) else []
+    endless = anomalies.find(template, encoded, few)[anomalies.ENDLESS] if len(encoded) == len(few) else []
     if not endless or template.kind != "chat":
         return ""
     turns = [{"role": role, "content": chat.MARK} for role in ("user", "assistant", "user")]

@@ -13,8 +13,8 @@ from itertools import takewhile
 from typing import Any
 
 from trainer.data.read import messages as conversations
-from trainer.data.read.messages import Message, Unfit
-from trainer.data.rows import Bad, Row, show
+from trainer.data.read.messages import Message
+from trainer.data.rows import Bad, Refused, Row, show
 
 SIDES = ("chosen", "rejected")
 PROMPTS = ("prompt", "question", "instruction", "query", "input")
@@ -36,9 +36,9 @@ def pair(prompt: Any, chosen: Any, rejected: Any, system: str) -> Row:
     else:
         rows = [_conversation(prompt, chosen, "chosen", system), _conversation(prompt, rejected, "rejected", system)]
     if rows[0] == rows[1]:
-        raise Unfit(Bad("both answers are equal", "rejected", show(rejected)))
+        raise Refused(Bad("both answers are equal", "rejected", show(rejected)))
     if "messages" in rows[0] and rows[0]["messages"][:-1] != rows[1]["messages"][:-1]:
-        raise Unfit(Bad("answers to different prompts", "rejected", "conversations differ before their last message"))
+        raise Refused(Bad("answers to different prompts", "rejected", "conversations differ before their last message"))
     return dict(zip(SIDES, rows, strict=True))
 
 
@@ -114,5 +114,5 @@ def _split(chosen: str, rejected: str) -> tuple[str, str, str]:
     if not prompt.endswith((" ", "\n")):
         prompt = prompt[: max(prompt.rfind(" "), prompt.rfind("\n")) + 1]
     if not prompt.strip():
-        raise Unfit(Bad("no prompt", "chosen", "the answers have no common beginning, and no column prompt exists"))
+        raise Refused(Bad("no prompt", "chosen", "the answers have no common beginning, and no column prompt exists"))
     return prompt, chosen[len(prompt) :], rejected[len(prompt) :]

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from contract.faults import Fault
-from trainer.data.rows import Bad, Row, show
+from trainer.data.rows import Bad, Refused, Row, show
 from trainer.data.tokens import rendering
 from trainer.data.tokens import spans as spanned
 from trainer.data.tokens import tokenizer as tokenizers
 from trainer.data.tokens.encoded import Encoded
-from trainer.data.tokens.spans import Refused, Rendered, Span
+from trainer.data.tokens.spans import Rendered, Span
 from trainer.data.tokens.template_text import TemplateText
 from trainer.startup.limited_calls import Exceeded
 
@@ -60,7 +60,7 @@ def _try(template: TemplateText, row: Row, number: int) -> Rendered | Bad:
 
 
 def rendered(template: TemplateText, row: Row) -> Rendered:
-    if not template.uses_messages:
+    if template.kind == "jinja":
         return _around_answer(template, row)
     messages, tools = conversation(row), row.get("tools")
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]

@@ -10,18 +10,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.data.rows import Bad
+from trainer.data.rows import Bad, Refused
 
 Span = tuple[int, int]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-class Refused(Exception):
-    """A row that the template cannot render, or whose learned text cannot be determined."""
-
-    def __init__(self, bad: Bad):
-        super().__init__(bad)
-        self.bad = bad
 
 
 @dataclass(frozen=True)

@@ -61,10 +61,6 @@ class TemplateText:
         return {name[:2] for name in self.special}
 
     @cached_property
-    def uses_messages(self) -> bool:
-        return self.kind == "chat"
-
-    @cached_property
     def space(self) -> str:
         """Return the space before a plain answer, or ""."""
         space = split(self.text)[2]
@@ -75,6 +71,11 @@ class TemplateText:
         """Return the ids of the stop if it is the end of text, else none."""
         is_end = self.stop and self.stop == self.tokenizer.eos_token
         return [self.tokenizer.eos_token_id] if is_end else []
+
+    @property
+    def stop_text(self) -> str:
+        """Return the stop of a plain answer if it is text. As in Bridge, the end of text is an id instead."""
+        return "" if self.end else self.stop
 
     @cached_property
     def counting(self) -> np.ndarray:

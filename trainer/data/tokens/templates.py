@@ -22,7 +22,7 @@ from conf.schema.data import PLAIN, Data
 from contract import checksums, regular_files
 from contract.faults import Fault
 from trainer.data.rows import Bad, Row
-from trainer.data.tokens import anomalies, chat, plain, rendering
+from trainer.data.tokens import chat, plain, rendering
 from trainer.data.tokens import tokenizer as tokenizers
 from trainer.data.tokens.encoded import Encoded, Limit
 from trainer.data.tokens.template_text import Kind, TemplateText
@@ -31,8 +31,8 @@ from trainer.startup.limited_calls import Exceeded
 
 DEFAULT = "{input} {output}"
 CHAT = "chat template"
-RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "input", "output", "conversations"} | {
-    "chat_template",
+RESERVED = {"messages", "tools", "documents", "input", "output", "conversations", "chat_template"} | {
+    "add_generation_prompt",
     "continue_final_message",
     "return_assistant_tokens_mask",
 }
@@ -102,7 +102,7 @@ class Template(TemplateText):
         return {
             "kind": self.kind,
             "text": self.text,
-            "sha256": _digest(self.text),
+            "sha256": checksums.of(self.text) if isinstance(self.text, str) else checksums.of_json(self.text),
             "origin": self.origin,
             "loss_on": self.loss_on,
             "stop": self.stop,
@@ -112,10 +112,6 @@ class Template(TemplateText):
             "too_long": self.limit.too_long,
             "tokenizer": tokenizers.facts(self.tokenizer),
         }
-
-    def checks(self, encoded: Sequence[Encoded], rows: Sequence[Row]) -> dict[str, list[int]]:
-        """Return the indexes of anomalous rows, by anomaly."""
-        return anomalies.find(self, encoded, rows)
 
 
 def choose(data: Data, tokenizer: Tokenizer, kind: str) -> Template:
@@ -235,7 +231,3 @@ def _pair(template: Template, row: Row) -> Row | Bad:
         "messages",
         f"{', '.join(roles)}; a template with input and output has one of each; use data.template: chat",
     )
-
-
-def _digest(text: Any) -> str:
-    return checksums.of(text) if isinstance(text, str) else checksums.of_json(text)
