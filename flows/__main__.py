@@ -19,7 +19,7 @@ from contract import closed_pipe
 from flows import arguments
 
 SUMMARIES = {
-    "up": "Start a Prefect server, MLflow and workers on this host, and deploy everything.",
+    "up": "Start Prefect, MLflow and workers on this host, and deploy everything.",
     "down": "Stop what `finetune up` started.",
 }
 
@@ -80,13 +80,16 @@ def _items(values: Sequence[str], incomplete: str, files: bool = False) -> list[
 )
 @click.version_option(package_name="finetune")
 def finetune() -> None:
-    """Fine-tune very large models: plan, run, serve. `finetune COMMAND --help` explains one command."""
+    """Fine-tune large language models: plan, run, serve. `finetune COMMAND --help` explains a command."""
 
 
 @finetune.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print a shell's completion script: eval "$(finetune completion bash)"."""
+    """Print the completion script of a shell.
+
+    Use it with: eval "$(finetune completion bash)"
+    """
     kind = get_completion_class(shell)
     assert kind
     print(kind(finetune, {}, "finetune", "_FINETUNE_COMPLETE").source())

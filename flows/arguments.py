@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import math
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from contract.faults import line_of
+from contract.faults import Fault, line_of
 
 HOST, PORT = "127.0.0.1", 8000
 MODEL = "org/name on the Hub, a folder, or s3://..."
@@ -52,12 +55,11 @@ def stages() -> list[str]:
     return [ast.literal_eval(step.args[0]) for step in steps]
 
 
-def parser(module: str, description: str | None = None) -> argparse.ArgumentParser:
-    text = about(module) if description is None else description
+def parser(module: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog=spoken(f"python -m flows.{module}"),
         usage=argparse.SUPPRESS,  # a fault is one line
-        description=spoken(text),
+        description=spoken(about(module)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
@@ -80,9 +82,8 @@ def finetune(module: str = "finetune") -> argparse.ArgumentParser:
         "FINETUNE_RUNS the local folder for work and caches (runs), MLFLOW_TRACKING_URI the tracking server."
     )
     made.add_argument("--until-stage", metavar="STAGE", help="end after this stage")
-    again = "run this stage and all later ones again"
-    made.add_argument("--from-stage", metavar="STAGE", help=again)
-    made.add_argument("--dry-run", action="store_true", help="print what would run and what it would cost")
+    made.add_argument("--from-stage", metavar="STAGE", help="run this stage and all later ones again")
+    made.add_argument("--dry-run", action="store_true", help="list stages, cached or not, and cost; run nothing")
     return made
 
 
@@ -96,11 +97,11 @@ def plan() -> argparse.ArgumentParser:
     made = of_a_run("plan", example="layout.ep=16", names="a name in conf/ or its folders")
     made.add_argument("--gpu", metavar="KIND", help=f"{', '.join(hardware.NAMES)}, or a .yaml file")
     made.add_argument("--gpus", metavar="N", type=int, help="search the layouts of N GPUs")
-    made.add_argument("--price", metavar="USD", type=float, help="per GPU and hour")
-    made.add_argument("--top", metavar="N", type=int, default=10, help="layouts shown with --gpus (10)")
-    made.add_argument("--rehearse", action="store_true", help="ask Megatron too: its model, without memory, in 10 s")
+    made.add_argument("--price", metavar="USD", type=float, help="price per GPU and hour")
+    made.add_argument("--top", metavar="N", type=int, default=10, help="layouts to show with --gpus (10)")
+    made.add_argument("--rehearse", action="store_true", help="let Megatron build the layout too, without memory: 10 s")
     made.add_argument("--steps", metavar="N", type=int, default=0, help="with --rehearse: steps of a small copy")
-    made.add_argument("--json", action="store_true", help="for programs: one object")
+    made.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     return made
 
 
@@ -110,7 +111,7 @@ def new() -> argparse.ArgumentParser:
     made.add_argument("data", metavar="DATA", nargs="?", help=DATA)
     made.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as data.input=ticket or adapter.rank=32")
     made.add_argument("--gpus", metavar="GPUS", help=f"{MACHINE}; by default those of this host")
-    made.add_argument("--name", metavar="NAME", help="conf/own/NAME.yaml, or a .yaml file that is not deployed")
+    made.add_argument("--name", metavar="NAME", help="write conf/own/NAME.yaml; a path to a .yaml file is not deployed")
     made.add_argument("--yes", action="store_true", help="ask nothing")
     made.add_argument("--force", action="store_true", help="replace an existing file")
     made.add_argument("--print", action="store_true", help="print the file and write nothing; also --dry-run")
@@ -124,19 +125,19 @@ def serve() -> argparse.ArgumentParser:
     made.add_argument("--host", default=HOST, help=f"address to listen at ({HOST})")
     made.add_argument("--port", type=int, default=PORT, help=f"port to listen at ({PORT})")
     made.add_argument("--adapter", action="store_true", help="serve the released model with the adapter, not merged")
-    made.add_argument("--length", type=int, help="tokens of a question and its answer (as many as memory holds)")
-    made.add_argument("--check", action="store_true", help="ask what the evaluation asked, compare, and end")
+    made.add_argument("--length", type=int, help="tokens of a question and its answer (all that memory holds)")
+    made.add_argument("--check", action="store_true", help="repeat the evaluation's questions, compare, and end")
     return made
 
 
 def logs() -> argparse.ArgumentParser:
     made = parser("logs")
     made.add_argument("gang", metavar="GANG", nargs="?", help="train-FINGERPRINT or its beginning, or a run's name")
-    made.add_argument("--attempt", metavar="N", type=int, help="by default the newest that has begun")
+    made.add_argument("--attempt", metavar="N", type=int, help="attempt (default: the newest)")
     of = made.add_mutually_exclusive_group()
-    of.add_argument("--rank", metavar="R", type=int, help="by default 0")
+    of.add_argument("--rank", metavar="R", type=int, help="rank (default: 0)")
     of.add_argument("--host", metavar="NAME", help="all ranks of this host")
-    of.add_argument("--torchrun", action="store_true", help="torchrun's own output, on each host")
+    of.add_argument("--torchrun", action="store_true", help="output of torchrun on each host")
     made.add_argument("--err", action="store_true", help="stderr instead of stdout")
     made.add_argument("--tail", metavar="N", type=int, help="only the last N lines of each log")
     made.add_argument("--follow", action="store_true", help="print new lines until the gang ends")
@@ -145,14 +146,14 @@ def logs() -> argparse.ArgumentParser:
 
 def artifacts() -> argparse.ArgumentParser:
     made = parser("artifacts")
-    commands = made.add_subparsers(dest="do", required=True)
-    commands.add_parser("list", help="all artifacts").add_argument("stage", nargs="?", help="only of this stage")
+    commands = made.add_subparsers(dest="do", required=True, prog=made.prog)
+    commands.add_parser("list", help="all artifacts").add_argument("stage", nargs="?", help="only those of this stage")
     commands.add_parser("show", help="one artifact's record and lineage").add_argument("key")
-    verified = "only these; a base (convert) and an export against the release as well"
+    verified = "only these; a base (convert) or an export also against the release"
     commands.add_parser("verify", help="read every byte").add_argument("keys", nargs="*", metavar="key", help=verified)
-    gc = commands.add_parser("gc", help="remove what nothing refers to")
-    gc.add_argument("--days", type=_days, help="ignore the references of runs that began longer ago")
-    gc.add_argument("--delete", action="store_true", help="remove them; the default only prints")
+    gc = commands.add_parser("gc", help="list or delete artifacts that no run needs")
+    gc.add_argument("--days", type=_days, help="runs that began longer ago do not count")
+    gc.add_argument("--delete", action="store_true", help="delete them; the default only lists them")
     return made
 
 
@@ -168,7 +169,7 @@ def gang() -> argparse.ArgumentParser:
     from conf.schema.named import submitting
 
     made = of_a_run("gang", example="slurm.partition=h100")
-    made.add_argument("--engine", choices=submitting(), help="in place of gang.engine")
+    made.add_argument("--engine", choices=submitting(), help="instead of gang.engine")
     made.add_argument(
         "--stage", choices=("train", "reinforce"), default="train", help="the stage that uses the hosts (train)"
     )
@@ -176,33 +177,33 @@ def gang() -> argparse.ArgumentParser:
 
 
 def study() -> argparse.ArgumentParser:
-    made = of_a_run("study", example="train.precision=bf16, of every layout")
-    made.add_argument("--gpus", metavar="N", type=int, default=1, help="GPUs of a layout; ranks on a CPU (1)")
-    made.add_argument("--list", metavar="LIST", action="append", default=[], help="one of its lists; else all of them")
-    made.add_argument("--only", metavar="ROW", action="append", default=[], help="one of its rows, by name: DP2")
-    made.add_argument("--row", metavar="'NAME: KEY=VALUE ...'", action="append", default=[], help="instead of a list")
-    made.add_argument("--steps", metavar="S", type=int, default=8, help="of a trial, the first two to warm up (8)")
-    made.add_argument("--layers", metavar="K", type=int, help="layers of the model that are kept; else all")
-    made.add_argument("--profile", action="store_true", help="record a step of each layout as well")
-    made.add_argument("--to", metavar="FOLDER", type=Path, help="for the report and its data")
-    made.add_argument("--again", action="store_true", help="measure again what was measured before")
-    made.add_argument("--report", action="store_true", help="measure nothing")
-    made.add_argument("--track", action="store_true", help="log a run for each layout to MLflow, to compare")
+    made = of_a_run("study", example="train.precision=bf16, for every layout")
+    made.add_argument("--gpus", metavar="N", type=int, default=1, help="GPUs of a layout, or ranks on a CPU (1)")
+    made.add_argument("--list", metavar="LIST", action="append", default=[], help="a list of the configuration (all)")
+    made.add_argument("--only", metavar="ROW", action="append", default=[], help="one row of the lists, such as DP2")
+    made.add_argument("--row", metavar="'NAME: KEY=VALUE ...'", action="append", default=[], help="a layout of yours")
+    made.add_argument("--steps", metavar="S", type=int, default=8, help="steps of a trial, of them two to warm up (8)")
+    made.add_argument("--layers", metavar="K", type=int, help="keep only K layers of the model")
+    made.add_argument("--profile", action="store_true", help="also record a step of each layout")
+    made.add_argument("--to", metavar="FOLDER", type=Path, help="folder of the report and its data (runs/study/NAME)")
+    made.add_argument("--again", action="store_true", help="repeat stored measurements")
+    made.add_argument("--report", action="store_true", help="write the report from stored measurements")
+    made.add_argument("--track", action="store_true", help="log each layout as a run in MLflow")
     made.add_argument("--within", metavar="S", type=float, default=600.0, help="seconds that a trial may take (600)")
-    made.add_argument("--minutes", metavar="M", type=float, help="begin no trial after that")
+    made.add_argument("--minutes", metavar="M", type=float, help="start no trial after M minutes")
     return made
 
 
 def deploy() -> argparse.ArgumentParser:
     made = parser("deploy")
-    made.add_argument("names", nargs="*", metavar="NAME", help="of a deployment (default: all of them)")
+    made.add_argument("names", nargs="*", metavar="NAME", help="a deployment (default: all)")
     return made
 
 
 def doctor() -> argparse.ArgumentParser:
     made = parser("doctor")
-    made.add_argument("--extra", choices=("cpu", "gpu"), help="the packages to expect (default: by this host's GPUs)")
-    made.add_argument("--json", action="store_true", help="for programs")
+    made.add_argument("--extra", choices=("cpu", "gpu"), help="packages to expect (default: gpu if this host has one)")
+    made.add_argument("--json", action="store_true", help="print JSON, for programs")
     return made
 
 
@@ -225,9 +226,17 @@ def refused(fault: object, code: int = 2) -> int:
     return code
 
 
-def refused_or_raised(error: Exception) -> int:
-    """Print a fault, or what the host refuses, such as a full disk. Raise a defect of this program again."""
-    line = line_of(error)
-    if line is None:
-        raise error
-    return refused(line)
+def reports_faults(main: Callable[..., int]) -> Callable[..., int]:
+    """Let a command print a fault, or an error of the host such as a full disk, and return 2. Defects are raised."""
+
+    @functools.wraps(main)
+    def run(*args: Any, **options: Any) -> int:
+        try:
+            return main(*args, **options)
+        except (Fault, OSError) as error:
+            line = line_of(error)
+            if line is None:
+                raise
+            return refused(line)
+
+    return run

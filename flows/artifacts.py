@@ -1,19 +1,20 @@
-"""Content of the store: list it, trace it, check it, and remove what nothing refers to.
+"""List, show, verify and delete artifacts of the store.
 
-    python -m flows.artifacts list [STAGE]                 with configuration, score, and changes since the one before
+    python -m flows.artifacts list [STAGE]                 with configuration, score, and changes since the last one
     python -m flows.artifacts show STAGE/FINGERPRINT       its record, its inputs, and the artifacts made from it
-    python -m flows.artifacts verify                       reads every byte of all; exit code 1 if any differs
-    python -m flows.artifacts verify STAGE/FINGERPRINT...  of these; a base and an export against the release as well
-    python -m flows.artifacts gc [--days N] [--delete]     prints what would go; --delete removes it
+    python -m flows.artifacts verify                       read every byte of all artifacts
+    python -m flows.artifacts verify STAGE/FINGERPRINT...  only these; a base or an export also against the release
+    python -m flows.artifacts gc [--days N] [--delete]     list artifacts that no run needs; --delete removes them
 
-An artifact stays while a run refers to it, or it is an input of one that stays, or a version in MLflow's registry is
-made of it. Runs older than --days refer to nothing. Boards and logs of a gang (python -m flows.logs) go with its
-training, or once that is complete and older than --days. What no stage has made stays.
-The part of a fingerprint that tells it apart is enough.
+The beginning of a fingerprint is enough.
 
-A base (convert) and an export that are named are proven against the release again, weight by weight (trainer/proof/):
-what was not trained, to the last bit; what was, computed once more from base and adapter. A line for each that differs,
-and exit code 1; code 2 if nothing can be proven, for example because its inputs are gone.
+verify ends with exit code 1 if a byte differs. A named base (convert) or export is also compared with the release,
+weight by weight (trainer/proof/): unchanged weights bit by bit, trained ones are computed again from base and adapter.
+Exit code 2: nothing can be compared, for example because the inputs were deleted.
+
+gc keeps an artifact if a run refers to it, if it is an input of a kept one, or if a version in MLflow's registry uses
+it. With --days, runs that began longer ago do not count. Logs of a gang (python -m flows.logs) are removed with its
+training, or --days after it was complete. Files that no stage has written stay.
 """
 
 import json
@@ -54,25 +55,22 @@ OF_BASE = {"model": ("download",), "base": ("convert",)}
 PLACES = {"base": OF_BASE, "export": OF_BASE | {"output": ("train", "reinforce"), "export": ("export",)}}
 
 
+@arguments.reports_faults
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments.artifacts().parse_args(argv)
-    try:
-        store = open_run_store()
-        if options.do == "list":
-            return show_all(store, options.stage or "")
-        if options.do == "show":
-            return show(store, _one(store, options.key))
-        if options.do == "verify":
-            if options.keys:
-                named = [_one(store, key) for key in options.keys]
-                return max(verify(store, named), *(prove(store, made) for made in named))
-            several = list(artifact.every(store))
-            records = {name.rpartition("/")[0] for name in store.keys("") if name.endswith(f"/{artifact.RECORD}")}
-            return verify(store, several, sorted(records - {made.key for made in several}))
+    store = open_run_store()
+    if options.do == "list":
+        return show_all(store, options.stage or "")
+    if options.do == "show":
+        return show(store, _one(store, options.key))
+    if options.do == "gc":
         return collect(store, options.days, options.delete)
-    except Fault as fault:
-        print(f"error: {fault}", file=sys.stderr)
-        return 2
+    if options.keys:
+        named = [_one(store, key) for key in options.keys]
+        return max(verify(store, named), *(prove(store, made) for made in named))
+    several = list(artifact.every(store))
+    records = {name.rpartition("/")[0] for name in store.keys("") if name.endswith(f"/{artifact.RECORD}")}
+    return verify(store, several, sorted(records - {made.key for made in several}))
 
 
 def show_all(store: Store, stage: str) -> int:

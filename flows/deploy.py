@@ -1,13 +1,13 @@
-"""Deploy prefect.yaml and prefect.own.yaml on the server of PREFECT_API_URL, or on this checkout's; keep edits there.
+"""Deploy prefect.yaml and prefect.own.yaml to the Prefect server, and keep edits that were made there.
 
-    python -m flows.deploy [NAME ...]        all deployments, or those, and the automations
+    python -m flows.deploy [NAME ...]        all deployments or the named ones, and the automations
 
-A new deployment starts with its `first_schedules`. From then on its schedules belong to the server: neither this
-command nor a plain `prefect deploy --all`, which finds no `schedules` in prefect.yaml, touches one. The command also
-keeps edits that were made since the last time, in the UI or otherwise: parameters, limits, whether a deployment is
-paused. It prints what stays different from prefect.yaml. Values that nobody has edited follow prefect.yaml. A
-deployment for which there is nothing new is not written again: Prefect's server would drop the run that is due next,
-and make it anew only if there are seconds left.
+The server is that of PREFECT_API_URL, or this checkout's. A new deployment starts with its `first_schedules`. After
+that the server owns its schedules: neither this command nor `prefect deploy --all` changes them, because prefect.yaml
+has no `schedules`. The command also keeps other edits since the last deployment, in the UI or elsewhere: parameters,
+limits, and whether a deployment is paused. It prints each difference from prefect.yaml. Values that nobody has edited
+follow prefect.yaml. An unchanged deployment is not written again, because Prefect's server would then drop the run that
+is due next.
 """
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
@@ -21,14 +21,12 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-import httpx
 import prefect
 import yaml
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentUpdate, VariableCreate, VariableUpdate
 from prefect.client.schemas.responses import DeploymentResponse
-from prefect.exceptions import ObjectNotFound, PrefectException
-from prefect.settings import get_current_settings
+from prefect.exceptions import ObjectNotFound
 from prefect.utilities.callables import parameter_schema
 
 from conf.load import load
@@ -36,10 +34,9 @@ from contract import checksums, closed_pipe
 from contract.faults import Fault
 from contract.installation import CODE, FILES, home
 from flows import arguments, automations
-from flows.arguments import refused
+from flows.arguments import reports_faults
 from flows.new.deployment import listed
 from tasks.pages import deployment_form
-from tasks.servers import prefect_server
 
 ROOT = home()  # workers run flows there
 FILE = FILES / "prefect.yaml"
@@ -55,35 +52,27 @@ EDITABLE = ("paused", "parameters", "tags", "description", "job_variables")
 LIMIT = "concurrency_limit"
 
 
+@reports_faults
 def main(argv: Sequence[str] | None = None) -> int:
     names = arguments.deploy().parse_args(argv).names
-    try:
-        wanted = declared()
-    except (Fault, yaml.YAMLError) as error:
-        return refused(error if isinstance(error, Fault) else f"{OWN.name}: not YAML: {' '.join(str(error).split())}")
+    wanted = declared()
     there = [deployment["name"] for deployment in wanted["deployments"]]
     if unknown := {*names} - {*there}:
         known = f"not in {FILE.name} or {OWN.name}, which have {', '.join(there)}"
-        return refused(f"{', '.join(sorted(unknown))}: {known}")
+        raise Fault(f"{', '.join(sorted(unknown))}: {known}")
     wanted["deployments"] = [one for one in wanted["deployments"] if not names or one["name"] in names]
-    prefect_server.use_running()
-    address = get_current_settings().api.url
-    if not address:
-        print("error: PREFECT_API_URL: names no server; make up starts one on this host", file=sys.stderr)
-        return 2
-    try:
-        with get_client(sync_client=True) as client:
-            failed = deploy(client, wanted)
-    except (httpx.HTTPError, PrefectException) as error:
-        print(f"error: {address}: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
+    with automations.connected() as client:
+        failed = deploy(client, wanted)
     return failed or automations.main([])
 
 
 def declared() -> dict:
     """Content of prefect.yaml, with the deployments of prefect.own.yaml."""
     wanted = yaml.safe_load(FILE.read_text())
-    own = listed(OWN.read_text(), OWN.name) if OWN.exists() else []
+    try:
+        own = listed(OWN.read_text(), OWN.name) if OWN.exists() else []
+    except yaml.YAMLError as error:
+        raise Fault(f"{OWN.name}: not YAML: {' '.join(str(error).split())}") from None
     names = {one["name"] for one in own}
     return wanted | {"deployments": [one for one in wanted["deployments"] if one["name"] not in names] + own}
 

@@ -1,11 +1,10 @@
-"""Check what this host can do: one line a fact, and for each lack the one command that mends it.
+"""Check this host: one line for each requirement, and a command that fixes each problem.
 
     python -m flows.doctor [--extra cpu|gpu] [--json]
 
-It runs on Python 3.8 and the standard library alone, because missing packages are among the things it diagnoses.
-Nothing is imported from the environment (torch alone would take seconds): versions come from the packages' metadata.
-Exit code 1 when something fails; a host without a GPU is a sound host for runs on the CPU. Endpoints are named by the
-variable that holds them and never printed: a URL may carry a password.
+It needs only Python 3.8 and the standard library, because packages may be missing. Versions come from the packages'
+metadata: importing torch alone would take seconds. Addresses of servers are named by their variable and never printed,
+because a URL can contain a password. Exit code 1: a check failed. A host without a GPU passes: runs then use the CPU.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Fine-tune a released model on a data set: evaluate both models, and register the better one with the reasons.
+"""Fine-tune a model on your data, evaluate it before and after, and register the better one.
 
     python -m flows.finetune tiny                                  on this host; no server needed
-    python -m flows.finetune glm47 optimizer.lr=2e-4 --dry-run     what would run, what is cached, and the cost
+    python -m flows.finetune glm47 optimizer.lr=2e-4 --dry-run     list the stages, which are cached, and the cost
     prefect deployment run finetune/glm47                          on a work pool (prefect.yaml)
     finetune("tiny", learning_rate=2e-3)                           from Python, in any folder (examples/finetune.ipynb)
 
-A run whose plan does not fit ends before anything is downloaded (hardware.gate).
+If the plan does not fit, the run ends before it downloads anything (hardware.gate).
 A stage whose artifact is in the store ends as Cached. An interrupted stage resumes. flows/pipeline.py has all stages.
 """
 

@@ -1,13 +1,13 @@
-"""Gang: print what a run over several hosts would submit to a cluster, without submitting it.
+"""Print the job that a run over several hosts would submit to a cluster, without submitting it.
 
     python -m flows.gang glm47 --engine slurm                    the batch script
     python -m flows.gang glm47 --engine kubernetes kubernetes.image=registry/finetune kubernetes.claim=runs
-    python -m flows.gang my.yaml                                 by its own gang.engine
-    python -m flows.gang my.yaml --stage reinforce               hosts of training, and of vLLM's own, in one gang
+    python -m flows.gang my.yaml                                 with the file's gang.engine
+    python -m flows.gang my.yaml --stage reinforce               hosts of training and hosts of vLLM, in one gang
 
-FINETUNE_STORE and FINETUNE_RUNS count as in a flow. The gang's name is a stand-in here; a flow makes it of the stage's
-fingerprint. Give the output to sbatch or kubectl unchanged to see how the cluster answers (sbatch
---test-only, kubectl create --dry-run=server). Members of a gang that nobody controls end at once.
+FINETUNE_STORE and FINETUNE_RUNS are the same as for the flow. The gang's name is a placeholder: a flow derives it from
+the stage's fingerprint. To ask the cluster whether it would take the job, give the output to sbatch --test-only or
+kubectl create --dry-run=server. If you submit it, its members end at once, because no flow controls them.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,9 @@ from conf.planner.hardware import of
 from conf.planner.verdict import facts_of, settle, teacher_of
 from conf.rules.reinforcement import is_asked
 from conf.schema.named import SUBMITTING
-from conf.schema.run import Run
 from contract import closed_pipe
-from contract.faults import ConfigError, Fault
+from contract.faults import Fault
 from flows import arguments
-from flows.arguments import refused
 from tasks.gang.board import Board
 from tasks.gang.engines import Demand, engine_of
 from tasks.gang.job import reinforcement, training
@@ -31,30 +29,24 @@ FINGERPRINT = "0123456789abcdef"
 STAGES = {"train": training, "reinforce": reinforcement}
 
 
+@arguments.reports_faults
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments.gang().parse_intermixed_args(argv)
-    try:
-        engine = [f"gang.engine={options.engine}"] if options.engine else []
-        run = load(options.conf, [*options.overrides, *engine])
-        if run.layout.auto:
-            run = settle(run, facts_of(run), of(run), teacher_of(run))
-        submission = getattr(engine_of(run), "submission", None)
-        if submission is None:
-            raise Fault(f"gang.engine: {run.gang.engine} submits nothing; --engine is {' or '.join(SUBMITTING)}")
-        if options.stage == "reinforce" and not is_asked(run):
-            raise Fault("--stage: reinforce, but reinforce.steps is 0, so the run has no such stage")
-        gang = f"{options.stage}-{FINGERPRINT}"
-        job = STAGES[options.stage](_in_a_flow(run, gang))
-        assert job, "an engine that submits something starts all members"
-        print(submission(Demand.of(job.run), Board(open_run_store(), gang, 1)), end="")
-    except (ConfigError, Fault) as fault:
-        return refused(fault)
+    gang = f"{options.stage}-{FINGERPRINT}"
+    engine = [f"gang.engine={options.engine}"] if options.engine else []
+    run = load(options.conf, [*options.overrides, *engine])
+    if run.layout.auto:
+        run = settle(run, facts_of(run), of(run), teacher_of(run))
+    submission = getattr(engine_of(run), "submission", None)
+    if submission is None:
+        raise Fault(f"gang.engine: {run.gang.engine} submits nothing; --engine is {' or '.join(SUBMITTING)}")
+    if options.stage == "reinforce" and not is_asked(run):
+        raise Fault("--stage: reinforce, but reinforce.steps is 0, so the run has no such stage")
+    logs = str(runs_folder() / "work" / gang / "logs")  # as in a flow
+    job = STAGES[options.stage](run.model_copy(update={"paths": run.paths.model_copy(update={"logs": logs})}))
+    assert job, "an engine that submits something starts all members"
+    print(submission(Demand.of(job.run), Board(open_run_store(), gang, 1)), end="")
     return 0
-
-
-def _in_a_flow(run: Run, gang: str) -> Run:
-    logs = str(runs_folder() / "work" / gang / "logs")
-    return run.model_copy(update={"paths": run.paths.model_copy(update={"logs": logs})})
 
 
 if __name__ == "__main__":

@@ -1,20 +1,19 @@
-"""Logs: print the output of a gang's ranks from the store, while they run and afterwards.
+"""Print the output of a run over several hosts (a gang), while it runs or afterwards.
 
     python -m flows.logs                                   gangs, newest first, and how each attempt ended
     python -m flows.logs train-6a8e                        rank 0 of the newest attempt
     python -m flows.logs train-6a8e --attempt 1 --rank 17 --err --tail 50
     python -m flows.logs train-6a8e --host node7           all ranks of that host
-    python -m flows.logs train-6a8e --torchrun             torchrun of each host
-    python -m flows.logs --follow                          as it comes, and on with the next attempt
+    python -m flows.logs train-6a8e --torchrun             output of torchrun on each host
+    python -m flows.logs --follow                          print new lines, also of the next attempt
 
-A gang is named by its training's fingerprint, or the part of it that tells it apart, by its configuration or by its
-flow run; options alone mean the newest. FINETUNE_STORE and FINETUNE_RUNS count as in a flow. Exit code: 0; 2 for what
-does not exist.
+Name a gang by its fingerprint or the beginning of it, by its configuration, or by its flow run. Without a name, options
+apply to the newest gang. FINETUNE_STORE and FINETUNE_RUNS are the same as for the flow. Exit code: 0; 2 if there is no
+such gang, attempt or rank.
 """
 
 import argparse
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,6 @@ from difflib import get_close_matches
 from contract import closed_pipe
 from contract.faults import Fault
 from flows import arguments
-from flows.arguments import refused
 from tasks.gang.board import Board, newest_attempt
 from tasks.gang.history import logs, timeline
 from tasks.gang.history.logs import Log
@@ -38,26 +36,20 @@ AGAIN_WITHIN = 20.0  # seconds in which a flow tries a task again that has faile
 SHOWN = 8  # attempts of a gang in the list, and hosts
 
 
+@arguments.reports_faults
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _arguments(argv)
+    options, store = _arguments(argv), open_run_store()
+    if options == _arguments([]):
+        print("\n".join(listing(store)))
+        return 0
+    show = following if options.follow else whole
     try:
-        store = open_run_store()
-        if options == _arguments([]):
-            print("\n".join(listing(store)))
-            return 0
-        gang = _named(store, options.gang)
-        if options.follow:
-            for line in following(store, gang, options):
-                print(line, flush=True)
-            return 0
-        for line in whole(store, gang, options):
-            print(line)
-    except Fault as fault:
-        return refused(fault)
+        for line in show(store, _named(store, options.gang), options):
+            print(line, flush=options.follow)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        closed_pipe.drop(sys.stdout)
     return 0
 
 

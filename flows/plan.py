@@ -1,14 +1,15 @@
-"""Plan: the needs of a run, before anything is paid for. No GPU, network or weights are needed.
+"""Print memory, time and price of each stage of a run, and whether it fits. No GPU, network or weights are needed.
 
-    python -m flows.plan glm47                                   its own layout: legal, fits, how long, which host
+    python -m flows.plan glm47                                   is it legal? does it fit? time and price
     python -m flows.plan glm47 layout.etp=1 --gpu h200 --price 3.5
-    python -m flows.plan glm47 --gpus 64 --gpu b200              layouts of so many GPUs, fastest first
+    python -m flows.plan glm47 --gpus 64 --gpu b200              layouts of 64 GPUs, fastest first
     python -m flows.plan path/to/my.yaml --gpu my-gpu.yaml --json
-    python -m flows.plan glm47 --rehearse --steps 2              and Megatron's own verdict, with steps of a small twin
+    python -m flows.plan glm47 --rehearse --steps 2              Megatron builds it, and takes steps of a small copy
 
-NAME is a file, or a name in conf/ or conf/documented/. Exit code: 0 legal, fits and can be evaluated,
-1 refused, 2 for a faulty call, and where the model cannot be converted: then the plan is that of a copy that can.
---gpu and --price stand for hardware.gpu and hardware.price; layout.auto=true takes the best layout.
+NAME is a file, or a name in conf/ or conf/documented/. --gpu and --price override hardware.gpu and hardware.price;
+layout.auto=true takes the fastest layout that fits.
+Exit code 0: legal, fits and can be evaluated. 1: refused. 2: an error in the call, or a model that cannot be converted
+(its plan is printed all the same).
 """
 
 import argparse
@@ -31,7 +32,7 @@ from conf.rules.conversion import obstacles, unwritable
 from conf.schema.run import Run
 from conf.schema.sections import MOST
 from contract import closed_pipe
-from contract.faults import ConfigError, Fault
+from contract.faults import ConfigError
 from flows import arguments
 from flows.arguments import refused
 from tasks.run.launch import Broken
@@ -41,28 +42,26 @@ from tasks.stages import rehearse
 REASONS = 12  # shown; --json has them all
 
 
+@arguments.reports_faults
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments.plan().parse_intermixed_args(argv)
+    _check(options)
+    run = load(options.conf, [*options.overrides, *_hardware(options)], illegal=True)
+    gpu, facts, teacher = hardware.of(run, options.gpus), facts_of(run), teacher_of(run)
+    cannot = _obstacles(run)
+    assumed = ""
+    if run.train.epochs is not None:
+        sequences, assumed = training_rows.sequences(run)
+        run = schedule.assumed(run, sequences)
+    if run.layout.gpus_per_node > gpu.joined:
+        text = f"{run.layout.gpus_per_node}, but one host of {gpu.name} has {gpu.per_host}"
+        raise ConfigError(f"layout.gpus_per_node: {text}; --gpu takes a .yaml of another")
+    if options.gpus is not None:
+        return _told(cannot, _search(run, facts, gpu, options.gpus, options))
     try:
-        _check(options)
-        run = load(options.conf, [*options.overrides, *_hardware(options)], illegal=True)
-        gpu, facts, teacher = hardware.of(run, options.gpus), facts_of(run), teacher_of(run)
-        cannot = _obstacles(run)
-        assumed = ""
-        if run.train.epochs is not None:
-            sequences, assumed = training_rows.sequences(run)
-            run = schedule.assumed(run, sequences)
-        if run.layout.gpus_per_node > gpu.joined:
-            text = f"{run.layout.gpus_per_node}, but one host of {gpu.name} has {gpu.per_host}"
-            raise ConfigError(f"layout.gpus_per_node: {text}; --gpu takes a .yaml of another")
-        if options.gpus is not None:
-            return _told(cannot, _search(run, facts, gpu, options.gpus, options))
-        try:
-            run = settle(run, facts, gpu, teacher)
-        except NothingFits:
-            return _told(cannot, _search(run, facts, settled_on(run, gpu), run.world, options))
-    except (ConfigError, Fault) as fault:
-        return refused(fault)
+        run = settle(run, facts, gpu, teacher)
+    except NothingFits:
+        return _told(cannot, _search(run, facts, settled_on(run, gpu), run.world, options))
     rows = training_rows.asked(run) if objectives.has_reference(run) else None
     few = noise.warning(run, training_rows.held_out(run))
     planned = compared(replace(plan(run, facts, gpu, teacher, rows), assumed=assumed, noise=few))
@@ -71,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.rehearse:
         try:
             answer = rehearse.rehearse(run, options.steps)
-        except (Fault, Broken) as failed:
-            return refused(failed, code=2 if isinstance(failed, Fault) else 1)
+        except Broken as failed:
+            return refused(failed, code=1)
         shown["rehearsal"] = answer
         text += ["", "rehearsed with Megatron itself:", *answer["text"]]
         passed = passed and rehearse.passed(answer)

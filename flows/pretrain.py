@@ -4,8 +4,8 @@
     python -m flows.pretrain llama-125m 'data.source=s3://bucket/tokens_text_document' --dry-run
     prefect deployment run pretrain/llama-125m                     on a work pool (prefect.yaml)
 
-Stages, artifacts and stores are those of flows.finetune; every weight is trained. Training starts from weights that are
-drawn with train.seed (model.source={config: ...}), or from a released model. Data are texts, or Megatron's .bin/.idx.
+Stages, artifacts and store are the same as for flows.finetune; all weights are trained. Training starts from random
+weights (model.source={config: ...}), or from a released model. Data are texts, or Megatron's .bin/.idx.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false

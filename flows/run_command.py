@@ -29,6 +29,7 @@ from tasks.store import Store
 ENDS_WITHIN = 60.0  # seconds after a signal, in addition to the grace for a checkpoint; pods need 40 to end
 
 
+@arguments.reports_faults
 def command(flow, require: Callable[[Run], None] = lambda run: None, example: str = "tiny") -> int:
     """Run the flow and return the exit code: 0, 2 for an error that the user can fix, 1 for any other.
 
@@ -36,21 +37,18 @@ def command(flow, require: Callable[[Run], None] = lambda run: None, example: st
     """
     options = arguments.finetune(flow.name).parse_intermixed_args()
     if options.conf is None:
-        return refused(f"NAME: missing; it names a file, or a configuration in conf/, such as {example}")
-    try:
-        run = load(options.conf, options.overrides)
-        require(run)
-        for key in from_overrides(options.overrides).get("paths", {}):
-            raise Fault(f"paths.{key}: the flow sets all paths; FINETUNE_RUNS names its folder")
-        for name in filter(None, (options.from_stage, options.until_stage)):
-            if name not in PIPELINE.names:
-                raise Fault(f"{name}: no stage; there are {', '.join(PIPELINE.names)}")
-        PIPELINE.require_order(options.from_stage, options.until_stage)
-        if options.dry_run:
-            print("\n".join(_forecast(run, options.from_stage, options.until_stage)))
-            return 0
-    except (ConfigError, Fault) as fault:
-        return refused(fault)
+        raise Fault(f"NAME: missing; it names a file, or a configuration in conf/, such as {example}")
+    run = load(options.conf, options.overrides)
+    require(run)
+    for key in from_overrides(options.overrides).get("paths", {}):
+        raise Fault(f"paths.{key}: the flow sets all paths; FINETUNE_RUNS names its folder")
+    for name in filter(None, (options.from_stage, options.until_stage)):
+        if name not in PIPELINE.names:
+            raise Fault(f"{name}: no stage; there are {', '.join(PIPELINE.names)}")
+    PIPELINE.require_order(options.from_stage, options.until_stage)
+    if options.dry_run:
+        print("\n".join(_forecast(run, options.from_stage, options.until_stage)))
+        return 0
     # Everything was checked above. Prefect's own check would refuse files outside of conf/, and nulls.
     try:
         prefect_server.use()
@@ -62,8 +60,6 @@ def command(flow, require: Callable[[Run], None] = lambda run: None, example: st
                 until_stage=options.until_stage,
                 return_state=True,
             )
-    except Fault as fault:
-        return refused(fault)
     except KeyboardInterrupt:
         return refused("interrupted; what was made is kept, and the same command resumes", code=130)
     if state.is_failed() and state.message:

@@ -1,14 +1,14 @@
-"""Serve a model that the flow has made, by vLLM's server with OpenAI's interface, on this host.
+"""Serve a tuned model on this host with vLLM, through OpenAI's API.
 
     python -m flows.serve tiny-tickets                 the champion of the registered model, at http://127.0.0.1:8000/v1
-    python -m flows.serve tiny-tickets@7               version 7; @challenger and other aliases too
-    python -m flows.serve export/720f27b0              an export in the store; a run of the flow by its name
-    python -m flows.serve tiny-tickets --adapter       the released model with the adapter, nothing merged
-    python -m flows.serve tiny-tickets --check         asks what the evaluation asked, and compares; then ends
+    python -m flows.serve tiny-tickets@7               version 7; also @challenger and other aliases
+    python -m flows.serve export/720f27b0              an export in the store; also the name of a flow run
+    python -m flows.serve tiny-tickets --adapter       the released model with the adapter, not merged
+    python -m flows.serve tiny-tickets --check         repeat the evaluation's questions, compare, and end
 
-It runs until ctrl-C or SIGTERM, which end all of it. --check asks a server that runs at that address, else one that it
-starts. Exit codes: 0, 1 for a server that broke off or answers that differ, 2 for what the caller can mend.
-With VLLM_API_KEY in the environment, callers have to send that key; beyond this host it has to be there.
+The server runs until Ctrl-C or SIGTERM. --check asks the server at the address if one runs there, otherwise it starts
+one. If VLLM_API_KEY is set, clients must send that key; with --host beyond this host it is required.
+Exit codes: 0, 1 if the server crashed or answers differ, 2 for an error that you can fix.
 """
 
 # pyright: reportFunctionMemberAccess=false
@@ -31,7 +31,7 @@ from contract import closed_pipe, json_object
 from contract.faults import Fault, line_of
 from contract.served_model import DEFAULTS, KEY, ServedModel
 from flows import arguments
-from flows.arguments import HOST, PORT, refused, refused_or_raised
+from flows.arguments import HOST, PORT, refused
 from tasks.run import artifact
 from tasks.run.launch import Broken, Turn
 from tasks.run.places import kernels_folder, open_run_store, runs_folder
@@ -43,6 +43,7 @@ SAMPLING = {**DEFAULTS, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # that vLLM alo
 Say = Callable[[str], None]
 
 
+@arguments.reports_faults
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments.serve().parse_args(argv)
     ended = threading.Event()
@@ -55,8 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(sources, served, say, ended.is_set)
     except Broken as broken:
         return refused(broken, code=1)
-    except (Fault, OSError) as error:
-        return refused_or_raised(error)
     say("stopped")
     return 0
 

@@ -1,12 +1,12 @@
-"""Services for trying the deployments out on this host: a Prefect server, an MLflow server and workers.
+"""Start or stop a Prefect server, an MLflow server and workers on this host, to try the deployments.
 
     python -m flows.services up          start what is not running, deploy everything, print the addresses
-    python -m flows.services down        stop just those
+    python -m flows.services down        stop these services
     python -m flows.services status
 
-`make up` and `make down` do the same. State lies in runs/services: a file with the processes, and a log of each. All
-listen on the loopback address alone. FINETUNE_RUNS moves it; ports are 4200 and 5000, or the next free ones. Runs in
-terminals use the same Prefect server (tasks/servers/prefect_server.py). Each wait is reported every 10 s, and has a
+`make up` and `make down` do the same. runs/services has a file with the processes, and a log of each; FINETUNE_RUNS
+moves it. All services listen only on the loopback address, at ports 4200 and 5000 or the next free ones. Runs in
+terminals use the same Prefect server (tasks/servers/prefect_server.py). Each wait is reported every 10 s and has a
 limit.
 """
 
@@ -49,11 +49,10 @@ MARK = "FINETUNE_SERVICES"  # in the environment of all that `make up` starts, a
 BIN = Path(sys.executable).parent
 
 
+@arguments.reports_faults
 def main() -> int:
     try:
         return {"up": up, "down": down, "status": status}[arguments.services().parse_args().do]()
-    except Fault as fault:
-        return refused(fault)
     except KeyboardInterrupt:
         return refused("interrupted; make down stops all that runs, and make up continues", code=130)
 

@@ -1,14 +1,13 @@
-"""Write a configuration of your own: a commented YAML that plans, fits and runs, and its deployment.
+"""Write a configuration for your model and data: a YAML file with a reason for each value, and its deployment.
 
     python -m flows.new                                            asks for missing arguments
     python -m flows.new Qwen/Qwen3-30B-A3B my.jsonl                for the GPUs of this host
     python -m flows.new ./model my.csv --gpus 8xh100 --name helpdesk
     python -m flows.new ./model my.csv data.input=ticket data.output=team adapter.rank=32 --print
 
-MODEL is org/name on the Hub, a folder or s3://...; DATA is a file, a folder, org/name on the Hub or s3://.... It reads
-the model's config.json and tokenizer and the first rows of the data; no weights. KEY=VALUE sets any key of
-python -m conf.schema; what follows from it is chosen by it. Without a terminal, or with --yes, nothing is asked.
-Exit codes: 0, 1 for a defect, 2 for what the caller can mend; then nothing was written.
+The command reads config.json, the tokenizer and the first rows of the data, and no weights. KEY=VALUE sets any key of
+python -m conf.schema; dependent values follow. Without a terminal, or with --yes, it asks nothing.
+Exit codes: 0, 1 for a defect, 2 for an error that you can fix (then nothing was written).
 """
 
 import argparse
@@ -31,7 +30,7 @@ from contract.files import write_atomically
 from contract.first_rows import FirstRows
 from contract.installation import home
 from flows import arguments
-from flows.arguments import DATA, MACHINE, MODEL, refused, refused_or_raised
+from flows.arguments import DATA, MACHINE, MODEL, refused
 from flows.new import choices, commented_yaml, deployment, machine, model, planned, rows
 from flows.new.machine import Machine
 from flows.new.planned import Settled
@@ -43,6 +42,7 @@ LONGEST = 60  # characters of a name that is made up
 OTHERWISE = {"name": "--name names it", "model.source": "MODEL says so", "data.source": "DATA says so"}
 
 
+@arguments.reports_faults
 def main(argv: Sequence[str] | None = None) -> int:
     options = _arguments(argv)
     try:
@@ -50,8 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _new(options, Path(folder))
     except Broken as broken:
         return refused(broken, code=1)
-    except (Fault, OSError) as error:
-        return refused_or_raised(error)
     except KeyboardInterrupt:
         return refused("interrupted; nothing was written", code=130)
 

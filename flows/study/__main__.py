@@ -1,17 +1,17 @@
 """Measure several layouts of a configuration and compare them in one report.
 
     python -m flows.study gpt2-large --gpus 2 --profile             the lists of conf/studies/gpt2-large.yaml
-    python -m flows.study qwen3-8b --gpus 4 --layers 8              the planner's fastest layouts, of 8 layers
+    python -m flows.study qwen3-8b --gpus 4 --layers 8              the planner's fastest layouts, with 8 layers
     python -m flows.study tiny --gpus 2                             small models, on a CPU
     python -m flows.study tiny --row 'TP2: layout.gpus_per_node=2 layout.tp=2' --row 'DP2: layout.gpus_per_node=2'
     python -m flows.study gpt2-large --report                       the report again, from earlier measurements
 
-Each layout takes a few steps by python -m trainer.trial: the model's weights and tokens are made up, and nothing is
-downloaded. Those of --gpus N take N GPUs, or one. What was measured before, of the same configuration by the same code
-on the same device, is kept; a layout that fails is a row of the report, and is tried again by the next call.
+Each layout takes a few steps with python -m trainer.trial: random weights and tokens, no download. --gpus N measures
+layouts of N GPUs, and of one for comparison. Measurements of the same configuration, code and device are kept. A layout
+that fails is a row of the report, and the next call tries it again.
 
 FOLDER (runs/study/NAME) gets study.html and study.json; with --track MLflow gets a run for each layout.
-Exit code 0: all were measured, 1: some failed, 2: the arguments are at fault.
+Exit code 0: all were measured. 1: some failed. 2: an error in the arguments.
 """
 
 # pyright: reportArgumentType=false
@@ -33,7 +33,6 @@ from contract.amounts import clock
 from contract.faults import Fault
 from contract.files import write_atomically
 from flows import arguments
-from flows.arguments import refused_or_raised
 from flows.study import figures, measured, page, rows, tracked
 from flows.study.measured import How
 from flows.study.rows import Row
@@ -44,24 +43,22 @@ FOR_A_CPU = 100e6  # weights
 WARM = 2  # steps of a trial that are not measured
 
 
+@arguments.reports_faults
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments.study().parse_intermixed_args(argv)
     how = How(options.steps, options.layers, options.profile, options.within)
-    try:
-        _check(options)
-        chosen, lists = _chosen(options)
-        if not options.report:
-            _check_size(chosen[0].run(), options.layers)
-        folder = (options.to or runs_folder() / "study" / Path(options.conf).stem).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        experiment = chosen[0].run().track.experiment
-        answers = _answers(folder, chosen, how, options)
-        report = {"name": Path(options.conf).stem, "made": time.strftime("%Y-%m-%d %H:%M"), "lists": lists}
-        report |= {"versions": _versions(answers), "rows": [_told(*pair, how) for pair in answers]}
-        write_atomically(folder / RESULT, json.dumps(report), durable=False)
-        write_atomically(folder / PAGE, page.of(report, folder), durable=False)
-    except (Fault, OSError) as error:
-        return refused_or_raised(error)
+    _check(options)
+    chosen, lists = _chosen(options)
+    if not options.report:
+        _check_size(chosen[0].run(), options.layers)
+    folder = (options.to or runs_folder() / "study" / Path(options.conf).stem).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    experiment = chosen[0].run().track.experiment
+    answers = _answers(folder, chosen, how, options)
+    report = {"name": Path(options.conf).stem, "made": time.strftime("%Y-%m-%d %H:%M"), "lists": lists}
+    report |= {"versions": _versions(answers), "rows": [_told(*pair, how) for pair in answers]}
+    write_atomically(folder / RESULT, json.dumps(report), durable=False)
+    write_atomically(folder / PAGE, page.of(report, folder), durable=False)
     print("\n".join(table(report["rows"])))
     if options.track:
         print(tracked.tell(runs_folder(), experiment, report, [folder / RESULT, folder / PAGE]))

@@ -14,10 +14,11 @@ import psutil
 import pytest
 import yaml
 
-from flows.automations import AUTOMATIONS, AWAITING, RESTARTS, SILENT
+from flows.automations import AUTOMATIONS
 from tests.support.flow_world import BIN, ROOT, World, end, wait_for
 
 CHANGES = {"train": {"steps": 200}, "checkpoint": {"save_every": 20}, "optimizer": {"lr": 2e-3}}
+RESTARTS, AWAITING = 5, "AwaitingRestart"
 SILENCE = 100  # seconds; more than three beats
 ENGINES = ("prefect.engine", "prefect.flow_engine", "_workspace_runtime_bootstrap.py")
 
@@ -44,7 +45,7 @@ def test_every_deployment_beats_ten_times_before_it_is_found_silent():
     for deployment in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]:
         beat = int(deployment["work_pool"]["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])
         assert beat >= 30  # flow_engine.MINIMUM_HEARTBEAT_INTERVAL
-        assert 10 * beat <= SILENT.total_seconds()
+        assert 10 * beat <= AUTOMATIONS[0].trigger.within.total_seconds()
 
 
 def test_what_has_crashed_or_is_silent_and_nothing_else():
