@@ -165,7 +165,8 @@ def check(run: Run) -> Prepared:
     _check_settings(place, data, run)
     _check_tokenizer(place, data, run)
     _check_sources(place, data, run)
-    _check_sizes(place, data, run)
+    if problem := lacking(run, str(place), data.kind, data.rows, data.sequences):
+        raise Fault(problem)
     return data
 
 
@@ -260,8 +261,3 @@ def _check_tokenizer(place: Path, data: Prepared, run: Run) -> None:
             f"paths.model: {run.paths.model}: not the tokenizer that {place} was prepared with; {AGAIN}, "
             "or use the model of the preparation"
         )
-
-
-def _check_sizes(place: Path, data: Prepared, run: Run) -> None:
-    if problem := lacking(run, str(place), data.kind, data.rows, data.sequences):
-        raise Fault(problem)

@@ -16,7 +16,7 @@ from typing import Any
 
 from contract.faults import Fault
 from trainer.data.read.compressed import reading_text
-from trainer.data.rows import Bad, Row, Rows, show
+from trainer.data.rows import Bad, Refused, Row, Rows, show
 
 Piece = tuple[int, Callable[[], Rows]]  # bytes of the file up to its end, and its rows
 Parse = Callable[[bytes], Row | Bad]
@@ -51,9 +51,9 @@ def text(line: bytes) -> Row | Bad:
 def json_object(line: bytes) -> Row | Bad:
     try:
         row = json.loads(line.decode().rstrip(), object_pairs_hook=_once)
-        bad_text = half_pair(row)
-    except _Repeated as error:
-        return Bad("a key occurs twice", error.key)
+        _require_whole_texts(row, "")
+    except Refused as error:
+        return error.bad
     except UnicodeDecodeError as error:
         return Bad("not UTF-8", shown=f"at byte {error.start}")
     except json.JSONDecodeError as error:
@@ -64,8 +64,6 @@ def json_object(line: bytes) -> Row | Bad:
         return Bad("not JSON", shown="nested too deeply")
     except ValueError as error:  # an integer of more than 4,300 digits
         return Bad("not JSON", shown=str(error).partition(";")[0])
-    if bad_text:
-        return Bad("half of a surrogate pair", *bad_text)
     return row if isinstance(row, dict) else Bad("not an object with columns", shown=show(row))
 
 
@@ -77,34 +75,26 @@ def bounded_line(stream: io.BufferedReader, path: Path) -> bytes:
     return line
 
 
-def half_pair(value: Any, field: str = "") -> tuple[str, str] | None:
-    """Return field and text of a string with half of a surrogate pair, which UTF-8 cannot encode."""
+def _require_whole_texts(value: Any, field: str) -> None:
+    """Refuse a string with half of a surrogate pair, which UTF-8 cannot encode."""
     if isinstance(value, str):
-        half = SURROGATE.search(value)
-        return (field, ascii(value[max(0, half.start() - 20) : half.start() + 10])) if half else None
-    if isinstance(value, dict):
+        if half := SURROGATE.search(value):
+            raise Refused(
+                Bad("half of a surrogate pair", field, ascii(value[max(0, half.start() - 20) : half.start() + 10]))
+            )
+    elif isinstance(value, dict):
         for key, inner in value.items():
-            if found := half_pair(key, field) or half_pair(inner, f"{field}.{key}" if field else key):
-                return found
-    if isinstance(value, list):
+            _require_whole_texts(key, field)
+            _require_whole_texts(inner, f"{field}.{key}" if field else key)
+    elif isinstance(value, list):
         for number, inner in enumerate(value):
-            if found := half_pair(inner, f"{field}[{number}]"):
-                return found
-    return None
-
-
-class _Repeated(ValueError):
-    """A key that occurs twice in an object."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
-        self.key = key
+            _require_whole_texts(inner, f"{field}[{number}]")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict[str, Any]()
-    for key, value in pairs:
-        if key in result:
-            raise _Repeated(key)
-        result[key] = value
-    return result
+    """Refuse an object in which a key occurs twice."""
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise Refused(Bad("a key occurs twice", next(key for key in keys if keys.count(key) > 1)))
+    return row

@@ -166,17 +166,15 @@ def _json(value: Any, field: str) -> Any:
 
 def clean(value: Any, field: str, depth: int = 0) -> Any:
     """Return the value without nulls in objects. Refuse values that JSON cannot represent."""
+    if depth >= 64 and isinstance(value, dict | list):
+        raise Refused(Bad("not JSON", field[:60], "more than 64 levels deep"))
     if isinstance(value, dict):
         pairs = ((text(key, field, ""), inner) for key, inner in value.items() if inner is not None)
-        return {key: clean(inner, f"{field}.{key}", depth + 1) for key, inner in pairs} if depth < 64 else _deep(field)
+        return {key: clean(inner, f"{field}.{key}", depth + 1) for key, inner in pairs}
     if isinstance(value, list):
-        return [clean(inner, field, depth + 1) for inner in value] if depth < 64 else _deep(field)
+        return [clean(inner, field, depth + 1) for inner in value]
     if isinstance(value, str):
         return text(value, field, "")
     if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     raise Refused(Bad("not JSON", field, f"a {type(value).__name__}"))
-
-
-def _deep(field: str) -> Any:
-    raise Refused(Bad("not JSON", field[:60], "more than 64 levels deep"))

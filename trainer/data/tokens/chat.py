@@ -150,48 +150,46 @@ def _encoded(template: TemplateText, row: Row, result: Rendered, encoding) -> En
         learned[spanned.tokens(encoding, (len(result.text), length), length, False)[0] :] = True
     if not learned.any():
         return Bad("nothing to learn", "messages")
-    if len(ids) > template.limit.tokens:
-        return _shortened(template, row, result, encoding, ids, learned, start)
-    return _finished(template, ids, learned, start, 0, result.odd)
-
-
-def _finished(template: TemplateText, ids, learned, start: int, cut: int, odd: bool) -> Encoded | Bad:
+    limit, cut = template.limit, 0
+    if len(ids) > limit.tokens:
+        if limit.too_long != "truncate":
+            return limit.too_long_row(len(ids))
+        kept = _shortened(template, row, result, encoding, learned)
+        cut = int((~kept).sum())
+        if len(ids) - cut > limit.tokens:
+            return limit.too_long_answer(int(learned.sum()))
+        start -= int((~kept[:start]).sum())
+        ids, learned = ids[kept], learned[kept]
     counting = template.counting[ids]
     learned = counting if template.loss_on == "all" else learned & counting
-    return Encoded(ids, learned, start, cut, odd) if learned.any() else Bad("nothing to learn", "messages")
+    return Encoded(ids, learned, start, cut, result.odd) if learned.any() else Bad("nothing to learn", "messages")
 
 
-def _shortened(template: TemplateText, row: Row, result: Rendered, encoding, ids, learned, start: int) -> Encoded | Bad:
-    limit = template.limit
-    excess = len(ids) - limit.tokens
-    if limit.too_long != "truncate":
-        return limit.too_long_row(len(ids))
-    kept = np.ones(len(ids), dtype=bool)
-    for begin, end in _longest_first(template, row, result, encoding):
+def _shortened(template: TemplateText, row: Row, result: Rendered, encoding, learned: np.ndarray) -> np.ndarray:
+    """Return which tokens remain, if no more than needed are removed from the ends of the longest messages."""
+    excess = len(learned) - template.limit.tokens
+    kept = np.ones(len(learned), dtype=bool)
+    for begin, end in _longest_first(row, result, encoding):
         free = np.flatnonzero(~learned[begin:end]) + begin
         # Keep one token: an empty message would change the conversation.
         removed = free[1:][-excess:] if excess else free[:0]
         kept[removed] = False
         excess -= len(removed)
-    if excess:
-        return limit.too_long_answer(int(learned.sum()))
-    cut = int((~kept).sum())
-    return _finished(template, ids[kept], learned[kept], start - int((~kept[:start]).sum()), cut, result.odd)
+    return kept
 
 
-def _longest_first(template: TemplateText, row: Row, result: Rendered, encoding) -> list[Span]:
+def _longest_first(row: Row, result: Rendered, encoding) -> list[Span]:
     """Return the token spans of messages that are not answers, the longest first, if their text is found in the
     rendering.
     """
     spans, place = [], 0
-    contents = [(message["role"], message.get("content")) for message in conversation(row)]
-    for role, content in contents:
-        text = content.strip() if isinstance(content, str) else ""
+    for message in conversation(row):
+        text = (message.get("content") or "").strip()
         at = result.text.find(text, place) if text else -1
         if at < 0:
             continue
         place = at + len(text)
-        if role != "assistant":
+        if message["role"] != "assistant":
             spans.append(spanned.tokens(encoding, (at, place), len(result.text), False))
     return sorted(spans, key=lambda span: span[0] - span[1])
 

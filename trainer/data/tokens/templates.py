@@ -42,6 +42,10 @@ RESERVED = {"messages", "tools", "documents", "input", "output", "conversations"
 class Template(TemplateText):
     """A template that encodes rows."""
 
+    def __post_init__(self) -> None:
+        if self.kind in ("chat", "jinja"):
+            rendering.start()
+
     def encode(self, rows: Sequence[Row]) -> list[Encoded | Bad]:
         if not rows or "chosen" not in rows[0]:
             return self._encode(rows)
@@ -131,8 +135,6 @@ def choose(data: Data, tokenizer: Tokenizer, kind: str) -> Template:
                 f"{folder}: a tokenizer without tokenizer.json cannot locate answers; use a text "
                 'such as data.template: "{input} {output}"'
             )
-        if template in ("chat", "jinja"):
-            rendering.start()
         return Template(template, text, origin, data.loss_on, stop, data.template_options, limit, tokenizer)
 
     if kind == "text":
@@ -205,8 +207,6 @@ def from_record(record: dict[str, Any], tokenizer: Tokenizer) -> Template:
         )
     if record["origin"] == CHAT and tokenizer.chat_template != record["text"]:
         raise Fault(f"{folder}: its chat template is not the one with which the data were prepared")
-    if record["kind"] in ("chat", "jinja"):
-        rendering.start()
     limit = Limit(record["seq_length"], record["packed"], record["too_long"])
     keys = ("kind", "text", "origin", "loss_on", "stop", "options")
     return Template(**{key: record[key] for key in keys}, limit=limit, tokenizer=tokenizer)
