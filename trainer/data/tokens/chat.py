@@ -18,9 +18,8 @@ from trainer.data.rows import Bad, Refused, Row, show
 from trainer.data.tokens import rendering
 from trainer.data.tokens import spans as spanned
 from trainer.data.tokens import tokenizer as tokenizers
-from trainer.data.tokens.encoded import Encoded
 from trainer.data.tokens.spans import Rendered, Span
-from trainer.data.tokens.template_text import TemplateText
+from trainer.data.tokens.template_text import Encoded, TemplateText
 from trainer.startup.limited_calls import Exceeded
 
 Messages = list[dict[str, Any]]

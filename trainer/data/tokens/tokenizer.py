@@ -17,8 +17,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from contract import checksums
 from contract.faults import Fault
 from trainer.patches import families
@@ -103,26 +101,6 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
         size += len(text)
     if batch:
         yield batch
-
-
-def splits_words(tokenizer: Tokenizer) -> bool:
-    """Whether a space does not change the tokens of the text after it. Bridge then omits it from the training text."""
-    first, second, both = ids(tokenizer, ["x", "y", "x y"])
-    return both == first + second
-
-
-def counting(tokenizer: Tokenizer) -> np.ndarray:
-    """Flags by id: whether the token may count in the loss."""
-    added = tokenizer.added_tokens_decoder
-    found = np.ones(max(len(tokenizer), max(added, default=0) + 1), dtype=bool)
-    found[[i for i, token in added.items() if str(token) in SKIPPED]] = False
-    return found
-
-
-def special(tokenizer: Tokenizer) -> dict[str, int]:
-    """Tokens that stand for no text, by their names."""
-    found = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return found | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
 
 
 def facts(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from contract.faults import Fault
+from trainer.data import indexed
 from trainer.data.read import choose
 from trainer.data.read.choose import SPLITS
-from trainer.data.write import alike, indexed, packing, report
+from trainer.data.write import alike, packing, report
 from trainer.data.write.chunks import Plan
 from trainer.data.write.spool import Answers, Sequences, Spool
 from trainer.data.write.work import Done
