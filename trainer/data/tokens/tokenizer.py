@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from conf.schema.run import Run
 from contract import checksums
 from contract.faults import Fault
 from trainer.patches import families
@@ -40,6 +41,14 @@ LLAMA_TOOLS = {"<|python_tag|>", "<|image|>"}
 GEMMA = {"<pad>", "<image_soft_token>", "<audio_soft_token>"}
 GEMMA_MEDIA = {"<image>", "<start_of_audio>", "<start_of_image>", "<end_of_audio>", "<end_of_image>"}
 SKIPPED = QWEN | QWEN_AUDIO | LLAMA | LLAMA_TOOLS | GEMMA | GEMMA_MEDIA
+
+
+def of(run: Run) -> Tokenizer:
+    """Return the tokenizer for the rows of a run."""
+    tokenizer = load(Path(run.paths.model), run.model.trust_remote_code)
+    if tokenizer.eos_token_id is None:
+        raise Fault(f"paths.model: {run.paths.model}: the tokenizer has no eos_token, which pads sequences")
+    return tokenizer
 
 
 def load(folder: Path, trust_remote_code: bool) -> Tokenizer:
