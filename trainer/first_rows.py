@@ -17,6 +17,7 @@ from conf.schema.run import Run
 from contract.faults import Fault
 from contract.first_rows import FirstRows
 from trainer.data.read import choose, shapes, sources
+from trainer.data.read.shapes import Shape
 from trainer.data.rows import Bad, Refused, Row
 from trainer.data.tokens import anomalies, chat, templates, tokenizer
 from trainer.data.tokens.templates import Template
@@ -48,8 +49,7 @@ def look(run: Run) -> FirstRows:
     (part,) = run.data.parts
     values, place, count, whole = _read(part)
     raw = [row for row in values if not isinstance(row, Bad)]
-    part, guessed = _named(part, raw, place)
-    shape = shapes.detect(part, raw[: sources.FIRST], place)
+    shape, guessed = _detected(part, raw, place)
     rows = [row if isinstance(row, Bad) else shape.row(row) for row in values]
     good = [row for row in rows if not isinstance(row, Bad)]
     bad = [row for row in rows if isinstance(row, Bad)]
@@ -102,19 +102,18 @@ def _read(part: Part) -> tuple[list[Row | Bad], str, int | None, bool]:
     return values, place, hub.count(part), False
 
 
-def _named(part: Part, raw: Sequence[Row], place: str) -> tuple[Part, str]:
-    """Return the part with columns for prompt and answer, and the reason, if they had to be guessed."""
-    if part.input or part.output or part.messages or part.text or part.shape != "auto":
-        return part, ""
+def _detected(part: Part, raw: Sequence[Row], place: str) -> tuple[Shape, str]:
+    """Return the meaning of the columns, and the reason for prompt and answer if they had to be guessed."""
+    first = raw[: sources.FIRST]
     try:
-        shapes.detect(part, raw[: sources.FIRST], place)
-        return part, ""
-    except Fault as fault:
-        guess = by_letters(raw) or by_values(raw)
+        return shapes.detect(part, first, place), ""
+    except Fault:
+        is_configured = part.input or part.output or part.messages or part.text or part.shape != "auto"
+        guess = None if is_configured else by_letters(raw) or by_values(raw)
         if guess is None:
-            raise Fault(str(fault)) from None
+            raise
         question, answer, why = guess
-        return part.model_copy(update={"input": question, "output": answer}), why
+        return shapes.detect(part.model_copy(update={"input": question, "output": answer}), first, place), why
 
 
 def by_letters(raw: Sequence[Row]) -> tuple[str, str, str] | None:
@@ -153,14 +152,10 @@ def _is_text(values: Sequence[Any]) -> bool:
 
 def _template(run: Run, kind: str) -> Template | None:
     """Return the template that preparation would use; None without a tokenizer."""
-    folder = Path(run.paths.model)
-    if not folder.is_dir():
+    if not Path(run.paths.model).is_dir():
         return None
-    tokens = tokenizer.load(folder, run.model.trust_remote_code)
-    if tokens.eos_token_id is None:
-        raise Fault(f"{folder}: the tokenizer has no eos_token, which pads sequences")
     data = run.data.model_copy(update={"seq_length": LONGEST, "packed": False})
-    return templates.choose(data, tokens, kind)
+    return templates.choose(data, tokenizer.of(run), kind)
 
 
 def _lengths(template: Template | None, rows: Sequence[Row]) -> tuple[list[int], list[int], list[Bad]]:

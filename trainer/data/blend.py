@@ -20,9 +20,10 @@ from conf.schema.data import Data, Part
 from conf.schema.run import Run
 from contract import indexed_files
 from contract.faults import Fault
-from trainer.data.read import indexed, sources
+from trainer.data import indexed
+from trainer.data.indexed import Indexed
+from trainer.data.read import sources
 from trainer.data.read.choose import SPLITS
-from trainer.data.read.indexed import Indexed
 from trainer.data.tokens import templates
 from trainer.data.write import report
 from trainer.data.write.progress import Progress

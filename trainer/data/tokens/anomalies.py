@@ -9,8 +9,7 @@ and the row write one generation prompt differs          a served model gets ano
 from collections.abc import Sequence
 
 from trainer.data.rows import Row
-from trainer.data.tokens.encoded import Encoded
-from trainer.data.tokens.template_text import TemplateText
+from trainer.data.tokens.template_text import Encoded, TemplateText
 
 ENDLESS = "answer without an end"
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from trainer.data.rows import Bad, Row
 from trainer.data.tokens import tokenizer as tokenizers
-from trainer.data.tokens.encoded import Encoded
-from trainer.data.tokens.template_text import TemplateText, split
+from trainer.data.tokens.template_text import Encoded, TemplateText, split
 
 
 def prompt(template: TemplateText, row: Row) -> str:

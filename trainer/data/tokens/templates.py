@@ -24,8 +24,7 @@ from contract.faults import Fault
 from trainer.data.rows import Bad, Row
 from trainer.data.tokens import chat, plain, rendering
 from trainer.data.tokens import tokenizer as tokenizers
-from trainer.data.tokens.encoded import Encoded, Limit
-from trainer.data.tokens.template_text import Kind, TemplateText
+from trainer.data.tokens.template_text import Encoded, Kind, Limit, TemplateText
 from trainer.data.tokens.tokenizer import Tokenizer
 from trainer.startup.limited_calls import Exceeded
 
@@ -120,32 +119,33 @@ class Template(TemplateText):
 
 def choose(data: Data, tokenizer: Tokenizer, kind: str) -> Template:
     """Return the template for rows of a kind: pairs, messages or text."""
-    limit = Limit(data.seq_length, data.packed, data.too_long)
-    folder = tokenizer.name_or_path
     taken = sorted(RESERVED & data.template_options.keys())
     if taken:
         raise Fault(f"data.template_options: {', '.join(taken)}: reserved; every template gets these; use other names")
+    template, text, origin = _text(data, tokenizer, kind)
+    if template in ("chat", "jinja") and not tokenizer.is_fast:
+        raise Fault(
+            f"{tokenizer.name_or_path}: a tokenizer without tokenizer.json cannot locate answers; use a text "
+            'such as data.template: "{input} {output}"'
+        )
+    stop = data.stop
+    if stop is None:
+        stop = "" if template == "chat" and not origin.endswith(".jinja") else _end(tokenizer)
+    limit = Limit(data.seq_length, data.packed, data.too_long)
+    return Template(template, text, origin, data.loss_on, stop, data.template_options, limit, tokenizer)
 
-    def make(template: Kind, text: Any, origin: str) -> Template:
-        stop = data.stop
-        if stop is None:
-            stop = "" if template == "chat" and not origin.endswith(".jinja") else _end(tokenizer)
-        if template in ("chat", "jinja") and not tokenizer.is_fast:
-            raise Fault(
-                f"{folder}: a tokenizer without tokenizer.json cannot locate answers; use a text "
-                'such as data.template: "{input} {output}"'
-            )
-        return Template(template, text, origin, data.loss_on, stop, data.template_options, limit, tokenizer)
 
+def _text(data: Data, tokenizer: Tokenizer, kind: str) -> tuple[Kind, Any, str]:
+    """Return the kind, the text and the origin of the template for rows of a kind."""
+    name, folder = data.template, tokenizer.name_or_path
     if kind == "text":
-        if data.template != "auto":
-            raise Fault(f"data.template: {data.template}: the rows are texts without a prompt; remove this key")
-        return make("text", "", "text")
-    name = data.template
+        if name != "auto":
+            raise Fault(f"data.template: {name}: the rows are texts without a prompt; remove this key")
+        return "text", "", "text"
     if re.fullmatch(PLAIN, name, re.DOTALL):
-        return make("plain", name, "data.template")
+        return "plain", name, "data.template"
     if name.endswith(".jinja"):
-        return make(*_file(name))
+        return _file(name)
     templates = tokenizer.chat_template
     if isinstance(templates, dict) and "default" not in templates:
         raise Fault(
@@ -153,11 +153,11 @@ def choose(data: Data, tokenizer: Tokenizer, kind: str) -> Template:
             "data.template: NAME.jinja uses a file"
         )
     if templates:
-        return make("chat", templates, CHAT)
+        return "chat", templates, CHAT
     advice = f'{folder}: the tokenizer has no chat template; use data.template: "{DEFAULT}", or a file NAME.jinja'
     if name == "chat":
         raise Fault(f"data.template: chat: {advice}")
-    return make("plain", DEFAULT, "no chat template")
+    return "plain", DEFAULT, "no chat template"
 
 
 def _end(tokenizer: Tokenizer) -> str:

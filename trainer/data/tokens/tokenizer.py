@@ -17,8 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from conf.schema.run import Run
 from contract import checksums
 from contract.faults import Fault
 from trainer.patches import families
@@ -42,6 +41,14 @@ LLAMA_TOOLS = {"<|python_tag|>", "<|image|>"}
 GEMMA = {"<pad>", "<image_soft_token>", "<audio_soft_token>"}
 GEMMA_MEDIA = {"<image>", "<start_of_audio>", "<start_of_image>", "<end_of_audio>", "<end_of_image>"}
 SKIPPED = QWEN | QWEN_AUDIO | LLAMA | LLAMA_TOOLS | GEMMA | GEMMA_MEDIA
+
+
+def of(run: Run) -> Tokenizer:
+    """Return the tokenizer for the rows of a run."""
+    tokenizer = load(Path(run.paths.model), run.model.trust_remote_code)
+    if tokenizer.eos_token_id is None:
+        raise Fault(f"paths.model: {run.paths.model}: the tokenizer has no eos_token, which pads sequences")
+    return tokenizer
 
 
 def load(folder: Path, trust_remote_code: bool) -> Tokenizer:
@@ -103,26 +110,6 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
         size += len(text)
     if batch:
         yield batch
-
-
-def splits_words(tokenizer: Tokenizer) -> bool:
-    """Whether a space does not change the tokens of the text after it. Bridge then omits it from the training text."""
-    first, second, both = ids(tokenizer, ["x", "y", "x y"])
-    return both == first + second
-
-
-def counting(tokenizer: Tokenizer) -> np.ndarray:
-    """Flags by id: whether the token may count in the loss."""
-    added = tokenizer.added_tokens_decoder
-    found = np.ones(max(len(tokenizer), max(added, default=0) + 1), dtype=bool)
-    found[[i for i, token in added.items() if str(token) in SKIPPED]] = False
-    return found
-
-
-def special(tokenizer: Tokenizer) -> dict[str, int]:
-    """Tokens that stand for no text, by their names."""
-    found = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return found | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
 
 
 def facts(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from trainer.data.read.sources import Chunk
 from trainer.data.rows import Bad, Row
 from trainer.data.tokens import anomalies
 from trainer.data.tokens.chat import Unrendered
-from trainer.data.tokens.encoded import Encoded
+from trainer.data.tokens.template_text import Encoded
 from trainer.data.tokens.templates import Template
 from trainer.data.write import report, spool
 

@@ -15,7 +15,7 @@ from contract.faults import Fault
 from tests.support import data_folders
 from trainer.data.rows import Bad
 from trainer.data.tokens import anomalies, templates, tokenizer
-from trainer.data.tokens.encoded import Encoded
+from trainer.data.tokens.template_text import Encoded
 from trainer.data.tokens.templates import Template
 
 PAIR = {"input": "17 + 25?", "output": "It is 42."}
