@@ -58,6 +58,11 @@ def chosen(keys: np.ndarray, parts: np.ndarray, data: Data) -> np.ndarray:
     return selected
 
 
+def copies(keys: np.ndarray) -> int:
+    """Return the number of rows that occurred before."""
+    return len(keys) - len(np.unique(keys))
+
+
 def _lots(keys: np.ndarray, seed: int) -> np.ndarray:
     """Return a number for each row that is independent of its split; splitmix64."""
     mixed = keys + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1)

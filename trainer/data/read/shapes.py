@@ -85,10 +85,8 @@ def detect(part: Part, rows: Sequence[Row], place: str) -> Shape:
             reason += f", and data.shape is {part.shape}"
     if "chosen" in columns:
         columns = _with_prompt(columns, names)
-    elif "messages" in columns or columns.keys() & {"tools", "system"}:
-        for key, name in (("tools", "tools"), ("system", "system")):
-            if key not in columns and name in names:
-                columns[key] = name
+    elif columns.keys() & {"messages", "tools", "system"}:
+        columns |= {name: name for name in ("tools", "system") if name in names and name not in columns}
     kind = _kind(columns)
     if part.shape not in ("auto", kind, "sharegpt") or (part.shape == "sharegpt" and kind != "messages"):
         raise Fault(f"{place}: data.shape is {part.shape}, but {_described(columns)} makes {kind}")
