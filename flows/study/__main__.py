@@ -169,26 +169,18 @@ def _told(row: Row, answer: dict[str, Any], how: How) -> dict[str, Any]:
 
 
 def table(told: Sequence[dict[str, Any]]) -> list[str]:
-    heads = ("layout", "GPUs", "ms", "planned", "documented", "tokens/s/GPU", "TFLOP/s", "of product", "GB", "planned")
-    cells = [heads]
-    for row in told:
-        one = row["figures"]
-        if "failed" in one:
-            cells.append((row["title"], one["failed"][:120]))
-            continue
-        numbers = (one["gpus"], one["ms"], one["planned_ms"], row["documented_ms"], one["tokens_per_second_per_gpu"])
-        shown = ["" if value is None else f"{value:,.5g}" for value in (*numbers, one["tflops"])]
-        planned = one["planned_gb"]
-        more = [f"{one['share_of_product']:.1%}", f"{one['gb']:.2f}", "" if planned is None else f"{planned:.2f}"]
-        cells.append((row["title"], *shown, *more))
-    whole = [row for row in cells if len(row) == len(heads)]
-    widths = [max(len(row[column]) for row in whole) for column in range(len(heads))]
-    widths[0] = max(len(row[0]) for row in cells)
+    lines = figures.table(told)
+    whole = [line for line, row in zip(lines[1:], told, strict=True) if "failed" not in row["figures"]]
+    widths = [max(map(len, column)) for column in zip(lines[0], *whole, strict=True)]
+    widths[0] = max(len(line[0]) for line in lines)
     return [
         "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=False))]
+            [
+                line[0].ljust(widths[0]),
+                *(cell[:120].rjust(width) for cell, width in zip(line[1:], widths[1:], strict=False)),
+            ]
         )
-        for row in cells
+        for line in lines
     ]
 
 

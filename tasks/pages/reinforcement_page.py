@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from contract.amounts import clock
 from tasks.pages import training_page
-from tasks.pages.markdown import as_of, code, embedded, table, words
+from tasks.pages.markdown import as_of, code, table, words
 
 SHOWN = 4  # answers of the last step
 PARTS = ("transfer", "probe", "generate", "reward", "train")
@@ -21,8 +20,7 @@ def headline(lines: list[Line], steps: int, updates: int) -> str:
     last = finished[-1]
     parts = [f"step {last['step'] // updates} of {steps}", f"reward {last['reward']:.3f}"]
     parts += [f"mismatch {last['mismatch']:.1e}", f"length {last['length']:.1f}"]
-    left = training_page.seconds_left(lines, steps * updates)
-    return ", ".join(parts + ([f"{clock(left)} left"] if left else []))
+    return ", ".join(parts) + training_page.left(lines, steps * updates)
 
 
 def page(
@@ -37,12 +35,9 @@ def page(
     """The page in Markdown."""
     finished = _steps(lines)
     last = finished[-1]
-    left = training_page.seconds_left(lines, steps * updates)
-    rest = f", {clock(left)} left" if left else ""
-    text = [f"# Reinforcement learning of {words(name)}", "", f"**Step {last['step'] // updates} of {steps}{rest}**"]
-    text += table(("", "now", ""), _figures(finished, updates))
-    if image:
-        text += ["", embedded("rewards", image)]
+    step = f"Step {last['step'] // updates} of {steps}{training_page.left(lines, steps * updates)}"
+    title, figures = f"Reinforcement learning of {words(name)}", _figures(finished, updates)
+    text = training_page.head(title, step, figures, "rewards", image)
     cells = [
         (*(code(sample[key]) for key in ("prompt", "answer", "reference")), f"{sample['reward']:.3g}")
         for sample in samples[-SHOWN:]

@@ -19,8 +19,13 @@ def headline(lines: list[Line], steps: int) -> str:
     parts = [f"step {last['step']} of {steps}", f"loss {last['lm_loss']:.4g}"]
     parts += [f"validation {validated[-1]['lm_loss']:.4g}"] if validated else []
     parts += [f"{last['tokens_per_second']:,.0f} tokens/s"]
-    left = seconds_left(lines, steps)
-    return ", ".join(parts + ([f"{clock(left)} left"] if left else []))
+    return ", ".join(parts) + left(lines, steps)
+
+
+def left(lines: list[Line], steps: int) -> str:
+    """The time to the last step as the end of a line; empty if it is not known."""
+    seconds = seconds_left(lines, steps)
+    return f", {clock(seconds)} left" if seconds else ""
 
 
 def seconds_left(lines: list[Line], steps: int) -> float | None:
@@ -58,14 +63,15 @@ def page(name: str, lines: list[Line], steps: int, image: bytes | None, links: d
     if "loss_scale" in last:
         rows.append(("loss scale", f"{last['loss_scale']:g}", f"{last['skipped_steps']} steps skipped"))
     rows.append(("memory", f"{last['memory_gb']:.1f} GB", "highest of any rank"))
-    left = seconds_left(lines, steps)
-    rest = f", {clock(left)} left" if left else ""
-    text = [f"# Training of {words(name)}", "", f"**Step {last['step']} of {steps}{rest}**"]
-    text += table(("", "now", ""), rows)
-    if image:
-        text += ["", embedded("training", image)]
-    text += as_of(last["time"], links)
-    return "\n".join(text) + "\n"
+    step = f"Step {last['step']} of {steps}{left(lines, steps)}"
+    text = head(f"Training of {words(name)}", step, rows, "training", image)
+    return "\n".join([*text, *as_of(last["time"], links)]) + "\n"
+
+
+def head(title: str, step: str, rows: list[tuple[str, str, str]], shows: str, image: bytes | None) -> list[str]:
+    """First lines of a page: its title, the step, the figures, and the image, which shows their curves."""
+    text = [f"# {title}", "", f"**{step}**", *table(("", "now", ""), rows)]
+    return [*text, "", embedded(shows, image)] if image else text
 
 
 def _shown(value: float | None) -> str:

@@ -15,6 +15,7 @@ import json
 import math
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from tasks.store import File, Store
 from tasks.store.folder import PARTIAL, walk
 
 RECORD = "artifact.json"
+SHOWN = 4  # differences in a line
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,11 @@ class Work:
     folder: Path
     lease: lease.Lease
     say: Callable[[str], None]
+
+    @property
+    def files(self) -> Path:
+        """The folder whose content becomes the artifact."""
+        return self.folder / "files"
 
 
 def canonical(value: Any) -> str:
@@ -179,6 +186,22 @@ def every(store: Store, stage: str = "") -> Iterator[Artifact]:
             yield artifact
 
 
+def by_fingerprint(store: Store) -> dict[str, Artifact]:
+    """All records of the store."""
+    return {artifact.stage.fingerprint: artifact for artifact in every(store)}
+
+
+def sources(stage: Stage, known: dict[str, Artifact]) -> Iterator[Artifact]:
+    """Direct and indirect inputs of a stage, the nearest first, out of the artifacts that are known by fingerprint."""
+    pending, seen = deque(stage.inputs.values()), set[str]()
+    while pending:
+        fingerprint = pending.popleft()
+        if fingerprint in known and fingerprint not in seen:
+            seen.add(fingerprint)
+            yield known[fingerprint]
+            pending += known[fingerprint].stage.inputs.values()
+
+
 def local(artifact: Artifact, store: Store, cache: Path) -> Path:
     """A folder on this host with the artifact's files: the store's folder, or a copy in the cache."""
     if place := store.place(f"{artifact.key}/files"):
@@ -213,13 +236,16 @@ def differences(was: Stage, now: Stage) -> list[str]:
     return [f"{key}: {was} -> {now}" for key, was, now in shown if was != now]
 
 
+def brief(changes: list[str]) -> str:
+    """The first differences in one line, and the number of the others."""
+    return "; ".join(changes[:SHOWN]) + (f" and {len(changes) - SHOWN} more" if len(changes) > SHOWN else "")
+
+
 def _drift(stage: Stage, store: Store) -> str:
     other = nearest(stage, store)
     if other is None:
         return f"no {stage.name} exists yet"
-    changes = differences(other.stage, stage)
-    shown = "; ".join(changes[:4]) + (f" and {len(changes) - 4} more" if len(changes) > 4 else "")
-    return f"differs from {other.key}: {shown}"
+    return f"differs from {other.key}: {brief(differences(other.stage, stage))}"
 
 
 def _identity(stage: Stage) -> dict[str, Any]:

@@ -78,10 +78,11 @@ class StageRun:
         """The reason why training is pointless now; "" if it is not."""
         return self._outcomes.pointless
 
-    def at(self, **paths: Path) -> Run:
-        """The configuration with these paths."""
-        changed = self.run.paths.model_copy(update={key: str(path) for key, path in paths.items()})
-        return self.run.model_copy(update={"paths": changed})
+    def at(self, work: Work, **paths: Artifact | Path | None) -> Run:
+        """The configuration with these paths and that of the logs. Of an artifact it is its folder on this host."""
+        local = {key: self.local(path) if isinstance(path, Artifact) else path for key, path in paths.items() if path}
+        changed = {key: str(path) for key, path in (local | {"logs": work.folder / "logs"}).items()}
+        return self.run.model_copy(update={"paths": self.run.paths.model_copy(update=changed)})
 
     def local(self, made: Artifact) -> Path:
         """A folder of this host that holds the artifact's files. Never write there."""

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from contract.faults import Fault
 from tasks.run import artifact
@@ -22,6 +23,9 @@ from tasks.run.artifact import Artifact, Missing
 from tasks.stages import promote
 from tasks.store import Store
 from tasks.tracking.address import clean, public
+
+if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion
 
 CHAMPION = "champion"
 
@@ -54,14 +58,14 @@ def find(reference: str, store: Store, registry: str) -> Named:
     )
 
 
-def _registered(name: str, which: str, versions: dict[str, "Version"], store: Store) -> Named:
-    by_alias = (version for version in versions.values() if which in version.aliases)
-    version = versions.get(which) or next(by_alias, None)
+def _registered(name: str, which: str, versions: "list[ModelVersion]", store: Store) -> Named:
+    by_name = {alias: version for version in versions for alias in version.aliases}
+    version = (by_name | {str(version.version): version for version in versions}).get(which)
     if version is None:
-        known = ", ".join(f"{number}{_in_brackets(other.aliases)}" for number, other in versions.items())
-        newest = next(iter(versions))
+        known = ", ".join(f"{other.version}{_in_brackets(other.aliases)}" for other in versions)
+        newest = versions[0].version
         raise Fault(f"{name}: has no version or alias {which}; it has {known}: {name}@{newest} is the newest")
-    title = f"{name} version {version.number}"
+    title = f"{name} version {version.version}"
     key = f"export/{version.tags.get('finetune.fingerprint', '')}"
     if not re.fullmatch(r"export/[0-9a-f]{16}", key):
         raise Fault(f"{title}: it has no tag finetune.fingerprint: the flow has not registered it")
@@ -74,31 +78,13 @@ def _registered(name: str, which: str, versions: dict[str, "Version"], store: St
     return Named(name, title, export)
 
 
-@dataclass(frozen=True)
-class Version:
-    """A version in the registry."""
-
-    number: str
-    aliases: tuple[str, ...]
-    tags: dict[str, str]
-
-
-def _versions(name: str, registry: str) -> dict[str, Version]:
-    """Versions of a model by number, the newest first."""
+def _versions(name: str, registry: str) -> "list[ModelVersion]":
+    """Versions of a model, the newest first."""
     if not _may_exist(registry) or re.search(r"[/:'\"]", name):
-        return {}
-    client = promote.registry(registry)
+        return []
     with _plainly(registry):
-        if not client.search_registered_models(f"name = '{name}'"):
-            return {}
-        aliases = client.get_registered_model(name).aliases
-        entries = sorted(client.search_model_versions(f"name = '{name}'"), key=lambda entry: -int(entry.version))
-    versions = {}
-    for entry in entries:
-        number = str(entry.version)
-        names = tuple(sorted(alias for alias, version in aliases.items() if str(version) == number))
-        versions[number] = Version(number, names, dict(entry.tags))
-    return versions
+        found = promote.registry(registry).search_model_versions(f"name = '{name}'")
+    return sorted(found, key=lambda version: -int(version.version))
 
 
 def _models(registry: str) -> list[str]:
@@ -163,5 +149,5 @@ def _whole(key: str, store: Store, title: str) -> Artifact:
     return export
 
 
-def _in_brackets(aliases: tuple[str, ...]) -> str:
-    return f" ({', '.join(aliases)})" if aliases else ""
+def _in_brackets(aliases: list[str]) -> str:
+    return f" ({', '.join(sorted(aliases))})" if aliases else ""

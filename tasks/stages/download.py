@@ -42,7 +42,7 @@ def download(stage_run: StageRun) -> State:
     model, config = stage_run.run.model, stage_run.asked.config
 
     def make(work: Work) -> dict:
-        files = work.folder / "files"
+        files = work.files
         if isinstance(model.source, Drawn):
             _draw(stage_run, work, files)
             return {"source": str(model.source)}

@@ -1,16 +1,10 @@
 """Figures of prepared data from their report, as PNG: lengths of rows, skipped rows, efficiency of packing."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 from tasks.tracking.plots import canvas, png
 
 SPLITS = ("training", "validation", "test")
-
-
-def read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text("utf-8"))
 
 
 def figures(report: dict[str, Any]) -> dict[str, bytes]:

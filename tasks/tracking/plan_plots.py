@@ -2,8 +2,6 @@
 
 # pyright: reportAttributeAccessIssue=false
 
-import json
-from pathlib import Path
 from typing import Any
 
 from tasks.tracking.plots import blank, png
@@ -12,10 +10,6 @@ GB = 1e9
 PARTS = ("weights", "gradients", "optimizer", "adapters", "activations")
 STAGES = 32  # drawn; a longer pipeline shows the first, the last and the fullest
 HOSTS = 8  # kinds of hosts that are drawn
-
-
-def read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text("utf-8"))
 
 
 def figures(plan: dict[str, Any]) -> dict[str, bytes]:

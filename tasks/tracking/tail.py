@@ -56,7 +56,7 @@ class Tail:
         data = os.pread(self._file, CHUNK, self._offset)
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [line for text in whole.splitlines() if (line := _parse(text)) and self._is_new(line)]
+        return [line for text in whole.splitlines() if (line := parse(text)) and self._is_new(line)]
 
     def close(self) -> None:
         if self._file is not None:
@@ -100,7 +100,8 @@ def _is_number(value) -> bool:
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
 
 
-def _parse(text: bytes) -> dict | None:
+def parse(text: bytes) -> dict | None:
+    """A complete line of metrics."""
     try:
         line = json.loads(text)
         return line if isinstance(line["kind"], str) and isinstance(line["step"], int) else None

@@ -190,7 +190,7 @@ def test_figures_are_images(name, tmp_path):
     (tmp_path / "report.json").write_text(
         json.dumps(changed(dropped={NASTY[:20] + " $x": {"count": 1, "samples": []}}))
     )
-    image = data_plots.figures(data_plots.read(tmp_path / "report.json"))[name]
+    image = data_plots.figures(json.loads((tmp_path / "report.json").read_text()))[name]
     assert image.startswith(b"\x89PNG") and struct.unpack(">II", image[16:24]) == (770, 440)
 
 

@@ -44,13 +44,11 @@ def test_answers_that_are_made_beside_training_are_no_part_of_a_steps_seconds():
 
 
 def test_one_picture_has_rewards_mismatch_and_length():
-    assert (plots.together(LINES, plots.OF_REINFORCEMENT) or b"").startswith(b"\x89PNG")
+    assert (plots.together(LINES, plots.TOGETHER["reinforcement"]) or b"").startswith(b"\x89PNG")
 
 
 def test_steps_are_whole_numbers_below_a_figure():
     """Twenty steps had marks at 2.5 and 7.5."""
     _, axes = plots.canvas("Reward", "step", "")
-    plots.draw(
-        axes, [{"kind": "reinforce", "step": n, "reward": n / 20} for n in range(1, 21)], plots.FIGURES["reward"][2]
-    )
+    plots.draw(axes, [{"kind": "reinforce", "step": n, "reward": n / 20} for n in range(1, 21)], "reward")
     assert all(place == int(place) for place in axes.get_xticks())

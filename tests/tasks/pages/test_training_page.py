@@ -44,5 +44,5 @@ def test_the_page_names_padding_where_there_is_some():
 
 
 def test_one_picture_has_all_curves():
-    assert (plots.together([*LINES, VALIDATED], plots.OF_TRAINING) or b"").startswith(b"\x89PNG")
-    assert plots.together([VALIDATED], plots.OF_REINFORCEMENT) is None
+    assert (plots.together([*LINES, VALIDATED], plots.TOGETHER["training"]) or b"").startswith(b"\x89PNG")
+    assert plots.together([VALIDATED], plots.TOGETHER["reinforcement"]) is None
