@@ -123,13 +123,13 @@ class Member(Link):
         self.word, self._tag = found
         self.beat, self.renewed, self.shipped = 0, -random.uniform(0, RENEWED), -random.uniform(0, SHIPPED)
         self.due = 0.0
-        return self._notice.create(self.me)
+        return self._notice.create(self.message)
 
     def work(self) -> None:
         now = time.monotonic()
         self._read()
         if self._unsaid:
-            self._write()
+            self._send()
         if now - self.renewed > RENEWED:
             self.beat, self.renewed = self.beat + 1, now
             self.board.write(f"beats/{self.node}", str(self.beat).encode())

@@ -85,7 +85,7 @@ def look(run: Run) -> FirstRows:
 
 def _read(part: Part) -> tuple[list[Row | Bad], str, int | None, bool]:
     """Return the first rows, the name of their source, the number of all rows, and whether these are all."""
-    _, _, place = sources.columns(part)
+    _, place = sources.first(part)
     values: list[Row | Bad] = []
     size, whole = 0, True
     for chunk in sources.chunks(part, 0, lambda number: False):

@@ -4,8 +4,8 @@
 
 One rank of each pipeline stage, or every rank with --all, is built without memory (trainer/rehearsal/meta_model.py),
 after Megatron has checked the configuration as before training. Its parameters are compared, kind by kind, with
-conf/planner/parameters.py, and the bytes of gradients and optimizer with conf/planner/memory.py. The model is that of
-paths.model, a tiny://KIND, or one in conf/models with this source. With --steps, a scaled-down twin of the run then
+conf/planner/parameters.py, and the bytes of gradients and optimizer with conf/planner/memory.py. The config.json is the
+one that the plan reads. With --steps, a scaled-down twin of the run then
 takes real steps on this CPU (trainer/rehearsal/scaled_down.py).
 
 Exit code 0: all is equal. 1: Megatron refuses the layout, counts differ, Megatron builds a layout that
@@ -23,24 +23,19 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from conf import families
 from conf.load import load
-from conf.model_facts import MODELS, ModelFacts, facts_from_hf
-from conf.model_files import config_json, quantization
+from conf.model_facts import ModelFacts
 from conf.planner import hardware, parameters, verdict
 from conf.planner.memory import memory
 from conf.rules.layout import problems
-from conf.schema.model import Drawn
 from conf.schema.run import Run
-from contract import closed_pipe, regular_files
+from contract import closed_pipe
 from contract.faults import Fault
 from trainer.rehearsal import meta_model
 from trainer.startup import entry
 
-TINY = "tiny://"
 COUNTED = (*parameters.KINDS, *meta_model.TRAINED, *meta_model.STATES)
 STATES_OF_A_PARAMETER = 12  # bytes, at most
 
@@ -51,11 +46,8 @@ def main() -> int:
         if options.steps < 0:
             raise Fault(f"--steps: {options.steps} is negative; 0 takes no steps")
         run = load(options.conf, options.overrides, illegal=True)
-        config = config_of(run)
-        try:
-            facts = facts_from_hf(config)
-        except ValueError as error:
-            raise Fault(f"model.source: {run.model.source}: {error}") from None
+        config, place = verdict.config_of(run)
+        facts = verdict.facts_in(config, place)
         run = verdict.settle(run, facts, hardware.of(run))
         answer = {"twin": _twin(run, config, options.steps) if options.steps else None}
         meta_model.prepare()
@@ -150,34 +142,6 @@ def _twin(run: Run, config: dict[str, Any], steps: int) -> dict[str, Any]:
     )
     on = f"{small.layout.world} processes ({cut})"
     return {"failed": "" if whole else f"{on}: losses {losses}", "on": on, "losses": losses}
-
-
-def config_of(run: Run) -> dict[str, Any]:
-    """Return the model's config.json, without its weights."""
-    source = run.model.source
-    if isinstance(source, Drawn):
-        return verdict.config_of(run)[0]
-    for folder in (run.paths.model, source):
-        if regular_files.is_there(path := Path(folder) / config_json.NAME):
-            return _read(path)
-    if source.startswith(TINY):
-        kind, _ = quantization.of_tiny(source.removeprefix(TINY))
-        kinds = families.tiny()
-        if kind not in kinds:
-            raise Fault(f"model.source: {source} is not a tiny model; known: {', '.join(kinds)}")
-        return kinds[kind]
-    for file in sorted(MODELS.glob("*.json")):
-        known = json.loads(file.read_text())
-        if source in (file.stem, known["source"].removesuffix(" config.json")):
-            return known["config"]
-    raise Fault(f"model.source: {source} is not in conf/models, and {run.paths.model} has no config.json")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    config = config_json.read(path)
-    if not config_json.architecture(config):
-        raise Fault(f"{path}: architectures is missing, so the model family is unknown")
-    return config
 
 
 def ranks(run: Run, every: bool = False) -> range:

@@ -55,7 +55,6 @@ def _train(configured: Run, run: Run, rollouts: Rollouts | None, start: int) -> 
     from trainer.patches.checkpoints import exchanged_states
     from trainer.reinforcement.journal import Journal, facts
     from trainer.reinforcement.loop import Reinforcement
-    from trainer.reinforcement.policy.losses import Settings
     from trainer.reinforcement.policy.policy_step import Feed, FromOutside, PolicyStep
     from trainer.training.bridge_loop import train
     from trainer.training.mark_checkpoints import MarkCheckpoints
@@ -75,9 +74,7 @@ def _train(configured: Run, run: Run, rollouts: Rollouts | None, start: int) -> 
         fresh = not start and settings.start == "trained"
         if fresh:
             _begin_with(config.checkpoint, checkpoint_folder(configured))
-        keys = {name: getattr(settings, name) for name in ("loss", "clip_low", "clip_high", "kl", "correction")}
-        keys |= {"correction_low": settings.correction_low, "correction_high": settings.correction_high}
-        step = PolicyStep(Settings(**keys, longest=settings.max_tokens), settings.updates > 1, settings.kl > 0)
+        step = PolicyStep(run.reinforce)
         metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
         steps = Reinforcement(run, bridge, rollouts, feed, step, metrics, fresh)
         callbacks = [steps, metrics, Parity(run), MarkCheckpoints(run, metrics), heartbeat.callback(), feed]

@@ -66,7 +66,6 @@ from trainer.data.write import sequences_file
 from trainer.measure import EXHAUSTED, RESULT
 from trainer.profiling import recorder, report
 from trainer.rehearsal import best_layouts
-from trainer.rehearse import config_of
 from trainer.startup import entry
 
 WARM = 2  # steps in which kernels are chosen, states are allocated, and the allocator sees all sizes
@@ -81,8 +80,8 @@ def main() -> int:
         configured = load(options.conf, options.overrides, illegal=True)
         if options.steps <= warm(configured):
             raise Fault(f"--steps: {options.steps}, but the first {warm(configured)} are not measured")
-        config = config_of(configured)
-        whole = facts_from_hf(config)
+        config, place = verdict.config_of(configured)
+        whole = verdict.facts_in(config, place)
         run = verdict.settle(configured, whole, hardware.of(configured))
         if options.best is not None:
             return _best(options, configured, run, whole)

@@ -18,13 +18,15 @@ Calls to the store run in the caller's thread, and may block as long as the stor
 """
 
 import json
+import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tasks.gang import messages
-from tasks.gang.messages import Member, Task, Word
+from tasks.gang.messages import Member, Message, Word
 from tasks.store import Store
 
 RENEWED = 3.0  # seconds between renewals, of the controller and of each member
@@ -48,14 +50,10 @@ class Board:
         entry = self.store.read(f"{self.place}/{name}")
         return json.loads(entry[0]) if entry else None
 
-    def task(self) -> Task:
-        name = f"{self.place}/task.json"
-        return Task.from_json(self.text("task.json").encode(), name)
-
-    def member(self, node: int) -> Member | None:
-        name = f"{self.place}/nodes/{node}.json"
-        entry = self.store.read(name)
-        return Member.from_json(entry[0], name) if entry else None
+    def message[M: Message](self, kind: type[M], name: str) -> M | None:
+        place = f"{self.place}/{name}"
+        entry = self.store.read(place)
+        return kind.from_json(entry[0], place) if entry else None
 
     def pulse(self, last: tuple[Word, str] | None = None) -> tuple[Word, str] | None:
         """The controller's word and its tag, which changes with every renewal; `last` if the tag is still the same."""
@@ -99,6 +97,72 @@ class Notice:
             tag = self.board.store.replace(self.key, data, entry[1])
         self.tag = tag or self.tag
         return tag is not None
+
+
+class Correspondent[M: (Word, Member)]:
+    """A process of a gang: its message on the board, and a thread that writes each change of the message.
+
+    The thread may block for as long as the store does. After the end it continues until the store has not answered for
+    `patience` seconds.
+    """
+
+    def __init__(self, board: Board, name: str, message: M, patience: float):
+        self.board, self.message = board, message
+        self.answered = time.monotonic()  # when the store answered last
+        self.lost = False  # another process has written the message
+        self._notice, self._patience = Notice(board, name), patience
+        self._turn, self._wake, self._over = threading.Lock(), threading.Event(), threading.Event()
+        self._unsaid, self._renewed = False, 0.0
+        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
+
+    def say(self, **news: Any) -> None:
+        """Change fields of the message. Others read them as soon as the store accepts them."""
+        with self._turn:
+            self.message = replace(self.message, **news)
+            self._unsaid = True
+        self._wake.set()
+
+    def end(self, within: float) -> None:
+        """Write the rest, if the store accepts it in time."""
+        self._over.set()
+        self._wake.set()
+        self._thread.join(within)
+
+    @abstractmethod
+    def _work(self, over: bool) -> None:
+        """Write and read what is due; everything that is left if it is over."""
+
+    def _run(self) -> None:
+        while True:
+            over = self._over.is_set()
+            self._wake.clear()
+            try:
+                self._work(over)
+                if over:
+                    return
+            except Exception:  # the store does not answer; self.answered keeps the time of its last answer
+                if over and time.monotonic() - self.answered > self._patience:
+                    return
+            self._wake.wait(POLLED)
+
+    def _is_due(self) -> bool:
+        """Whether a renewal is due, which others see as a sign of life."""
+        due = time.monotonic() - self._renewed > RENEWED
+        self._renewed = time.monotonic() if due else self._renewed
+        return due
+
+    def _send(self, **news: Any) -> None:
+        with self._turn:
+            self._unsaid = False
+            self.message = message = replace(self.message, **news)
+        try:
+            self.lost = self.lost or not self._write(message)
+        except Exception:
+            self._unsaid = True
+            raise
+
+    def _write(self, message: M) -> bool:
+        return self._notice.write(message)
 
 
 @dataclass

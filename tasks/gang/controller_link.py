@@ -1,65 +1,48 @@
-"""Controller's side of the board: a thread that renews its word, sees who renews, and reads what is new.
+"""Controller's side of the board: a thread that renews its word, sees which members renew, and reads changes.
 
-Two listings a second say who lives. Only notices that changed are read, and the output of rank 0. The thread may hang
-for as long as the store does: no member is blamed for that time.
+Two listings a second show which members are alive. Only messages that changed are read, and the output of rank 0. The
+thread may hang for as long as the store does: no member is blamed for that time.
 """
 
 import collections
 import secrets
-import threading
 import time
-from dataclasses import replace
-from typing import Any
 
 from contract.faults import Fault
 from tasks.gang import peer_probe
-from tasks.gang.board import PEERS, POLLED, RENEWED, Board, Notice, Watch
+from tasks.gang.board import PEERS, Board, Correspondent, Watch
+from tasks.gang.history.logs import Log
 from tasks.gang.messages import Foreign, Member, Peers, Standing, Word
 
 AWAY = 6.0  # seconds without an answer: the store was away, not the members
 
 
-class Lookout:
+class Lookout(Correspondent[Word]):
     def __init__(self, board: Board, probe: str):
-        self.board = board
+        word = Word(secrets.token_hex(8), "gathering", probe=probe, addresses=tuple(peer_probe.addresses()))
+        super().__init__(board, "gang.json", word, patience=0.0)
+        self.say(port=peer_probe.serve(lambda: Standing(board.gang, board.attempt, self.word.state)))
         self.nodes: dict[int, Member] = {}
         self.lines: collections.deque[str] = collections.deque(maxlen=10_000)
-        self.answered = time.monotonic()
-        self.lost = False  # somebody else controls this attempt
-        self.foreign = ""  # what a member of another version is refused with
-        self.peers = Peers({})  # on the board before the word that says go
+        self.foreign = ""  # the reason why a member of another version is refused
+        self.peers = Peers({})  # on the board before the word with state go
         self._first_failed: list[int] = []
-        self._watch, self._turn = Watch(), threading.Lock()
-        self._wake, self._over = threading.Event(), threading.Event()
-        self._unsaid, self._told_peers, self._pending, self._pieces = False, False, b"", 0
-        self._notice = Notice(board, "gang.json")
-        self.word = Word(
-            by=secrets.token_hex(8),
-            state="gathering",
-            probe=probe,
-            addresses=tuple(peer_probe.addresses()),
-            port=peer_probe.serve(self._answer),
-        )
-        self._thread = threading.Thread(target=self._look, daemon=True, name="lookout")
+        self._watch, self._log, self._told_peers = Watch(), Log(board, "", ""), False
+
+    @property
+    def word(self) -> Word:
+        return self.message
 
     def begin(self) -> bool:
-        """Create the attempt on the board. Returns False where another controller has it already."""
+        """Create the attempt on the board. Returns False if another controller has it already."""
         if not self._notice.create(self.word):
             return False
         self._thread.start()
         return True
 
-    def say(self, **news: Any) -> None:
-        with self._turn:
-            self.word = replace(self.word, **news)
-            self._unsaid = True
-        self._wake.set()
-
     def end(self, within: float) -> None:
         self.say(closed=True)
-        self._over.set()
-        self._wake.set()
-        self._thread.join(within)
+        super().end(within)
 
     def silence(self, node: int) -> float:
         """Seconds without a renewal by this member, while the store answered."""
@@ -72,38 +55,16 @@ class Lookout:
     def order_of_failure(self, node: int) -> int:
         return self._first_failed.index(node) if node in self._first_failed else len(self._first_failed)
 
-    def _answer(self) -> Standing:
-        return Standing(self.board.gang, self.board.attempt, self.word.state)
+    def _work(self, over: bool) -> None:
+        if self._is_due() or self._unsaid or over:
+            self._send(beat=self.word.beat + 1)
+        self._read()
 
-    def _look(self) -> None:
-        renewed = time.monotonic()
-        while True:
-            over = self._over.is_set()
-            self._wake.clear()
-            try:
-                if self._unsaid or over or time.monotonic() - renewed > RENEWED:
-                    self._renew()
-                    renewed = time.monotonic()
-                self._read()
-                if over:
-                    return
-            except Exception:
-                if over:
-                    return
-            self._wake.wait(POLLED)
-
-    def _renew(self) -> None:
-        with self._turn:
-            self._unsaid = False
-            self.word = word = replace(self.word, beat=self.word.beat + 1)
-        try:
-            if word.state == "go" and not self._told_peers:
-                self.board.write(PEERS, self.peers.to_json())
-                self._told_peers = True
-            self.lost = self.lost or not self._notice.write(word)
-        except Exception:
-            self._unsaid = True
-            raise
+    def _write(self, message: Word) -> bool:
+        if message.state == "go" and not self._told_peers:
+            self.board.write(PEERS, self.peers.to_json())
+            self._told_peers = True
+        return super()._write(message)
 
     def _read(self) -> None:
         tags = self.board.tags()
@@ -117,29 +78,23 @@ class Lookout:
             kind, _, rest = name.partition("/")
             if kind == "nodes":
                 self._read_member(int(rest.partition(".")[0]))
-        self._read_log()
+        # The output of rank 0, which is on the first member in order.
+        self._log.name = f"{(*self.word.order, 0)[0]}/rank00000.out"
+        self.lines.extend(self._log.lines())
 
     def _read_member(self, node: int) -> None:
         try:
-            told = self.board.member(node)
+            member = self.board.message(Member, f"nodes/{node}.json")
         except Foreign as fault:
             self.foreign = str(fault)
             return
-        if told is None:
+        if member is None:
             return
-        if told.state == "failed" and node not in self._first_failed:
+        if member.state == "failed" and node not in self._first_failed:
             self._first_failed.append(node)
-        self.nodes[node] = told
+        self.nodes[node] = member
 
     def check(self) -> None:
-        """Raise a Fault where a member is another version's."""
+        """Raise a Fault if a member is of another version."""
         if self.foreign:
             raise Fault(self.foreign)
-
-    def _read_log(self) -> None:
-        """Read the new output of rank 0, which is on the first member in order."""
-        log = f"{self.board.place}/logs/{(*self.word.order, 0)[0]}/rank00000.out"
-        while found := self.board.store.read(f"{log}.{self._pieces:05d}"):
-            self._pieces += 1
-            *whole, self._pending = (self._pending + found[0]).split(b"\n")
-            self.lines.extend(line.decode(errors="replace") for line in whole)

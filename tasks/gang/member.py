@@ -27,7 +27,6 @@ import tempfile
 import threading
 import time
 import traceback
-from dataclasses import replace
 from pathlib import Path
 
 from conf.host import gpu_locks, nvidia_smi
@@ -38,7 +37,7 @@ from tasks.gang import peer_probe
 from tasks.gang.board import Board
 from tasks.gang.diagnosis.host_evidence import Host
 from tasks.gang.member_link import Link
-from tasks.gang.messages import End, Member, Standing, Word
+from tasks.gang.messages import End, Member, Standing, Task, Word
 from tasks.gang.ranks import Ranks, Start
 from tasks.store import open_store
 
@@ -73,8 +72,7 @@ def _take_part(board: Board, node: int, folder: Path, ending: threading.Event, s
         return 1
     met = peer_probe.reached(first[0].addresses, first[0].port)
     address = os.environ.get("GANG_ADDRESS") or (met[1] if met else peer_probe.addresses()[0])
-    link.me = replace(
-        link.me,
+    link.say(
         address=address,
         port=port,
         master_port=peer_probe.free_port(),
@@ -109,9 +107,10 @@ def _train(link: Link, board: Board, node: int, folder: Path, ending: threading.
     conf = folder / "resolved.yaml"
     conf.write_text(board.text("resolved.yaml"))
     run = load(conf)
-    assert word.master, "the controller sets it with go"
+    task = board.message(Task, "task.json")
+    assert word.master and task, "the controller sets both before go"
     name = f"{board.gang}-{board.attempt}"
-    start = Start(run, board.task(), conf, name, word.order.index(node), link.me.address, word.master, word.key)
+    start = Start(run, task, conf, name, word.order.index(node), link.message.address, word.master, word.key)
     host, ranks = Host(), Ranks(start, folder / "run")
     link.say(state="running")
     reported, grace, why, look = time.monotonic(), 0.0, "", "running"
@@ -162,7 +161,8 @@ def _take_gpus(board: Board, ending: threading.Event, starters: list[str]) -> bo
     """
     if not nvidia_smi.visible():
         return True
-    task = board.task()
+    task = board.message(Task, "task.json")
+    assert task, "the controller writes it before the attempt exists"
 
     def over() -> bool:
         try:

@@ -6,12 +6,10 @@ If the store does not answer, a second thread asks the witnesses (tasks/gang/pee
 
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tasks.gang import peer_probe
-from tasks.gang.board import PEERS, POLLED, RENEWED, STALE, Board, Notice
+from tasks.gang.board import PEERS, POLLED, RENEWED, STALE, Board, Correspondent
 from tasks.gang.messages import Address, Foreign, Member, Peers, Word
 
 SHIPPED = 3.0  # seconds between pieces of a log
@@ -20,51 +18,34 @@ WITNESSES = 3
 WITNESS_AFTER = 4.0  # seconds without an answer of the store
 
 
-class Link:
-    def __init__(self, board: Board, node: int, me: Member):
-        self.board, self.node, self.me = board, node, me
+class Link(Correspondent[Member]):
+    def __init__(self, board: Board, node: int, message: Member):
+        super().__init__(board, f"nodes/{node}.json", message, patience=STALE)
+        self.node = node
         self.word = Word("", "gathering")  # until the board has been read
         self.peers = Peers({})  # filled after the controller's go
-        self.fresh = self.answered = self.witnessed = time.monotonic()
+        self.fresh = self.witnessed = self.answered
         self.met = False  # the controller was reached from here
         self.superseded = ""  # why the attempt no longer needs this member, empty if it does
-        self.stolen = False  # another process writes as this member
         self.logs: dict[str, Path] = {}
         self._sent: dict[str, tuple[int, int]] = {}  # pieces and bytes of each log
-        self._notice = Notice(board, f"nodes/{node}.json")
-        self._turn, self._wake, self._over = threading.Lock(), threading.Event(), threading.Event()
-        self._unsaid = False
-        self._threads: list[threading.Thread] = []
+        self._beat, self._shipped = 0, time.monotonic()
 
     def join(self) -> bool:
         """Join the attempt. Returns False if another process is this member, or the attempt does not gather members."""
         pulse = self.board.pulse()
-        if pulse is None or pulse[0].state != "gathering" or not self._notice.create(self.me):
+        if pulse is None or pulse[0].state != "gathering" or not self._notice.create(self.message):
             return False
         self.word, self._tag = pulse
-        for work, name in ((self._renew, "board"), (self._ask, "witnesses")):
-            self._threads.append(threading.Thread(target=work, daemon=True, name=name))
-            self._threads[-1].start()
+        self._thread.start()
+        threading.Thread(target=self._ask, daemon=True, name="witnesses").start()
         return True
-
-    def say(self, **news: Any) -> None:
-        """Report changed fields to the controller as soon as the store accepts them."""
-        with self._turn:
-            self.me = replace(self.me, **news)
-            self._unsaid = True
-        self._wake.set()
-
-    def end(self, within: float) -> None:
-        """Write and ship the rest, if the store accepts it in time."""
-        self._over.set()
-        self._wake.set()
-        self._threads[0].join(within)
 
     def why_stop(self) -> str:
         """The reason why this member has to end; empty while it may continue."""
         if self.word.state == "stop":
             return f"stop: {self.word.reason}"
-        if self.stolen:
+        if self.lost:
             return "another process is this member"
         if self.superseded:
             return self.superseded
@@ -75,27 +56,16 @@ class Link:
             return "cut off: neither the store nor a witness answers"
         return ""
 
-    def _renew(self) -> None:
-        beat, renewed, shipped = 0, 0.0, time.monotonic()
-        while True:
-            over = self._over.is_set()
-            self._wake.clear()
-            try:
-                self._read()
-                if self._unsaid or over:
-                    self._write()
-                if time.monotonic() - renewed > RENEWED:
-                    beat, renewed = beat + 1, time.monotonic()
-                    self.board.write(f"beats/{self.node}", str(beat).encode())
-                if over or time.monotonic() - shipped > SHIPPED:
-                    shipped = time.monotonic()
-                    self._ship()
-                if over:
-                    return
-            except Exception:  # the store does not answer; self.answered keeps the time of its last answer
-                if over and time.monotonic() - self.answered > STALE:
-                    return
-            self._wake.wait(POLLED)
+    def _work(self, over: bool) -> None:
+        self._read()
+        if self._unsaid or over:
+            self._send()
+        if self._is_due():
+            self._beat += 1
+            self.board.write(f"beats/{self.node}", str(self._beat).encode())
+        if over or time.monotonic() - self._shipped > SHIPPED:
+            self._shipped = time.monotonic()
+            self._ship()
 
     def _read(self) -> None:
         try:
@@ -112,18 +82,8 @@ class Link:
         if pulse[1] != self._tag or away:  # an outage restarts the controller's time
             self.fresh = now
         self.word, self._tag = pulse
-        if self.word.state == "go" and not self.peers.at and (peers := self.board.text(PEERS)):
-            self.peers = Peers.from_json(peers.encode(), f"{self.board.place}/{PEERS}")
-
-    def _write(self) -> None:
-        with self._turn:
-            self._unsaid = False
-            me = self.me
-        try:
-            self.stolen = self.stolen or not self._notice.write(me)
-        except Exception:
-            self._unsaid = True
-            raise
+        if self.word.state == "go" and not self.peers.at:
+            self.peers = self.board.message(Peers, PEERS) or self.peers
 
     def _ship(self) -> None:
         for name, path in self.logs.items():

@@ -13,7 +13,7 @@ it. Readers of past attempts accept every version and use Board.read(): flows.lo
 
 import functools
 import json
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -30,11 +30,7 @@ class Message:
     __pydantic_config__ = STRICT
 
     def to_json(self) -> bytes:
-        content = asdict(self)  # type: ignore[call-overload]
-        for field in fields(self):  # type: ignore[arg-type]
-            if field.default is not MISSING and content[field.name] == field.default:
-                del content[field.name]
-        return json.dumps(content, sort_keys=True).encode()
+        return _adapter(type(self)).dump_json(self, exclude_defaults=True)
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Self:
@@ -136,7 +132,7 @@ class Standing(Message):
 
 
 @dataclass(frozen=True)
-class Peers:
+class Peers(Message):
     """Address and port by member, written as one JSON object."""
 
     at: dict[str, Address]

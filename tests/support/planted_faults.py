@@ -39,7 +39,7 @@ def main(run: Run) -> None:
                 except Fault as fault:
                     told = str(fault)
                     if told.startswith("rollout: "):  # vLLM's process has said so, and is about to end
-                        self.rollouts.engines[0].wait()
+                        self.sampler.rollouts.engines[0].wait()
                 self.previous = previous
                 line = {"fault": name, "version": version, "told": told}
                 with (Path(run.paths.reinforced) / "planted.jsonl").open("a") as file:
@@ -54,18 +54,18 @@ def main(run: Run) -> None:
 
 def _go_back(self: Any, tensors: Tensors, version: int) -> None:
     """Have vLLM as it was with the version before, in a new process where a fault has ended it."""
-    if self.rollouts.engines[0].is_gone():
+    if self.sampler.rollouts.engines[0].is_gone():
         from trainer.reinforcement.rollouts import Rollouts
 
-        self.rollouts.close()
-        self.rollouts = self.sampler.rollouts = Rollouts(self.run)
-    self.rollouts.update(iter(tensors), version)
-    self.rollouts.begin()
+        self.sampler.rollouts.close()
+        self.sampler.rollouts = Rollouts(self.run)
+    self.sampler.rollouts.update(iter(tensors), version)
+    self.sampler.rollouts.begin()
     self.sampler.probe(self.probe_rows)
 
 
 def _no_sync(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:
-    _with(self.rollouts, "update", lambda tensors, version, export: len(list(tensors)), transfer)
+    _with(self.sampler.rollouts, "update", lambda tensors, version, export: len(list(tensors)), transfer)
 
 
 def _old(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:
@@ -80,8 +80,10 @@ def _left_out(self: Any, transfer: Callable[[], None], draw: random.Random) -> N
 
 
 def _not_reset(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:
-    each = self.rollouts.each
-    _with(self.rollouts, "each", lambda name, **given: None if name == "forget" else each(name, **given), transfer)
+    each = self.sampler.rollouts.each
+    _with(
+        self.sampler.rollouts, "each", lambda name, **given: None if name == "forget" else each(name, **given), transfer
+    )
 
 
 def _flipped(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:
@@ -99,14 +101,14 @@ def _flipped(self: Any, transfer: Callable[[], None], draw: random.Random) -> No
 
 def _other_template(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:
     """The engine puts a token in front of each prompt that is to be answered, as a chat template would."""
-    each = self.rollouts.each
+    each = self.sampler.rollouts.each
 
     def answer(name: str, **given: Any) -> Any:
         if name == "answer":
             given["prompts"] = [[7, *prompt] for prompt in given["prompts"]]
         return each(name, **given)
 
-    _with(self.rollouts, "each", answer, transfer)
+    _with(self.sampler.rollouts, "each", answer, transfer)
 
 
 def _changed(weights: Callable[[Any], Iterator], change: Callable[[Tensors], Tensors]) -> Callable[[Any], Iterator]:

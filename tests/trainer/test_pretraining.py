@@ -14,7 +14,7 @@ from conf.rules import batch_ramp
 from contract import checkpoints
 from contract.faults import Fault
 from trainer.data import preparation
-from trainer.data.made_texts import texts
+from trainer.data.made_texts import stories
 from trainer.rehearsal import tiny_models
 from trainer.training import resume
 from trainer.weights.drawn import files
@@ -33,7 +33,7 @@ def drawn(tmp_path_factory, ranks):
     tokenizer.mkdir()
     tiny_models.make_tokenizer(tokenizer, 500)
     rows = folder / "texts.jsonl"
-    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(600, seed=1)))
+    rows.write_text("".join(json.dumps(row) + "\n" for row in stories(600, seed=1)))
 
     def drawn(name: str, keys: dict, *overrides: str):
         llama = tiny_models.KINDS["llama"] | {"tie_word_embeddings": True}

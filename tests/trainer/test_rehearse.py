@@ -15,6 +15,7 @@ import pytest
 
 from conf.load import FOLDERS, load
 from conf.model_facts import facts_from_hf, known
+from conf.planner.verdict import config_of
 from conf.rules.layout import problems
 from tests.support import preloaded
 from tests.support.drawn_models import MODELS, OTHERS, make_run, pair
@@ -115,7 +116,7 @@ def test_counts_of_every_layout_with_every_adapter_are_megatrons(ask, model):
     ],
 )
 def test_counts_are_megatrons_at_full_size(ask, name):
-    config = rehearse.config_of(make_run(model={"source": SOURCES[name]}))
+    config = config_of(make_run(model={"source": SOURCES[name]}))[0]
     assert facts_from_hf(config) == known(name)
     layout = {"nodes": 16, "gpus_per_node": 8, "tp": 8, "pp": 2, "sp": True}
     layout |= {"ep": 8} if known(name).experts else {}
@@ -157,7 +158,7 @@ def test_verdicts_are_megatrons(ask):
 @pytest.mark.parametrize("name", sorted(path.stem for folder in FOLDERS for path in folder.glob("*.yaml")))
 def test_every_preset_is_as_megatron_builds_it(ask, name):
     run, _ = rehearse.plainly(load(name, illegal=True))
-    config = rehearse.config_of(run)
+    config = config_of(run)[0]
     answer, ours = ask(run, config), problems(run, facts_from_hf(config))
     assert bool(ours) == ("refused" in answer), (ours, answer)
     assert ours or not differences(run, config, answer["counts"])
@@ -227,9 +228,9 @@ def test_command_says_what_megatron_refuses(command):
     [
         ("layout.tpp=2", "layout.tpp"),
         ("layout.nodes=-1", "layout.nodes: -1 is too small"),
-        ("model.source=tiny://mine", "model.source: tiny://mine is not a tiny model; known: deepseek-v3, "),
+        ("model.source=tiny://mine", "model.source: tiny://mine: unknown model; known are tiny://deepseek-v3, "),
         ("--steps=-1", "--steps: -1 is negative; 0 takes no steps"),
-        ("model.source=me/mine", "model.source: me/mine is not in conf/models, and "),
+        ("model.source=me/mine", "model.source: me/mine: unknown model; known are "),
     ],
 )
 def test_command_refuses_in_one_line(command, override, line):

@@ -11,11 +11,11 @@ import pytest
 from conf.load import load
 from conf.model_facts import facts_from_hf
 from conf.planner.hardware import GPUS
+from conf.planner.verdict import config_of
 from conf.rules.layout import problems
 from contract.faults import Fault
 from trainer import trial
 from trainer.profiling import report
-from trainer.rehearse import config_of
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
@@ -110,7 +110,7 @@ def test_a_fault_of_the_process_that_measures_is_one_line():
     ],
 )
 def test_a_cut_model_has_layers_of_every_kind(name, layers, kinds, mtp):
-    config = config_of(load(name, illegal=True))
+    config = config_of(load(name, illegal=True))[0]
     facts = facts_from_hf(trial.cut(config, layers))
     assert ([*facts.kinds], facts.mtp_layers) == (kinds, mtp)
     assert facts.hidden == facts_from_hf(config).hidden
@@ -119,7 +119,7 @@ def test_a_cut_model_has_layers_of_every_kind(name, layers, kinds, mtp):
 @pytest.mark.parametrize("name", ["llama31-8b-1xh100", "qwen3-30b-a3b-1xh100"])
 def test_the_measured_run_is_legal_for_dense_and_moe_models(name, tmp_path):
     run = load(name)
-    config = trial.cut(config_of(run), 2)
+    config = trial.cut(config_of(run)[0], 2)
     facts = facts_from_hf(config)
     settled = trial.settle(run, config, 3, tmp_path)
     assert settled.moe.force_balance == bool(facts.experts)
@@ -127,12 +127,12 @@ def test_the_measured_run_is_legal_for_dense_and_moe_models(name, tmp_path):
 
 
 def test_kinds_of_layers_are_cut_off_with_the_layers():
-    config = config_of(load("tiny", ["model.source=openai/gpt-oss-20b"], illegal=True))
+    config = config_of(load("tiny", ["model.source=openai/gpt-oss-20b"], illegal=True))[0]
     assert trial.cut(config, 3)["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
 
 
 def test_layers_that_are_dense_by_their_number_are_cut_off():
-    config = {**config_of(load("qwen2-moe", illegal=True)), "mlp_only_layers": [1, 20]}
+    config = {**config_of(load("qwen2-moe", illegal=True))[0], "mlp_only_layers": [1, 20]}
     assert facts_from_hf(trial.cut(config, 3)).kinds == ("moe", "dense", "moe")
     with pytest.raises(Fault, match="between 1 and"):
         trial.cut(config, 0)
@@ -143,11 +143,11 @@ import os, sys, threading, torch
 from pathlib import Path
 from conf.load import load
 from trainer import measure, trial
-from trainer.rehearse import config_of
+from conf.planner.verdict import config_of
 from trainer.startup import entry
 
 run = load("tiny", ["layout.nodes=1", "layout.gpus_per_node=1"])
-made = trial.settle(run, config_of(run), 3, Path(sys.argv[1]))
+made = trial.settle(run, config_of(run)[0], 3, Path(sys.argv[1]))
 os.environ.update(entry._alone())
 measure.device.start()
 from megatron.bridge.training import gpt_step, pretrain
@@ -173,7 +173,7 @@ def test_a_rank_without_memory_ends_whatever_its_process_groups_wait_for(tmp_pat
 
 def test_running_out_of_memory_is_an_answer():
     run = load("tiny")
-    facts = facts_from_hf(config_of(run))
+    facts = facts_from_hf(config_of(run)[0])
     answer: dict = trial.compare(run, facts, GPUS["h100"], []) | {"layers": 4, "of_layers": 4, "steps": 3}
     seen = {"rank": 0, "allocated": 79 * 10**9, "whole": 85 * 10**9}
     [head, *_, last] = trial.lines(answer | {"out_of_memory": seen})

@@ -6,12 +6,9 @@ Person, place and object stay the same through a story, so a model with attentio
 counts words. Equal arguments give equal bytes.
 """
 
-import argparse
-import json
 import random
-from pathlib import Path
 
-from trainer.data.tickets import NAMES
+from trainer.data.tickets import NAMES, command
 
 PLACES = ["bakery", "garden", "harbour", "library", "market", "museum", "school", "station", "theatre", "workshop"]
 THINGS = {
@@ -24,13 +21,13 @@ MOODS = {"glad": "smiles", "tired": "yawns", "late": "runs", "lost": "asks for t
 TIMES = ["in the morning", "at noon", "in the evening", "before the rain", "after the rain"]
 
 
-def texts(rows: int, seed: int) -> list[str]:
-    """Return distinct stories."""
+def stories(rows: int, seed: int) -> list[dict[str, str]]:
+    """Return rows with distinct stories."""
     rng = random.Random(seed)
-    stories: dict[str, None] = {}
-    while len(stories) < rows:
-        stories[_story(rng)] = None
-    return list(stories)
+    texts: dict[str, None] = {}
+    while len(texts) < rows:
+        texts[_story(rng)] = None
+    return [{"text": text} for text in texts]
 
 
 def _story(rng: random.Random) -> str:
@@ -52,19 +49,5 @@ def _story(rng: random.Random) -> str:
     return " ".join(kept)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m trainer.data.made_texts", description="Stories made by rules.")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--rows", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    rows = texts(options.rows, options.seed)
-    try:
-        with options.out.open("x") as file:
-            file.writelines(json.dumps({"text": text}) + "\n" for text in rows)
-    except OSError as error:
-        raise SystemExit(f"error: {options.out}: {error.strerror}") from None
-
-
 if __name__ == "__main__":
-    main()
+    command("trainer.data.made_texts", "Stories made by rules.", 2000, stories)

@@ -89,7 +89,7 @@ def _of_rows(
 
 
 def _shape(part: Part) -> shapes.Shape:
-    _, first, place = sources.columns(part)
+    first, place = sources.first(part)
     shape = shapes.detect(part, first, place)
     say(f"prepare: {part.source}: {shape.kind}: {shape.reason}")
     return shape

@@ -9,7 +9,7 @@ A canonical row is one of four dicts. Its content() identifies it for splits, du
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,12 @@ class Rows:
     """Rows of a chunk in the order of the source. A row that cannot be parsed is Bad."""
 
     values: list[Row | Bad]
-    place: Callable[[int], str]  # location of a row by its index here: "file.jsonl:17", "file.parquet row 17"
+    source: str  # the beginning of every place: "file.jsonl:", "file.parquet row "
+    numbers: Sequence[int]  # of each row in the source: a line, or the row's number
+
+    def place(self, row: int) -> str:
+        """Return the place of a row, by its index here: "file.jsonl:17", "file.parquet row 17"."""
+        return f"{self.source}{self.numbers[row]}"
 
 
 def content(row: Row) -> bytes:

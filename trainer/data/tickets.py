@@ -10,6 +10,7 @@ import argparse
 import json
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 TEAMS = {
@@ -65,19 +66,24 @@ def with_worse(teams: dict[str, str], seed: int) -> list[dict[str, str]]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m trainer.data.tickets", description="Tickets and their teams.")
+def pairs(teams: dict[str, str]) -> list[dict[str, str]]:
+    return [{"input": ticket, "output": team} for ticket, team in teams.items()]
+
+
+def command(module: str, description: str, count: int, make: Callable[[int, int], list[dict[str, str]]]) -> None:
+    """Write make(rows, seed) to a new file. The options of the command line have `count` rows as their default."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--rows", type=int, default=1600)
+    parser.add_argument("--rows", type=int, default=count)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    rows = tickets(options.rows, options.seed).items()
+    rows = make(options.rows, options.seed)
     try:
         with options.out.open("x") as file:
-            file.writelines(json.dumps({"input": ticket, "output": team}) + "\n" for ticket, team in rows)
+            file.writelines(json.dumps(row) + "\n" for row in rows)
     except OSError as error:
         parser.error(f"{options.out}: {error.strerror}; name a new file")
 
 
 if __name__ == "__main__":
-    main()
+    command("trainer.data.tickets", "Tickets and their teams.", 1600, lambda rows, seed: pairs(tickets(rows, seed)))

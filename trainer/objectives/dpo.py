@@ -1,7 +1,7 @@
 """Direct preference optimization (arXiv 2305.18290) from log-probabilities of whole answers.
 
-    step(run)                                                              the forward_step for Bridge's loop
-    preference(settings, chosen, rejected, of_reference) -> Preference     of one micro batch
+    step(run)                                                                       the forward_step for Bridge's loop
+    preference(beta, smoothing, chosen, rejected, reference) -> losses, figures     of the pairs of a micro batch
 
 The reward of an answer is beta times the difference of its log-probability from that of the reference. The loss of a
 pair is the logistic loss of the margin between both rewards. With label smoothing, a share of the pairs counts as if
@@ -12,7 +12,6 @@ GPTModel's loss of a token is its negative log-probability at every layout, so n
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,28 +24,15 @@ from conf.schema.run import Run
 OF_PAIRS = ("loss_mask", "reference")  # entries of a batch that the loss reads
 
 
-@dataclass(frozen=True)
-class Settings:
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-
-
-@dataclass(frozen=True)
-class Preference:
-    loss: torch.Tensor  # of each pair
-    figures: dict[str, torch.Tensor]  # of each pair
-
-
 def preference(
-    settings: Settings, chosen: torch.Tensor, rejected: torch.Tensor, reference: tuple[torch.Tensor, torch.Tensor]
-) -> Preference:
-    """The loss of pairs. All tensors are [pairs], sums over an answer's tokens; `reference` has both."""
-    rewards = [settings.beta * (own - before) for own, before in zip((chosen, rejected), reference, strict=True)]
+    beta: float, smoothing: float, chosen: torch.Tensor, rejected: torch.Tensor, reference: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and figures of each pair. Tensors are [pairs], sums over an answer's tokens; `reference` is [2, pairs]."""
+    rewards = [beta * (chosen - reference[0]), beta * (rejected - reference[1])]
     margin = rewards[0] - rewards[1]
-    share = settings.label_smoothing
-    loss = -(1 - share) * logsigmoid(margin) - share * logsigmoid(-margin)
+    losses = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
     figures = [*rewards, (margin > 0).to(margin.dtype), margin]
-    return Preference(loss, {name: values.detach() for name, values in zip(OBJECTIVE.figures, figures, strict=True)})
+    return losses, {name: values.detach() for name, values in zip(OBJECTIVE.figures, figures, strict=True)}
 
 
 def answer_log_probs(log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -58,7 +44,7 @@ class PreferenceStep:
     """The forward_step of dpo: rows are pairs of a chosen answer and the rejected one."""
 
     def __init__(self, run: Run):
-        self.settings = Settings(run.train.dpo_beta, run.train.dpo_label_smoothing)
+        self.beta, self.smoothing = run.train.dpo_beta, run.train.dpo_label_smoothing
 
     def __call__(self, state: Any, iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
         from megatron.bridge.training import gpt_step
@@ -78,15 +64,15 @@ class PreferenceStep:
         mask, reference = (batch[key].to(output.device, non_blocking=True) for key in OF_PAIRS)
         answers = answer_log_probs(-whole(output.float(), None), mask)
         chosen, rejected = answers[0::2], answers[1::2]
-        result = preference(self.settings, chosen, rejected, (reference[0::2], reference[1::2]))
+        losses, figures = preference(self.beta, self.smoothing, chosen, rejected, reference.view(-1, 2).t())
         # Each context-parallel rank computes the loss of whole answers, and gets the gradients of its part of them.
         counts = float(parallel_state.get_context_parallel_rank() == 0)
         # Megatron divides by tokens: as many as weigh the losses of routers.
         tokens = mask.numel() // len(chosen)
         pairs = torch.tensor(len(chosen) * counts, device=output.device)
-        figures = {"lm loss": result.loss.detach()} | result.figures
+        figures |= {"lm loss": losses.detach()}
         sums = {name: torch.stack([values.sum() * counts, pairs]) for name, values in figures.items()}
-        return result.loss.sum() * tokens, (pairs * tokens).to(torch.int), sums
+        return losses.sum() * tokens, (pairs * tokens).to(torch.int), sums
 
 
 def scores(state: Any, iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:

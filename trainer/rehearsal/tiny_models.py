@@ -2,7 +2,8 @@
 
 The models have the structure of the released ones but not their proportions: nothing measured on them says anything
 about speed or memory. DeepSeek-V3's multi-token prediction is not covered.
-The files are written without transformers, whose model classes take 20 s and more to import on a small machine.
+The texts are in tiny_texts.yaml. The files are written without transformers, whose model classes take 20 s and more to
+import on a small machine.
 """
 
 import json
@@ -11,6 +12,8 @@ import re
 import zlib
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from conf import families
 from conf.families.parts.family import Config
@@ -22,56 +25,8 @@ KINDS = families.tiny()
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 SPECIAL_TOKENS = [EOS, PAD, "<|system|>", "<|user|>", "<|assistant|>"]  # their ids are 0 to 4
-# The end of text is inside the generation block: it is a token that the assistant has to learn.
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{{- '<|' + message.role + '|>\\n' -}}
-{%- if message.role == 'assistant' -%}
-{%- generation -%}{{- message.content + eos_token -}}{%- endgeneration -%}
-{%- else -%}{{- message.content + '\\n' -}}{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|assistant|>\\n' -}}{%- endif -%}
-"""
-WORDS = [
-    "apple",
-    "bridge",
-    "candle",
-    "desert",
-    "engine",
-    "forest",
-    "garden",
-    "hammer",
-    "island",
-    "jacket",
-    "kettle",
-    "ladder",
-    "marble",
-    "needle",
-    "orange",
-    "pencil",
-    "quarry",
-    "river",
-    "silver",
-    "table",
-    "umbrella",
-    "valley",
-    "window",
-    "yellow",
-    "zebra",
-]
-TOKENIZER_TEXT = """\
-What is 17 + 25? Repeat the words: the answer is 42, and the words are the same as those of the question.
-A model reads a sequence of tokens and predicts the next one. A mixture of experts sends each token to a few of its
-many experts; the router decides which ones, and the other experts do nothing for that token.
-def train(model, batches, optimizer):
-    for step, batch in enumerate(batches):
-        loss = model(batch["input"], labels=batch["output"])
-        loss.backward()
-        optimizer.step()
-        print(f"step {step}: loss {loss.item():.4f}")
-    return model
-Let f(x) = x^2 + 3x - 4. Then f'(x) = 2x + 3, and f(x) = 0 for x = 1 and x = -4, because (x - 1)(x + 4) = x^2 + 3x - 4.
-"""
+TEXTS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("tiny_texts.yaml").read_text("utf-8"))
+WORDS = TEXTS["words"].split()
 
 
 def write_json(path: Path, value: Config) -> None:
@@ -87,13 +42,13 @@ def make_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     settings: Config = dict(vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, show_progress=False)
     trainer = trainers.BpeTrainer(**settings, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train_from_iterator([TOKENIZER_TEXT, " ".join(WORDS)], trainer)
-    assert tokenizer.get_vocab_size() == vocab_size, "TOKENIZER_TEXT is too short for that many merges"
+    tokenizer.train_from_iterator([TEXTS["tokenizer_text"], TEXTS["words"]], trainer)
+    assert tokenizer.get_vocab_size() == vocab_size, "tokenizer_text is too short for that many merges"
     tokenizer.save(str(folder / "tokenizer.json"))
     names = dict(eos_token=EOS, pad_token=PAD, additional_special_tokens=SPECIAL_TOKENS[2:])
     limits = dict(model_max_length=1024, clean_up_tokenization_spaces=False)
     write_json(folder / "tokenizer_config.json", dict(tokenizer_class="PreTrainedTokenizerFast") | names | limits)
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (folder / "chat_template.jinja").write_text(TEXTS["chat_template"])
 
 
 def draw_tensor(name: str, shape: tuple[int, ...], dtype, seed: int):

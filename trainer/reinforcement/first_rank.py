@@ -20,24 +20,19 @@ class FirstRank:
         """Group in which the other ranks wait. NCCL would wait on the GPU, which vLLM may be using."""
         return distributed.new_group(backend="gloo", timeout=LONGEST)
 
-    def __call__(self, call: Callable[[], Any] | None, drained: Iterator[Any] | None = None) -> Any:
+    def __call__(self, call: Callable[[], Any], drained: Iterator[Any] | None = None) -> Any:
         """Rank 0's result of the call, on every rank.
 
         The other ranks iterate over `drained` meanwhile, because each of its items is computed by all ranks together.
         """
         outcome: list[Any] = [None]
         if distributed.get_rank() == 0:
-            assert call is not None
             try:
-                outcome = [(True, call())]
+                outcome, drained = [(True, call())], None
             except Fault as fault:
-                outcome = [(False, str(fault))]
-                if drained is not None:
-                    for _ in drained:  # the other ranks wait for this rank in each tensor
-                        pass
-        elif drained is not None:
-            for _ in drained:
-                pass
+                outcome = [(False, str(fault))]  # the other ranks wait for this rank in each remaining item
+        for _ in drained or ():
+            pass
         distributed.broadcast_object_list(outcome, src=0, group=self._waiting)
         succeeded, result = outcome[0]
         if not succeeded:

@@ -32,11 +32,10 @@ from trainer.reinforcement.batches import Form, micro_batches
 from trainer.reinforcement.first_rank import FirstRank
 from trainer.reinforcement.journal import Journal
 from trainer.reinforcement.policy import advantages, exact_logits
-from trainer.reinforcement.policy.policy_step import LARGEST, Feed, PolicyStep, Temperature, log_probs
+from trainer.reinforcement.policy.policy_step import LARGEST, Feed, PolicyStep, add_figures, log_probs
 from trainer.reinforcement.rollouts import Rollouts
 from trainer.reinforcement.samples import Scored, Step
 from trainer.reinforcement.steps.ahead import Ahead, require_fresh
-from trainer.reinforcement.steps.phases import Phases
 from trainer.reinforcement.steps.report import Report, add_to_table
 from trainer.reinforcement.steps.sampler import Sampled, Sampler
 from trainer.reinforcement.steps.weights import Weights
@@ -65,10 +64,9 @@ class Reinforcement(Callback):
     ):
         self.run, self.reinforce = run, run.reinforce
         self.feed, self.policy_step, self.metrics, self.fresh = feed, policy_step, metrics, fresh
-        self.output, self.on_first, self.phases = Path(run.paths.output), FirstRank(), Phases()
+        self.output, self.on_first = Path(run.paths.output), FirstRank()
         self.journal, self.report = Journal(self.output), Report(run)
         self.signal = None if without_signal(run) else GradientSignal(self.reinforce.signal)
-        self.temperature = Temperature(self.reinforce.temperature)
         self.template = prompts.template(run, run.paths.model)
         folder = prompts.folder(run)
         self.rows = prompts.read(folder / "training.jsonl", None)
@@ -85,9 +83,8 @@ class Reinforcement(Callback):
             self.reinforce.probe_rows,
             run.data.seq_length - probe.WRITTEN - 1,
         )
-        self.weights = Weights(
-            run, bridge, rollouts, self.sampler, self.on_first, self.temperature, probe_rows, self.phases
-        )
+        self.weights = Weights(run, bridge, self.sampler, self.on_first, probe_rows)
+        self.phases = self.weights.phases
         self.current: Step | None = None
         self.lag = 0.0  # by how many steps the weights that sampled the current step are older than the policy
         self.reported: float | None = None  # time of the last report
@@ -144,10 +141,10 @@ class Reinforcement(Callback):
     def on_train_start(self, context: Any) -> None:
         if self.run.train.precision != "fp32":
             exact_logits.install(context.model)
-        self.temperature.install(context.model)
+        self.weights.temperature.install(context.model)
         if self.reinforce.replay_experts:
             self.policy_step.replay.install(context.model)
-        self.on_first(lambda: self.weights.rollouts.ready())
+        self.on_first(lambda: self.sampler.rollouts.ready())
         done = context.state.train_state.step
         if self.signal and done:
             self.signal.resume(self.on_first(lambda: self._signal_after(done)))
@@ -166,18 +163,14 @@ class Reinforcement(Callback):
 
     def _sampled_ahead(self, context: Any, number: int) -> Sampled:
         """The step that was sampled during earlier ones. vLLM gets new weights if the sampling thread needs them."""
-        version, start = context.state.train_state.step, time.monotonic()
-        sampled = self.on_first(lambda: self.ahead.take(number))
-        waited = time.monotonic() - start
+        version = context.state.train_state.step
+        with self.phases.measure("wait"):
+            sampled = self.on_first(lambda: self.ahead.take(number))
         if self.on_first(lambda: self.ahead.needs(version)):
             self.weights.send(context, version)
             self.on_first(lambda: self.ahead.begin(version))
-        if sampled is None:
-            start = time.monotonic()
-            sampled = self.on_first(lambda: self.ahead.take(number))
-            waited += time.monotonic() - start
-        self.phases.seconds["wait"] = waited
-        return sampled
+        with self.phases.measure("wait"):
+            return sampled or self.on_first(lambda: self.ahead.take(number))
 
     def _scored(self, step: Step) -> list[list[Scored]]:
         """Answers of each optimizer step, with their advantages."""
@@ -253,9 +246,7 @@ class Reinforcement(Callback):
         distributed.all_gather_object(of_ranks, self.policy_step.take())
         figures: dict[str, float] = {}
         for of_rank in of_ranks:
-            for key, value in of_rank.items():
-                before = figures.get(key, 0.0)
-                figures[key] = max(before, value) if key == LARGEST else before + value
+            add_figures(figures, of_rank)
         tokens = max(1.0, figures.pop("tokens"))
         return {key: value if key == LARGEST else value / tokens for key, value in figures.items()}
 
@@ -268,7 +259,7 @@ class Reinforcement(Callback):
         self.reported = now
         line = self.report.line(self.current, done, self.lag, figures, seconds)
         line |= self.weights.figures() if "transfer" in seconds else {}
-        line |= {"engines": self.on_first(lambda: len(self.weights.rollouts.engines))}
+        line |= {"engines": self.on_first(lambda: len(self.sampler.rollouts.engines))}
         self.metrics.write(line)
         self.report.show(self.current, line, seconds)
         self.on_first(lambda: add_to_table(self.output, self.current, self.template, self.rows))

@@ -78,6 +78,9 @@ class Polled:
         until = time.monotonic() + seconds
         while time.monotonic() < until and any(self.alive().values()):
             time.sleep(0.2)
+        self.stop_polling()
+
+    def stop_polling(self) -> None:
         self._over.set()
 
     def _poll(self) -> None:

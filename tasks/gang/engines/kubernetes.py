@@ -10,6 +10,8 @@ JobSet itself. Why Kueue: it works together with the cluster's scheduler and giv
 Volcano would replace that scheduler. A pod that ends does not end the others (backoffLimitPerIndex), as the controller
 stops them after it has found the cause. Kubernetes restarts no pod, as the controller starts new attempts.
 
+jobset.yaml has the manifest; a test checks it against JobSet v1alpha2 (tests/tasks/gang/engines/test_kubernetes.py).
+
 NeMo-Run 0.11's KubeflowExecutor is not used: it creates TrainJobs, whose operator starts torchrun itself.
 
 Not covered: Volcano, dynamic resource allocation.
@@ -18,6 +20,7 @@ Not covered: Volcano, dynamic resource allocation.
 import json
 import re
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import yaml
@@ -28,9 +31,12 @@ from contract.faults import Fault
 from tasks.gang.board import Board
 from tasks.gang.engines import Demand, client, grace, guarded
 from tasks.gang.engines.client import Polled, State
-from tasks.gang.engines.jobset import QUEUE, jobset, shared
+from tasks.run.places import runs_folder
 
 LEAVE_WITHIN = 30.0  # seconds after the grace of pods, in which the cluster removes them
+MANIFEST = Path(__file__).with_name("jobset.yaml")
+NO_RDMA = (None, "ethernet")
+QUEUE = "kueue.x-k8s.io/queue-name"
 JOB = "kueue.x-k8s.io/job-uid"
 INDEX = "batch.kubernetes.io/job-completion-index"
 REMOVE = ("--ignore-not-found", "--wait=false", "--cascade=foreground")
@@ -104,8 +110,8 @@ def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -
     assert n == demand.nodes
     section = demand.kubernetes
     place = board.store.uri.removeprefix("file://")
-    if not board.store.uri.startswith("s3:") and not Path(place).is_relative_to(shared()):
-        raise Fault(f"FINETUNE_STORE: {place}: pods reach s3:// stores, and folders in FINETUNE_RUNS, {shared()}")
+    if not board.store.uri.startswith("s3:") and not Path(place).is_relative_to(runs_folder()):
+        raise Fault(f"FINETUNE_STORE: {place}: pods reach s3:// stores, and folders in FINETUNE_RUNS, {runs_folder()}")
     old = f"--selector=finetune/gang={_label(board)}"  # of an earlier controller that has died
     client.run([*_kubectl(section), "delete", "jobsets", old, *REMOVE])
     created = _create(section, _of(demand, board, without))
@@ -154,8 +160,58 @@ def _create(section: Kubernetes, what: dict[str, Any], *more: str) -> client.Res
 
 def _of(demand: Demand, board: Board, without: tuple[str, ...] = ()) -> dict[str, Any]:
     member = guarded(demand.gang, board, "$(JOB_COMPLETION_INDEX)", demand.kubernetes.python)
-    labels = {"finetune/run": demand.name[:63].strip("-"), "finetune/gang": _label(board)}
-    return jobset(demand, _name(demand.name, board), member, labels, without)
+    return jobset(demand, _name(demand.name, board), member, _label(board), without)
+
+
+def jobset(
+    demand: Demand, name: str, arguments: list[str], gang: str | None = None, without: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The manifest of a JobSet. Its pods run these arguments, and prefer other nodes than `without`."""
+    section = demand.kubernetes
+    resources = {section.gpus: str(demand.gpus_per_node)} if section.gpus else {}
+    resources |= {name: str(value) for name in ("cpu", "memory") if (value := getattr(section, name))}
+    resources |= dict(setting.split("=", 1) for setting in section.resources)
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [host]} for host in without]  # one value each
+    values = section.model_dump() | {
+        "name": name,
+        "run": demand.name[:63].strip("-"),
+        "gang": gang,
+        "nodes": demand.nodes,
+        "grace": grace(demand.gang) + 1,
+        "command": arguments,
+        "env": _variables(section),
+        "runs": str(runs_folder()),  # pods have this folder at the same path as the flow
+        "secrets": [{"secretRef": {"name": secret}} for secret in section.secrets],
+        "resources": resources,
+        "capabilities": [] if demand.gang.network in NO_RDMA else ["IPC_LOCK"],  # adapters read pinned memory
+        "host_network": section.host_network or None,
+        "dns_policy": "ClusterFirstWithHostNet" if section.host_network else None,
+        "pull_secrets": [{"name": secret} for secret in section.pull_secrets],
+        "selector": dict(label.split("=", 1) for label in section.selector),
+        "tolerations": [{"key": key, "operator": "Exists"} for key in section.tolerations],
+        "preferences": [{"weight": 100, "preference": {"matchFields": fields}}] if without else [],
+    }
+    text = Template(MANIFEST.read_text("utf-8")).substitute({key: json.dumps(value) for key, value in values.items()})
+    return _with_values(yaml.safe_load(text))
+
+
+def _variables(section: Kubernetes) -> list[dict[str, Any]]:
+    fields = {"GANG_ADDRESS": "status.podIP", "GANG_HOST": "spec.nodeName"}
+    if section.topology:  # Kueue then places pods with neighbouring numbers next to each other
+        fields["GANG_PLACE"] = f"metadata.annotations['{INDEX}']"
+    env: list[dict[str, Any]] = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
+    env += [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()]
+    return env + [{"name": name, "value": value} for name, value in (pair.split("=", 1) for pair in section.env)]
+
+
+def _with_values(content: Any) -> Any:
+    """The content without keys that have no value."""
+    if isinstance(content, list):
+        return [_with_values(value) for value in content]
+    if not isinstance(content, dict):
+        return content
+    kept = {key: _with_values(value) for key, value in content.items()}
+    return {key: value for key, value in kept.items() if value not in (None, {}, [])}
 
 
 def _kubectl(section: Kubernetes) -> list[str]:

@@ -13,7 +13,6 @@ PREFECT_WORKER_HEARTBEAT_SECONDS (30) a lost worker is noticed earlier. Not cove
 
 import contextlib
 import re
-import threading
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -24,7 +23,8 @@ from uuid import UUID
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas import filters
-from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.objects import State as RunState
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
@@ -33,49 +33,42 @@ from prefect.states import Cancelled, Cancelling
 from contract.faults import Fault
 from tasks.gang.board import Board
 from tasks.gang.engines import Demand, command, grace, spared
+from tasks.gang.engines.client import Polled, State
 
 PASSED_ON = "passed on to {}"  # last message of a run on an excluded host
 BUSY = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 MISSED = 2.0  # heartbeats that may be missing, plus some seconds for the server to record one
-POLLED = 3.0
 LEAVE_WITHIN = 10.0
 PAGE = 200  # flow runs
 
 
-class Runs:
-    """Flow runs of one attempt. A thread reads their states, as the server may not answer."""
+class Runs(Polled):
+    """Flow runs of one attempt."""
 
     def __init__(self, gang: str, ids: list[UUID]):
         self.gang, self.ids = gang, ids
-        self.states: dict[UUID, bool] = {}
-        self._over = threading.Event()
-        threading.Thread(target=self._poll, daemon=True, name="flow runs").start()
-
-    def alive(self) -> dict[int, bool | None]:
-        return {node: self.states.get(id) for node, id in enumerate(self.ids)}
-
-    def waits(self) -> str | None:
-        return None
-
-    def words(self) -> tuple[str, ...]:
-        return ()
+        super().__init__(len(ids), self._look)
 
     def cancel(self) -> None:
         """Cancel all runs that have not ended. A run whose host is lost is marked as cancelled."""
-        self._over.set()
+        self.stop_polling()
         with contextlib.suppress(httpx.HTTPError), get_client(sync_client=True) as client:
             _end(client, [*self.ids, *_left(client, self.gang)])
 
-    def _poll(self) -> None:
-        while not self._over.wait(POLLED):
-            with contextlib.suppress(Exception), get_client(sync_client=True) as client:
+    def _look(self) -> State | None:
+        alive: dict[int, bool | None] = dict.fromkeys(range(self.n))
+        try:
+            with get_client(sync_client=True) as client:
                 states = _states(client, self.ids)
-                for node, id in enumerate(self.ids):
-                    state = states.get(id)
-                    if state and (other := re.fullmatch(PASSED_ON.format("(.*)"), state.message or "")):
-                        self.ids[node] = UUID(other[1])
-                    elif id in states:
-                        self.states[id] = not (state and state.is_final())
+        except Exception:  # the server does not answer
+            return None
+        for node, id in enumerate(self.ids):
+            state = states.get(id)
+            if state and (other := re.fullmatch(PASSED_ON.format("(.*)"), state.message or "")):
+                self.ids[node] = UUID(other[1])
+            elif id in states:
+                alive[node] = not (state and state.is_final())
+        return State(alive)
 
 
 def turn(demand: Demand) -> str | None:
@@ -169,7 +162,7 @@ def _left(client: SyncPrefectClient, gang: str) -> list[UUID]:
     return [run.id for run in _runs(client, flow_run_filter=of_gang)]
 
 
-def _states(client: SyncPrefectClient, ids: list[UUID]) -> dict[UUID, State | None]:
+def _states(client: SyncPrefectClient, ids: list[UUID]) -> dict[UUID, RunState | None]:
     with_ids = filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=ids))
     return {run.id: run.state for run in _runs(client, flow_run_filter=with_ids)}
 

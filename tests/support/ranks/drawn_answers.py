@@ -11,11 +11,11 @@ import numpy
 from megatron.bridge.training.callbacks import Callback
 from megatron.core import parallel_state
 
+from conf.schema.reinforcement import Reinforce
 from conf.schema.run import Run
 from trainer.reinforcement import routes
 from trainer.reinforcement.batches import Form, micro_batches
 from trainer.reinforcement.policy import exact_logits
-from trainer.reinforcement.policy.losses import Settings
 from trainer.reinforcement.policy.policy_step import Feed, FromOutside, PolicyStep, log_probs
 from trainer.reinforcement.samples import Scored
 
@@ -69,8 +69,8 @@ def fed(run: Run, policy: str) -> tuple[FromOutside, PolicyStep, list[Callback]]
     """Dataset, forward_step and callbacks, the first of which comes before others."""
     loss, _, replayed = policy.partition(" ")
     feed = Feed()
-    settings = Settings(loss=loss, clip_low=0.9, clip_high=9.0, longest=20, **SETTINGS[loss])
-    step = PolicyStep(settings, with_old=True, with_reference=settings.kl > 0)
+    keys: dict[str, Any] = {"loss": loss, "clip_low": 0.9, "clip_high": 9.0, "max_tokens": 20, "updates": 2}
+    step = PolicyStep(Reinforce(**keys | SETTINGS[loss]))
     return FromOutside.of(run, feed), step, [Answers(run, feed, step, replayed == REPLAYED), feed]
 
 

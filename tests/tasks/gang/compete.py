@@ -45,7 +45,7 @@ ENDS_WITHIN = 60.0  # seconds for a trial
 TIMES = {
     boards: ("RENEWED", "POLLED", "STALE"),
     member_link: ("RENEWED", "POLLED", "STALE", "SHIPPED", "WITNESS_AFTER"),
-    controller_link: ("RENEWED", "POLLED", "AWAY"),
+    controller_link: ("AWAY",),
     previous_attempt: ("STALE", "ENDED_BY_ITSELF"),
     gang_module: ("TICK",),
     attempt: ("TICK", "CAPACITY_POLL", "STALE"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from trainer.objectives.dpo import Settings, answer_log_probs, preference
+from trainer.objectives.dpo import answer_log_probs, preference
 
 
 def of_trl(logits, labels, mask, reference, beta: float, label_smoothing: float) -> tuple[torch.Tensor, ...]:
@@ -44,9 +44,9 @@ def test_loss_rewards_and_gradients_are_those_of_trl_on_the_same_batch(beta, smo
     log_probs = -functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
     answers = answer_log_probs(log_probs, mask[:, 1:])
     chosen, rejected = answers.chunk(2)
-    ours = preference(Settings(beta, smoothing), chosen, rejected, (reference[:4], reference[4:]))
-    (found,) = torch.autograd.grad(ours.loss.mean(), logits)
-    assert torch.allclose(ours.loss, theirs, atol=1e-5) and torch.allclose(found, expected, atol=1e-6)
+    losses, figures = preference(beta, smoothing, chosen, rejected, reference.view(2, 4))
+    (found,) = torch.autograd.grad(losses.mean(), logits)
+    assert torch.allclose(losses, theirs, atol=1e-5) and torch.allclose(found, expected, atol=1e-6)
     for name, reward in zip(("chosen", "rejected"), rewards, strict=True):
-        assert torch.allclose(ours.figures[f"rewards/{name}"], reward, atol=1e-5)
-    assert torch.equal(ours.figures["rewards/accuracy"], (rewards[0] > rewards[1]).float())
+        assert torch.allclose(figures[f"rewards/{name}"], reward, atol=1e-5)
+    assert torch.equal(figures["rewards/accuracy"], (rewards[0] > rewards[1]).float())

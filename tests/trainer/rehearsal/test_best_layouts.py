@@ -12,10 +12,9 @@ import pytest
 from conf.load import load
 from conf.model_facts import facts_from_hf
 from conf.planner import hardware
-from conf.planner.verdict import settle
+from conf.planner.verdict import config_of, settle
 from contract.faults import Fault
 from trainer.rehearsal.best_layouts import Candidate, Row, candidates, line, measured, merged, verdict
-from trainer.rehearse import config_of
 
 ANSWER = {"out_of_memory": None, "ranks": []}
 ROOT = Path(__file__).resolve().parents[3]
@@ -23,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def plans(best: int, *overrides: str) -> list[Candidate]:
     run = load("tiny", ("layout.gpus_per_node=2", "train.global_batch=4", *overrides), illegal=True)
-    facts, gpu = facts_from_hf(config_of(run)), hardware.of(run)
+    facts, gpu = facts_from_hf(config_of(run)[0]), hardware.of(run)
     return candidates(run, settle(run, facts, gpu), facts, gpu, best)
 
 

@@ -39,7 +39,9 @@ def made(tmp_path):
         asked = SimpleNamespace(turns=turns, max_tokens=room, environment=f"{file}:{name}")
         asked.reward_seconds, asked.reward_memory_gb = 20.0, 1.0
         run: Any = SimpleNamespace(reinforce=asked)
-        started.append(Environment(run, lambda text: [*map(ord, text)], lambda text: text.removesuffix(".")))
+        tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [*map(ord, text)])
+        template: Any = SimpleNamespace(tokenizer=tokenizer, without_end=lambda text: text.removesuffix("."))
+        started.append(Environment(run, template))
         return started[-1]
 
     yield made

@@ -23,7 +23,7 @@ def others(monkeypatch) -> list:
 
 def test_another_rank_hears_over_the_host_and_ends_with_the_first_one_s_fault(others):
     on_first = first_rank.FirstRank()
-    assert [on_first(None), on_first(None)] == ["answers", "answers"]
+    assert [on_first(list), on_first(list)] == ["answers", "answers"]
     with pytest.raises(Fault, match="answers"):
-        on_first(None)
+        on_first(list)
     assert others == [(0, ("gloo", first_rank.LONGEST))] * 3

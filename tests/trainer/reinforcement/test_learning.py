@@ -14,11 +14,12 @@ from random import Random
 import pytest
 import torch
 
+from conf.schema.reinforcement import Reinforce
 from tests.support.shuffled_rewards import among
 from tests.trainer.reinforcement.conftest import TRAINER
 from trainer.data.tickets import tickets, with_mistakes
 from trainer.reinforcement.policy import advantages
-from trainer.reinforcement.policy.losses import Batch, Settings, objective
+from trainer.reinforcement.policy.losses import Batch, objective
 from trainer.training.gradient_signal import GradientSignal, cosine_of, products
 
 RIGHT, ROWS, HELD_OUT = 0.1, 1600, 64
@@ -107,11 +108,11 @@ def test_over_all_orders_of_rewards_the_gradient_is_nothing_where_answers_are_al
         worth = torch.tensor(advantages.of_group(rewards, loss), dtype=torch.float64)
         new = torch.log_softmax(weight, 0)[which][:, None] * mask
         old = new.detach()
-        found = objective(
-            Settings(loss=loss, clip_low=0.2, clip_high=0.2, longest=3, correction="none"),
+        of_order, _ = objective(
+            Reinforce(loss=loss, clip_low=0.2, clip_high=0.2, max_tokens=3, correction="none"),
             Batch(new, old, old, worth[:, None] * mask, mask, None),
         )
-        (gradient,) = torch.autograd.grad(found.loss, weight)
+        (gradient,) = torch.autograd.grad(of_order, weight)
         total += gradient
         largest = max(largest, float(gradient.abs().max()))
     assert largest > 0.01 and float(total.abs().max()) < 1e-12
@@ -172,10 +173,10 @@ def played(seed: int, shuffled: bool, longer: float = 1, asked: float = 0) -> tu
         worth = torch.tensor([advantages.of_group(row, "grpo") for row in rewards]).flatten()[:, None]
         new = chances.gather(1, answers).flatten()[:, None]
         old = new.detach()
-        found = objective(Settings(), Batch(new, old, old, worth, torch.ones_like(old), None))
+        loss, _ = objective(Reinforce(correction="none"), Batch(new, old, old, worth, torch.ones_like(old), None))
         optimizer.param_groups[0]["lr"] = rate
         signal.shorten(optimizer)
-        step(optimizer, found.loss / found.count)
+        step(optimizer, loss / len(new))
         signal.add(cosine(optimizer, weights, beta))
     return before, right()
 

@@ -1,11 +1,10 @@
 """Reader of CSV and TSV: a header, then a row of cells per record, all text; quoted cells may span several lines.
 
-The file is read sequentially here, because only a read from its start shows which line ends are within quotes. A chunk
-carries its records as bytes, and its loader parses them again. Commas or tabs separate cells, double quotes quote them.
+The file is read sequentially, because only a read from its start shows which line ends are within quotes. Commas or
+tabs separate cells, double quotes quote them.
 """
 
 import csv
-import io
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,66 +16,61 @@ from trainer.data.rows import Bad, Row, Rows, show
 
 
 def pieces(path: Path, size: int, delimiter: str) -> Iterator[Piece]:
+    csv.field_size_limit(LONGEST)
     with reading_text(path) as (stream, position):
-        lines_held: list[bytes] = []
-        size_held = 0
+        held = 0  # bytes since the last cut
 
         def lines() -> Iterator[str]:
-            nonlocal size_held
+            nonlocal held
             while line := bounded_line(stream, path):
-                lines_held.append(line)
-                size_held += len(line)
+                held += len(line)
                 yield line.decode(errors="surrogateescape")
 
-        reader = _reader(lines(), delimiter)
+        reader = csv.reader(lines(), delimiter=delimiter, strict=True)
         header = _header(path, reader, delimiter)
-        first = reader.line_num + 1
-        lines_held.clear()
-        size_held = 0
-        while _next(reader, path):
-            if size_held >= size:
-                yield position(), partial(_load, path, first, b"".join(lines_held), header, delimiter)
-                first = reader.line_num + 1
-                lines_held.clear()
-                size_held = 0
-        if lines_held:
-            yield position(), partial(_load, path, first, b"".join(lines_held), header, delimiter)
+        held = 0
+        rows, numbers = [], []
+        for number, row in _records(path, reader, header):
+            if row is not None:
+                rows.append(row)
+                numbers.append(number)
+            if held >= size:
+                yield position(), partial(Rows, rows, f"{path}:", numbers)
+                rows, numbers, held = [], [], 0
+        if held:
+            yield position(), partial(Rows, rows, f"{path}:", numbers)
 
 
-def _load(path: Path, first: int, blob: bytes, header: tuple[str, ...], delimiter: str) -> Rows:
-    try:
-        text, damaged = blob.decode(), False
-    except UnicodeDecodeError:
-        text, damaged = blob.decode(errors="surrogateescape"), True
-    reader = _reader(io.StringIO(text, newline="\n"), delimiter)
-    values: list[Row | Bad] = []
-    numbers: list[int] = []
+def _records(path: Path, reader, header: list[str]) -> Iterator[tuple[int, Row | Bad | None]]:
+    """Yield the first line and the row of each record; None for a blank line.
+
+    A record that is not CSV is one bad row, unless it swallows the rest of the file.
+    """
     while True:
-        line = first + reader.line_num
+        number = reader.line_num + 1
         try:
             cells = next(reader)
         except StopIteration:
-            break
+            return
         except csv.Error as error:
-            cells = Bad("not CSV", shown=str(error))
-        if not cells:  # a blank line
-            continue
-        values.append(cells if isinstance(cells, Bad) else _row(cells, header, damaged))
-        numbers.append(line)
-    return Rows(values, lambda row: f"{path}:{numbers[row]}")
+            if "unexpected end" in str(error) or "field larger" in str(error):
+                raise Fault(f"{path}:{number}: a quote in this row is never closed") from None
+            yield number, Bad("not CSV", shown=str(error))
+        else:
+            yield number, _row(cells, header) if cells else None
 
 
-def _row(cells: list[str], header: tuple[str, ...], damaged: bool) -> Row | Bad:
+def _row(cells: list[str], header: list[str]) -> Row | Bad:
     if len(cells) != len(header):
         return Bad("wrong number of cells", shown=f"{len(cells)} cells for {len(header)} columns")
-    if damaged:
-        for name, cell in zip(header, cells, strict=True):
-            if surrogate := SURROGATE.search(cell):
-                return Bad("not UTF-8", name, f"at byte {len(cell[: surrogate.start()].encode())}")
-    return dict(zip(header, cells, strict=True))
+    row = dict(zip(header, cells, strict=True))
+    for name, cell in row.items():
+        if not cell.isascii() and (surrogate := SURROGATE.search(cell)):
+            return Bad("not UTF-8", name, f"at byte {len(cell[: surrogate.start()].encode())}")
+    return row
 
 
-def _header(path: Path, reader: Iterator[list[str]], delimiter: str) -> tuple[str, ...]:
+def _header(path: Path, reader: Iterator[list[str]], delimiter: str) -> list[str]:
     try:
         names = next((cells for cells in reader if cells), [])
     except csv.Error as error:
@@ -89,22 +83,4 @@ def _header(path: Path, reader: Iterator[list[str]], delimiter: str) -> tuple[st
         raise Fault(
             f"{path}:1: header: {show(names[0])}: cells separated by {show(separator)}, not by {show(delimiter)}"
         )
-    return tuple(names)
-
-
-def _next(reader, path: Path) -> bool:
-    """Skip one record. A bad record is reported when it is loaded, unless it swallows the rest of the file."""
-    number = reader.line_num + 1
-    try:
-        next(reader)
-    except StopIteration:
-        return False
-    except csv.Error as error:
-        if "unexpected end" in str(error) or "field larger" in str(error):
-            raise Fault(f"{path}:{number}: a quote in this row is never closed") from None
-    return True
-
-
-def _reader(lines, delimiter: str):
-    csv.field_size_limit(LONGEST)
-    return csv.reader(lines, delimiter=delimiter, strict=True)
+    return names

@@ -41,10 +41,8 @@ BOM = b"\xef\xbb\xbf"
 
 @contextmanager
 def reading(path: Path) -> Iterator[tuple[io.BufferedReader, Callable[[], int]]]:
-    with faults(path), path.open("rb") as raw:
-        stream = _opened(raw, compression(path))
-        with stream:
-            yield stream, raw.tell
+    with faults(path), path.open("rb") as raw, _opened(raw, compression(path)) as stream:
+        yield stream, raw.tell if compression(path) else stream.tell
 
 
 @contextmanager
@@ -76,12 +74,11 @@ def faults(path: Path) -> Iterator[None]:
 
 
 def _opened(raw: BinaryIO, ending: str) -> io.BufferedReader:
-    if ending in (".zst", ".lz4"):
-        import pyarrow as pa  # 50 MB of memory, which files of other kinds do not need
+    if not ending:
+        return io.BufferedReader(raw, BLOCK)
+    if ending in (".gz", ".bz2", ".xz"):
+        return io.BufferedReader({".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[ending](raw), BLOCK)
+    import pyarrow as pa  # 50 MB of memory, which files of other kinds do not need
 
-        return io.BufferedReader(
-            pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), {".zst": "zstd", ".lz4": "lz4"}[ending]), BLOCK
-        )
-    kinds = {".gz": gzip.GzipFile, ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
-    stream = kinds[ending](raw) if ending in (".bz2", ".xz") else gzip.GzipFile(fileobj=raw) if ending else raw
-    return io.BufferedReader(stream, BLOCK)
+    codec = {".zst": "zstd", ".lz4": "lz4"}[ending]
+    return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec), BLOCK)

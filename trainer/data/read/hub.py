@@ -31,10 +31,11 @@ def pieces(part: Part, commit: str | None, done: Callable[[int], bool]) -> Itera
     """
     first = 0
     while done(first):
-        yield 0, partial(_load, part, first * ROWS, ())
+        yield 0, partial(Rows, [], "", ())
         first += 1
     for number, values in enumerate(batched(_streamed(part, commit, first * ROWS), ROWS), first):
-        yield 0, partial(_load, part, number * ROWS, values)
+        numbers = range(number * ROWS + 1, (number + 1) * ROWS + 1)
+        yield 0, partial(Rows, list(values), f"{part.source} {part.split} row ", numbers)
 
 
 def count(part: Part) -> int | None:
@@ -43,10 +44,6 @@ def count(part: Part) -> int | None:
     with _faults(part, part.revision):
         splits = datasets.load_dataset_builder(part.source, part.config, revision=part.revision).info.splits or {}
     return splits[part.split].num_examples if part.split in splits else None
-
-
-def _load(part: Part, before: int, values: tuple[Row, ...]) -> Rows:
-    return Rows(list(values), lambda row: f"{part.source} {part.split} row {before + row + 1}")
 
 
 def _streamed(part: Part, commit: str | None, skipped: int) -> Iterator[Row]:
@@ -62,15 +59,10 @@ def _streamed(part: Part, commit: str | None, skipped: int) -> Iterator[Row]:
 
 def _imported() -> Any:
     """Import `datasets` without torch, which it would import if possible: 10 s and 700 MB that are not needed here."""
-    before = os.environ.get("USE_TORCH")
     if "torch" not in sys.modules:
-        os.environ["USE_TORCH"] = "0"
-    try:
-        import datasets
-    finally:
-        os.environ.pop("USE_TORCH", None)
-        if before is not None:
-            os.environ["USE_TORCH"] = before
+        os.environ.setdefault("USE_TORCH", "0")
+    import datasets
+
     datasets.disable_progress_bars()
     return datasets
 

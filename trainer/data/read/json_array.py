@@ -6,7 +6,6 @@ Only brackets, commas and strings are examined here, a block at a time, so files
 of its rows, and where each begins and ends. Its loader parses them; invalid JSON there is one bad row, not a bad file.
 """
 
-import io
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from trainer.data.rows import Rows
 TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+("|\\?\Z)|[][{},]', re.DOTALL)
 QUOTE = b'"'[0]
 BRACKET, OPENING, CLOSING, ENDING = b"["[0], b"[{", b"]}", b",]}"
+Span = tuple[int, int]  # begin and end of a row in the buffer
 LOOK = 2**24  # bytes of a first line examined to distinguish lines from a document
 
 
@@ -53,61 +53,35 @@ def _is_of_objects(value: object) -> bool:
 
 def pieces(path: Path, size: int) -> Iterator[Piece]:
     with reading_text(path) as (stream, position):
-        for line, blob, spans in _cut(_Window(stream, size), path):
-            yield position(), partial(_load, path, line, blob, spans)
+        document = _Document(path)
+        while block := stream.read(max(size, len(document.buffer))):
+            document.buffer += block
+            line, spans = document.line, document.rows()
+            if spans:
+                yield position(), partial(_load, path, line, document.drop(spans[-1][1]), spans)
+            document.check()
+        document.check_end()
 
 
-def _load(path: Path, first: int, blob: bytes, spans: list[tuple[int, int]]) -> Rows:
-    counted = (0, 0)  # bytes, and lines in them: callers usually ask for places in order
-
-    def place(row: int) -> str:
-        nonlocal counted
-        begin, end = spans[row]
-        at = end - len(blob[begin:end].lstrip(BLANK))
-        before, lines = counted if counted[0] <= at else (0, 0)
-        counted = at, lines + blob.count(b"\n", before, at)
-        return f"{path}:{first + counted[1]}"
-
-    return Rows([json_object(blob[begin:end].strip(BLANK)) for begin, end in spans], place)
-
-
-class _Window:
-    """The part of a document that is in memory."""
-
-    def __init__(self, stream: io.BufferedReader, size: int) -> None:
-        self.stream, self.size = stream, size
-        self.buffer, self.at = b"", 0  # at: end of the last mark read
-        self.line = 1  # of the start of the buffer
-
-    def marks(self) -> Iterator[tuple[int, int]]:
-        """Yield every bracket and comma outside of strings, and the position after it, until the buffer ends."""
-        for match in TOKEN.finditer(self.buffer, self.at):
-            self.at = match.end()
-            mark = self.buffer[match.start()]
-            if mark != QUOTE:
-                yield mark, self.at
-            elif match[1] != b'"':
-                self.at = match.start()
-                return
-        self.at = len(self.buffer)
-
-    def grow(self) -> bool:
-        block = self.stream.read(max(self.size, len(self.buffer)))
-        self.buffer += block
-        return bool(block)
-
-    def drop(self, end: int) -> bytes:
-        """Remove the buffer's first bytes and return them."""
-        removed, self.buffer = self.buffer[:end], self.buffer[end:]
-        self.line += removed.count(b"\n")
-        self.at -= end
-        return removed
+def _load(path: Path, line: int, blob: bytes, spans: list[Span]) -> Rows:
+    values, numbers, at = [], [], 0
+    for begin, end in spans:
+        start = end - len(blob[begin:end].lstrip(BLANK))
+        line += blob.count(b"\n", at, start)
+        at = start
+        values.append(json_object(blob[begin:end].strip(BLANK)))
+        numbers.append(line)
+    return Rows(values, f"{path}:", numbers)
 
 
 @dataclass
-class _Place:
-    """Place in a document, updated by its marks."""
+class _Document:
+    """The part of a document that is in memory, and the place in it, updated by its marks."""
 
+    path: Path
+    buffer: bytes = b""
+    at: int = 0  # end of the last mark read
+    line: int = 1  # of the start of the buffer
     depth: int = 0
     rows_at: int = 0  # depth within the list of rows; 0 = not in it
     begin: int = 0  # of the row, in the buffer
@@ -116,17 +90,67 @@ class _Place:
     closed: bool = False
     array: bool = False  # the document is an array
 
-    def take(self, mark: int, end: int, buffer: bytes) -> tuple[int, int] | None:
-        """Return the row that ends with this mark, if any."""
+    def rows(self) -> list[Span]:
+        """Read brackets and commas outside of strings until the buffer ends. Return the rows that end there."""
+        spans: list[Span] = []
+        if self.closed:
+            return spans
+        for match in TOKEN.finditer(self.buffer, self.at):
+            mark = self.buffer[match.start()]
+            if mark == QUOTE and match[1] != b'"':
+                self.at = match.start()  # the string continues after the buffer
+                return spans
+            self.at = match.end()
+            if mark != QUOTE and (row := self._take(mark)):
+                spans.append(row)
+            if self.lists > 1:
+                raise Fault(f"{self.path}: several lists of objects in one object; rows must be in one list")
+            if self.closed:
+                return spans
+        self.at = len(self.buffer)
+        return spans
+
+    def drop(self, end: int) -> bytes:
+        """Remove the buffer's first bytes and return them."""
+        removed, self.buffer = self.buffer[:end], self.buffer[end:]
+        self.line += removed.count(b"\n")
+        self.at -= end
+        self.begin -= end
+        return removed
+
+    def check(self) -> None:
+        """Raise a Fault if the buffer cannot be part of a document. Drop text outside of the list of rows."""
+        if self.closed and self.buffer[self.at :].strip(BLANK):
+            raise Fault(f"{self.path}:{self._line()}: more after the end of the JSON document")
+        if self.rows_at and len(self.buffer) - self.begin > LONGEST:
+            raise Fault(f"{self.path}:{self._line()}: a row of more than {LONGEST >> 20} MiB; is a quote missing?")
+        if not self.rows_at:
+            self.drop(self.at)
+
+    def check_end(self) -> None:
+        if self.depth:
+            location = f"the row at line {self._line()}" if self.rows_at else f"line {self._line()}"
+            raise Fault(f"{self.path}: ends within {location}: brackets or a quote are never closed")
+        if not self.lists and not self.array:
+            raise Fault(f"{self.path}: no list of objects in it; rows are objects in an array, or one per line")
+
+    def _line(self) -> int:
+        """Return the line of the row, or of the text after the last mark."""
+        begin = self.begin if self.rows_at else self.at
+        rest = self.buffer[begin:]
+        return self.line + self.buffer.count(b"\n", 0, begin + len(rest) - len(rest.lstrip(BLANK)))
+
+    def _take(self, mark: int) -> Span | None:
+        """Update the place by a mark. Return the row that ends with it, if any."""
         row = None
         if self.rows_at == self.depth and self.depth and mark in ENDING:
-            row = self._row(buffer, end - 1, mark)
-            self.begin = end
+            row = self._row(self.at - 1, mark)
+            self.begin = self.at
         if mark in OPENING:
             self.depth += 1
             # at depth 2 outside of a list: the document is an object, and this is one of its values
             if mark == BRACKET and not self.rows_at and self.depth <= 2:
-                self.rows_at, self.begin, self.fresh = self.depth, end, True
+                self.rows_at, self.begin, self.fresh = self.depth, self.at, True
                 self.array = self.depth == 1
         elif mark in CLOSING:
             if self.rows_at == self.depth:
@@ -135,8 +159,8 @@ class _Place:
             self.closed = self.depth <= 0
         return row
 
-    def _row(self, buffer: bytes, end: int, mark: int) -> tuple[int, int] | None:
-        content = buffer[self.begin : end].strip(BLANK)
+    def _row(self, end: int, mark: int) -> Span | None:
+        content = self.buffer[self.begin : end].strip(BLANK)
         if not content and mark in CLOSING:  # an empty list, or a comma after the last row
             return None
         if self.fresh and self.rows_at == 2 and not content.startswith(b"{"):
@@ -145,43 +169,3 @@ class _Place:
         self.lists += self.fresh
         self.fresh = False
         return self.begin, end
-
-
-def _cut(window: _Window, path: Path) -> Iterator[tuple[int, bytes, list[tuple[int, int]]]]:
-    """Yield bytes of whole rows: the line of their start, the bytes, and where each row begins and ends."""
-    place = _Place()
-    while window.grow():
-        spans = []
-        for mark, end in () if place.closed else window.marks():
-            if row := place.take(mark, end, window.buffer):
-                spans.append(row)
-            if place.lists > 1:
-                raise Fault(f"{path}: several lists of objects in one object; rows must be in one list")
-            if place.closed:
-                break
-        if spans:
-            cut, line = spans[-1][1], window.line
-            place.begin -= cut
-            yield line, window.drop(cut), spans
-        _check(place, window, path)
-        if not place.rows_at:
-            window.drop(window.at)
-    if place.depth:
-        location = f"the row at line {_line(place, window)}" if place.rows_at else f"line {_line(place, window)}"
-        raise Fault(f"{path}: ends within {location}: brackets or a quote are never closed")
-    if not place.lists and not place.array:
-        raise Fault(f"{path}: no list of objects in it; rows are objects in an array, or one per line")
-
-
-def _check(place: _Place, window: _Window, path: Path) -> None:
-    if place.closed and window.buffer[window.at :].strip(BLANK):
-        raise Fault(f"{path}:{_line(place, window)}: more after the end of the JSON document")
-    if place.rows_at and len(window.buffer) - place.begin > LONGEST:
-        raise Fault(f"{path}:{_line(place, window)}: a row of more than {LONGEST >> 20} MiB; is a quote missing?")
-
-
-def _line(place: _Place, window: _Window) -> int:
-    """Return the line of the row, or of the text after the last mark."""
-    begin = place.begin if place.rows_at else window.at
-    rest = window.buffer[begin:]
-    return window.line + window.buffer.count(b"\n", 0, begin + len(rest) - len(rest.lstrip(BLANK)))

@@ -1,7 +1,6 @@
 """Reader of JSON lines and plain text: a row per line.
 
-An uncompressed file is cut into ranges of bytes that end at a line end; the loader of a range reads it. A compressed
-file is read here, and its chunks carry their lines. Blank lines are not rows, but count as lines.
+The file is cut at line ends, and a chunk carries its lines. Blank lines are not rows, but count as lines.
 
 orjson parses about 1 GB/s. Lines that it refuses or would change go to json: NaN and Infinity are accepted, and
 integers of any length stay exact. Both parsers keep the last value of a repeated key; such a row is bad.
@@ -9,18 +8,16 @@ integers of any length stay exact. Both parsers keep the last value of a repeate
 
 import io
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from conf.schema.row_files import compression
 from contract.faults import Fault
-from trainer.data.read.compressed import BOM, faults, reading_text
+from trainer.data.read.compressed import reading_text
 from trainer.data.rows import Bad, Row, Rows, show
 
 Piece = tuple[int, Callable[[], Rows]]  # bytes of the file up to its end, and its rows
@@ -31,15 +28,20 @@ BLANK = b" \t\r\n\v\f"
 HUGE = 2.0**63  # orjson converts integers of about this size to floats
 SURROGATE = re.compile("[\ud800-\udfff]")
 
-# By file: modification time and size; bytes from its start, and the lines in them.
-_counted: dict[Path, tuple[tuple[int, int], int, int]] = {}
-
 
 def pieces(path: Path, size: int, parse: Parse) -> Iterator[Piece]:
-    if compression(path):
-        yield from _of_stream(path, size, parse)
-    else:
-        yield from _of_ranges(path, size, parse)
+    with reading_text(path) as (stream, position):
+        line = 1
+        while blob := stream.read(size):
+            if not blob.endswith(b"\n"):
+                blob += bounded_line(stream, path)
+            yield position(), partial(_load, path, line, blob, parse)
+            line += blob.count(b"\n")
+
+
+def _load(path: Path, first: int, blob: bytes, parse: Parse) -> Rows:
+    lines = [(number, line) for number, line in enumerate(blob.split(b"\n"), first) if line.strip(BLANK)]
+    return Rows([parse(line) for _, line in lines], f"{path}:", [number for number, _ in lines])
 
 
 def text(line: bytes) -> Row | Bad:
@@ -61,83 +63,12 @@ def json_object(line: bytes) -> Row | Bad:
         return Bad("not JSON", shown="nested too deeply")
 
 
-def parsed(lines: list[bytes], parse: Parse) -> tuple[list[Row | Bad], list[int]]:
-    """Return the rows of the lines, and the index of each among the lines."""
-    values, numbers = [], []
-    for number, line in enumerate(lines):
-        if line and (line[0] not in BLANK or line.strip(BLANK)):
-            values.append(parse(line))
-            numbers.append(number)
-    return values, numbers
-
-
 def bounded_line(stream: io.BufferedReader, path: Path) -> bytes:
     line = stream.readline(LONGEST)
     if len(line) == LONGEST and not line.endswith(b"\n"):
         begin = show(line[:50].decode(errors="replace"))
         raise Fault(f"{path}: a line of more than {LONGEST >> 20} MiB, which begins with {begin}")
     return line
-
-
-def _of_ranges(path: Path, size: int, parse: Parse) -> Iterator[Piece]:
-    with reading_text(path) as (stream, _):
-        end = stream.seek(0, io.SEEK_END)
-        stream.seek(0)
-        start = len(BOM) if stream.read(len(BOM)) == BOM else 0
-        while start < end:
-            stream.seek(start + size - 1)
-            bounded_line(stream, path)
-            stop = min(stream.tell(), end)
-            yield stop, partial(_load_range, path, start, stop, parse)
-            start = stop
-
-
-def _of_stream(path: Path, size: int, parse: Parse) -> Iterator[Piece]:
-    with reading_text(path) as (stream, position):
-        line = 1
-        while blob := stream.read(size):
-            if not blob.endswith(b"\n"):
-                blob += bounded_line(stream, path)
-            yield position(), partial(_load_lines, path, line, blob, parse)
-            line += blob.count(b"\n")
-
-
-def _load_range(path: Path, start: int, stop: int, parse: Parse) -> Rows:
-    with faults(path), path.open("rb") as file:
-        file.seek(start)
-        blob = file.read(stop - start)
-    if len(blob) != stop - start:
-        raise Fault(f"{path}: became shorter while it was read")
-    values, numbers = parsed(blob.split(b"\n"), parse)
-    before = cache(lambda: _lines_before(path, start))
-    return Rows(values, lambda row: f"{path}:{before() + numbers[row] + 1}")
-
-
-def _load_lines(path: Path, first: int, blob: bytes, parse: Parse) -> Rows:
-    values, numbers = parsed(blob.split(b"\n"), parse)
-    return Rows(values, lambda row: f"{path}:{first + numbers[row]}")
-
-
-def _lines_before(path: Path, start: int) -> int:
-    """Return the number of lines before a position.
-
-    Counting is done on demand, and continues from the last position.
-    """
-    with faults(path), path.open("rb") as file:
-        status = os.fstat(file.fileno())
-        stamp = status.st_mtime_ns, status.st_size
-        before, at, lines = _counted.get(path, (stamp, 0, 0))
-        if at > start or before != stamp:
-            at, lines = 0, 0
-        file.seek(at)
-        while at < start:
-            block = file.read(min(2**20, start - at))
-            if not block:
-                break
-            at += len(block)
-            lines += block.count(b"\n")
-    _counted[path] = stamp, at, lines
-    return lines
 
 
 def _exact(line: bytes) -> Row | Bad:

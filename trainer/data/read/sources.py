@@ -18,11 +18,11 @@ from conf.schema import row_files
 from conf.schema.data import Part
 from contract import indexed_files
 from contract.faults import Fault
-from trainer.data.made_texts import texts
+from trainer.data.made_texts import stories
 from trainer.data.read import formats
 from trainer.data.read.lines import Piece
 from trainer.data.rows import Bad, Row, Rows
-from trainer.data.tickets import tickets, with_mistakes, with_worse
+from trainer.data.tickets import pairs, tickets, with_mistakes, with_worse
 
 TINY, TICKETS, TICKET_ROWS = "tiny://", "tiny://tickets", 1600
 TEXTS, TEXT_ROWS = "tiny://texts", 2000
@@ -63,15 +63,14 @@ def total(part: Part) -> int:
     return sum(path.stat().st_size for path in files(source)) if is_local(source) else 0
 
 
-def columns(part: Part, commit: str | None = None) -> tuple[list[str], list[Row], str]:
-    """Return the names of columns in order of appearance, the first rows, and the place of the first row."""
+def first(part: Part, commit: str | None = None) -> tuple[list[Row], str]:
+    """Return the first good rows, and the place of the first of them."""
     refused = ""
     for chunk in chunks(part, 0, lambda number: False, commit):
         rows = chunk.load()
-        good = [at for at, row in enumerate(rows.values) if not isinstance(row, Bad)]
+        good = [(at, row) for at, row in enumerate(rows.values) if not isinstance(row, Bad)]
         if good:
-            first = [row for row in (rows.values[at] for at in good[:FIRST]) if not isinstance(row, Bad)]
-            return list(dict.fromkeys(name for row in first for name in row)), first, rows.place(good[0])
+            return [row for _, row in good[:FIRST]], rows.place(good[0][0])
         if rows.values and not refused:
             bad = rows.values[0]
             refused = f": none of its rows can be read; {rows.place(0)}: {bad.reason}: {bad.shown}"
@@ -84,7 +83,9 @@ def is_local(source: str) -> bool:
         return False
     named_like_a_file = source.startswith(("/", "./", "../", "~")) or glob.has_magic(source)
     return (
-        named_like_a_file or bool(row_files.format_of(source)) or Path(source).exists() or bool(_indexed(Path(source)))
+        named_like_a_file
+        or bool(row_files.format_of(source))
+        or any(Path(source + ending).exists() for ending in ("", indexed_files.BIN, indexed_files.IDX))
     )
 
 
@@ -95,44 +96,36 @@ def are_indexed(part: Part) -> bool:
 
 
 def files(source: str) -> list[Path]:
-    path = Path(source).expanduser()
-    if indexed_files.is_prefix(path):
-        return _indexed(path)
-    if path.is_dir():
-        try:
-            paths = row_files.inside(path)
-        except Fault as fault:
-            raise Fault(f"data.source: {fault}") from None
-        paths = (row_files.only_texts(paths) and _indexed(path)) or paths
+    try:
+        return _files(source, Path(source).expanduser())
+    except Fault as fault:
+        raise Fault(f"data.source: {fault}") from None
+
+
+def _files(source: str, path: Path) -> list[Path]:
+    if path.is_dir() and not indexed_files.is_prefix(path):
+        paths = row_files.inside(path)
+        paths = (row_files.only_texts(paths) and indexed_files.of(path)) or paths
         if not paths:
-            raise Fault(f"data.source: {source}: no file in this folder ends in one of {row_files.ENDINGS}")
+            raise Fault(f"{source}: no file in this folder ends in one of {row_files.ENDINGS}")
+        return paths
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise Fault(f"{source}: neither a file nor a folder")
+    if paths := indexed_files.of(path):
         return paths
     if path.exists():
-        if not path.is_file():
-            raise Fault(f"data.source: {source}: neither a file nor a folder")
-        if paths := _indexed(path):
-            return paths
         if not row_files.format_of(path):
-            raise Fault(f"data.source: {source}: ends in none of {row_files.ENDINGS}")
+            raise Fault(f"{source}: ends in none of {row_files.ENDINGS}")
         return [path]
-    if paths := _indexed(path):
-        return paths
     if not glob.has_magic(source):
-        raise Fault(f"data.source: {source}: no such file or folder")
+        raise Fault(f"{source}: no such file or folder")
     matches = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
     paths = [match for match in matches if row_files.format_of(match) and match.is_file()]
     paths = paths or indexed_files.both(matches)
     if not paths:
         problem = f"matches no file that ends in one of {row_files.ENDINGS}" if matches else "matches no file"
-        raise Fault(f"data.source: {source}: {problem}")
+        raise Fault(f"{source}: {problem}")
     return paths
-
-
-def _indexed(path: Path) -> list[Path]:
-    try:
-        return indexed_files.of(path)
-    except Fault as fault:
-        raise Fault(f"data.source: {fault}") from None
 
 
 def _source(part: Part) -> str:
@@ -167,14 +160,13 @@ def _of_files(paths: list[Path]) -> Iterator[Piece]:
 def _synthetic(source: str) -> Rows:
     """Return generated rows."""
     if source == TEXTS:
-        rows = [{"text": text} for text in texts(TEXT_ROWS, seed=0)]
+        rows = stories(TEXT_ROWS, seed=0)
     elif source == RANKED:
         rows = with_worse(tickets(TICKET_ROWS, seed=0), seed=0)
     else:
         teams = tickets(TICKET_ROWS, seed=0)
-        teams = with_mistakes(teams, seed=0) if source == MISTAKEN else teams
-        rows = [{"input": ticket, "output": team} for ticket, team in teams.items()]
-    return Rows([*rows], lambda row: f"{source} row {row + 1}")
+        rows = pairs(with_mistakes(teams, seed=0) if source == MISTAKEN else teams)
+    return Rows([*rows], f"{source} row ", range(1, len(rows) + 1))
 
 
 def _left_out() -> Rows:

@@ -8,14 +8,15 @@ Arrow gives all objects of a list the same keys: keys that an object of the sour
 column that is None stays. Bytes, times and decimals keep their Python type. Not covered: encrypted Parquet.
 """
 
+import io
 import mmap
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,32 +34,26 @@ MAGIC = b"ARROW1"
 
 
 def parquet(path: Path, size: int) -> Iterator[Piece]:
-    with _unpacked(path) as (file, unpacked), table_faults(path):
+    with _opened(path) as file:
         table = pq.ParquetFile(file, buffer_size=BUFFER, pre_buffer=False)
-        _require_names(path, table.schema_arrow)
-        yield from _carried(path, _of_groups(table, path.stat().st_size / unpacked), size)
+        yield from _carried(path, table.schema_arrow, _of_groups(table, path.stat().st_size), size)
 
 
 def arrow(path: Path, size: int) -> Iterator[Piece]:
     """Read both of Arrow's formats: a file is a stream after a magic word, with an index at its end."""
-    with table_faults(path):
-        if compression(path):
-            with reading(path) as (stream, position):
-                if stream.peek(len(MAGIC)).startswith(MAGIC):
-                    stream.read(8)
-                yield from _carried(path, _of_stream(path, pa.ipc.open_stream(stream), position), size)
-            return
-        with path.open("rb") as file:
-            if not path.stat().st_size:
-                raise Fault(f"{path}: empty; an Arrow file begins with its schema")
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with _opened(path) as file:
+        length = file.seek(0, io.SEEK_END)
+        if not length:
+            raise Fault(f"{path}: empty; an Arrow file begins with its schema")
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         source = pa.BufferReader(pa.py_buffer(mapped))
         if mapped[: len(MAGIC)] == MAGIC:
             if mapped[-len(MAGIC) :] != MAGIC:
                 raise Fault(f"{path}: truncated: the end of an Arrow file is missing")
             source.seek(8)
-        batches = _of_stream(path, pa.ipc.open_stream(source), source.tell)
-        for piece in _carried(path, batches, size):
+        share = path.stat().st_size / length
+        reader = pa.ipc.open_stream(source)
+        for piece in _carried(path, reader.schema, ((batch, int(share * source.tell())) for batch in reader), size):
             yield piece
             mapped.madvise(mmap.MADV_DONTNEED)  # release pages that have been read
 
@@ -73,56 +68,38 @@ def without_absent_keys(value: Any, within: bool = False) -> Any:
     return value
 
 
-@contextmanager
-def table_faults(path: Path) -> Iterator[None]:
-    with faults(path):
-        try:
-            yield
-        except (pa.ArrowException, UnicodeDecodeError) as error:
-            raise Fault(f"{path}: {(str(error).splitlines() or ['cannot be read'])[0]}") from None
+Batch = tuple[pa.RecordBatch, int]  # and the bytes of the file up to its end
 
 
-Span = tuple[pa.RecordBatch, int, int]  # a batch, and the bytes of the file before and after it
-
-
-def _of_groups(table: pq.ParquetFile, share: float) -> Iterator[Span]:
-    position = 0
+def _of_groups(table: pq.ParquetFile, size: int) -> Iterator[Batch]:
+    done = 0
     for number in range(table.num_row_groups):
-        group = table.metadata.row_group(number)
-        length = sum(group.column(column).total_compressed_size for column in range(group.num_columns))
-        done = 0
         for batch in table.iter_batches(BATCH, row_groups=[number], use_threads=False):
-            before, done = done, done + batch.num_rows
-            at = [int(share * (position + length * rows / group.num_rows)) for rows in (before, done)]
-            yield batch, at[0], at[1]
-        position += length
+            done += batch.num_rows
+            yield batch, size * done // table.metadata.num_rows
 
 
-def _of_stream(path: Path, reader: pa.RecordBatchReader, position: Callable[[], int]) -> Iterator[Span]:
-    _require_names(path, reader.schema)
-    before = 0
-    for batch in reader:
-        yield batch, before, position()
-        before = position()
-
-
-def _carried(path: Path, spans: Iterable[Span], size: int) -> Iterator[Piece]:
+def _carried(path: Path, schema: pa.Schema, batches: Iterable[Batch], size: int) -> Iterator[Piece]:
     """Yield pieces cut at about this size of their rows in memory: a file may store equal values once."""
-    batches, size_held, rows = [], 0, 0
-    first, position = 1, 0
-    for batch, before, after in spans:
+    if repeated := next((name for name in schema.names if schema.names.count(name) > 1), None):
+        raise Fault(f"{path}: column {repeated} occurs twice")
+    held: list[pa.RecordBatch] = []
+    size_held, rows, first = 0, 0, 1
+    before = position = 0
+    for batch, after in batches:
         step = max(1, min(ROWS, batch.num_rows * size // max(1, batch.nbytes)))
         for start in range(0, batch.num_rows, step):
-            batches.append(batch.slice(start, step))
-            size_held += batches[-1].nbytes
-            rows += batches[-1].num_rows
+            held.append(batch.slice(start, step))
+            size_held += held[-1].nbytes
+            rows += held[-1].num_rows
             position = before + (after - before) * min(start + step, batch.num_rows) // batch.num_rows
             if size_held >= size or rows >= ROWS:
-                yield position, partial(_load, path, first, _packed(batches))
+                yield position, partial(_load, path, first, _packed(held))
                 first += rows
-                batches, size_held, rows = [], 0, 0
-    if batches:
-        yield position, partial(_load, path, first, _packed(batches))
+                held, size_held, rows = [], 0, 0
+        before = after
+    if held:
+        yield position, partial(_load, path, first, _packed(held))
 
 
 def _packed(batches: list[pa.RecordBatch]) -> bytes:
@@ -143,7 +120,7 @@ def _load(path: Path, first: int, packed: bytes) -> Rows:
             continue
         nested = any(pa.types.is_nested(field.type) for field in batch.schema)
         values += map(without_absent_keys, rows) if nested else rows
-    return Rows(values, lambda row: f"{path} row {first + row}")
+    return Rows(values, f"{path} row ", range(first, first + len(values)))
 
 
 def _row(batch: pa.RecordBatch, number: int) -> Row | Bad:
@@ -159,25 +136,18 @@ def _row(batch: pa.RecordBatch, number: int) -> Row | Bad:
     return row
 
 
-def _require_names(path: Path, schema: pa.Schema) -> None:
-    if repeated := next((name for name in schema.names if schema.names.count(name) > 1), None):
-        raise Fault(f"{path}: column {repeated} occurs twice")
-
-
 @contextmanager
-def _unpacked(path: Path) -> Iterator[tuple[Any, int]]:
-    """Yield file and size.
-
-    Parquet is read from its end, so a file compressed as a whole is unpacked to disk first.
-    """
-    if not compression(path):
-        with faults(path):
-            size = path.stat().st_size
-        yield path, size
-        return
-    with tempfile.TemporaryFile() as file:
-        with reading(path) as (stream, _):
-            shutil.copyfileobj(stream, file)
-        size = file.tell()
-        file.seek(0)
-        yield file, size
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Yield the file, unpacked to disk if it is compressed as a whole: tables are read from both of their ends."""
+    with faults(path):
+        try:
+            if not compression(path):
+                with path.open("rb") as file:
+                    yield file
+                return
+            with tempfile.TemporaryFile() as file:
+                with reading(path) as (stream, _):
+                    shutil.copyfileobj(stream, file)
+                yield file
+        except (pa.ArrowException, UnicodeDecodeError) as error:
+            raise Fault(f"{path}: {(str(error).splitlines() or ['cannot be read'])[0]}") from None

@@ -8,7 +8,6 @@ A leak is a row of validation or test that is nearly a row of training or has th
 nearly one of validation. trainer/data/read/likeness.py describes how near copies are found, and how reliably.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -111,7 +110,7 @@ def write(folder: Path, alike: Alike, dropped_rows: np.ndarray, spool: Spool, ke
     if not len(pairs[0]):
         return {}
     with (folder / FILE).open("wb") as file:
-        for entry in _entries(pairs, alike, dropped_rows, _Places(spool, kept)):
+        for entry in _entries(pairs, alike, dropped_rows, spool, kept):
             kind = entry["kind"]
             total[kind] += 1
             if total[kind] <= SHOWN:
@@ -137,12 +136,12 @@ def _pairs(alike: Alike) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _entries(
-    pairs: tuple[np.ndarray, np.ndarray], alike: Alike, dropped_rows: np.ndarray, places: "_Places"
+    pairs: tuple[np.ndarray, np.ndarray], alike: Alike, dropped_rows: np.ndarray, spool: Spool, kept: np.ndarray
 ) -> Iterator[dict[str, Any]]:
     for start in range(0, len(pairs[0]), BLOCK):
         rows, others = (part[start : start + BLOCK] for part in pairs)
-        listed = zip(rows.tolist(), others.tolist(), places.of(rows), places.of(others), strict=True)
-        for row, other, place, other_place in listed:
+        places, other_places = _places(spool, kept[rows]), _places(spool, kept[others])
+        for row, other, place, other_place in zip(rows.tolist(), others.tolist(), places, other_places, strict=True):
             split, other_split = int(alike.split[row]), int(alike.split[other])
             kind = LEAK if split != other_split else COPY if alike.exact[row] else NEAR
             reason = "prompt" if alike.like[row] != other else "copy" if alike.exact[row] else "near copy"
@@ -157,32 +156,17 @@ def _entries(
             yield entry | {"dropped": [place for at, place in ((row, place), (other, other_place)) if dropped_rows[at]]}
 
 
-class _Places:
-    """File and line of rows, or the equivalent of lines in their source."""
-
-    def __init__(self, spool: Spool, kept: np.ndarray):
-        self.spool, self.kept = spool, kept
-
-    def of(self, rows: np.ndarray) -> list[str]:
-        order = np.argsort(rows, kind="stable")
-        sorted_rows = self.kept[rows[order]]
-        numbers = self.spool.column("number", np.int64, sorted_rows)
-        files = self.spool.column("file", np.int16, sorted_rows)
-        names = [""] * len(rows)
-        bounds = np.searchsorted(sorted_rows, self.spool.starts)
-        for chunk, (start, end) in enumerate(itertools.pairwise(bounds.tolist())):
-            stems = self.spool.chunk(chunk).facts["places"] if end > start else []
-            for at in range(start, end):
-                names[int(order[at])] = f"{stems[files[at]]}{numbers[at]}"
-        return names
+def _places(spool: Spool, rows: np.ndarray) -> list[str]:
+    """Return file and line of rows, or the equivalent of lines in their source."""
+    order = np.argsort(rows, kind="stable")
+    numbers = np.empty(len(rows), np.int64)
+    numbers[order] = spool.column("number", np.int64, rows[order])
+    chunks = spool.chunks_of(rows).tolist()
+    return [f"{spool.chunk(at).facts['places'][0]}{number}" for at, number in zip(chunks, numbers, strict=True)]
 
 
 def _signatures(spool: Spool, rows: np.ndarray) -> np.ndarray:
-    width = likeness.HASHES
-    result = np.empty((len(rows), width), np.uint32)
-    chunks = np.searchsorted(spool.starts, rows, side="right") - 1
-    for number in np.unique(chunks):
-        of_chunk = np.flatnonzero(chunks == number)
-        table = spool.chunk(int(number)).read("signature").reshape(-1, width)
-        result[of_chunk] = table[rows[of_chunk] - spool.starts[number]]
+    order = np.argsort(rows, kind="stable")
+    result = np.empty((len(rows), likeness.HASHES), np.uint32)
+    result[order] = spool.table("signature", np.uint32, likeness.HASHES, rows[order])
     return result

@@ -10,10 +10,9 @@ import numpy as np
 from contract.faults import Fault
 from trainer.data.read import choose
 from trainer.data.read.choose import SPLITS
-from trainer.data.write import alike, indexed, indexes, packing, report
-from trainer.data.write.answers import Answers
+from trainer.data.write import alike, indexed, packing, report
 from trainer.data.write.chunks import Plan
-from trainer.data.write.spool import Sequences, Spool
+from trainer.data.write.spool import Answers, Sequences, Spool
 from trainer.data.write.work import Done
 
 BLOCK = 1 << 22  # bytes written at once
@@ -36,7 +35,7 @@ def write(plan: Plan, spool: Spool, done: Done, folder: Path) -> dict[str, Any]:
         _check_splits(split, plan)
     for number, name in enumerate(SPLITS):
         rows = kept[split == number]
-        sequences = Sequences(spool, rows, spool.column("length", np.int32, rows))
+        sequences = Sequences(spool, rows)
         facts["tokens"][name] = report.lengths(sequences.lengths, spool.column("learned", np.int32, rows))
         if not len(rows):
             continue
@@ -44,7 +43,7 @@ def write(plan: Plan, spool: Spool, done: Done, folder: Path) -> dict[str, Any]:
             indexed.write(folder / name, _documents(sequences), len(plan.template.tokenizer))
             continue
         lines = folder / f"{name}.jsonl"
-        indexes.write(lines, _write_lines(lines, sequences))
+        indexed.write_lines(lines, _write_lines(lines, sequences))
         if name != "test":
             facts["packing"] |= _write_tokens(name, sequences, plan, folder)
     return _report(facts, plan, spool, done, kept, like, copies)
@@ -56,14 +55,10 @@ def _write_tokens(name: str, sequences: Sequences, plan: Plan, folder: Path) -> 
 
     lengths, data, end = sequences.lengths, plan.data, plan.template.tokenizer.eos_token_id
     path = folder / f"{name}.idx.parquet"
-    if plan.compares:
-        answers = Answers(sequences, sequences.spool.column("first", np.int32, sequences.rows))
-        order, bounds = np.arange(2 * len(lengths), dtype=np.int32), np.arange(0, 2 * len(lengths) + 1, 2)
-        sequences_file.write(path, answers, order, bounds, pad_to=None, pad_id=end)
-        return {}
-    if not data.packed:
-        order, bounds = np.arange(len(lengths), dtype=np.int32), np.arange(len(lengths) + 1)
-        sequences_file.write(path, sequences, order, bounds, pad_to=None, pad_id=end)
+    if plan.compares or not data.packed:
+        source, each = (Answers(sequences), 2) if plan.compares else (sequences, 1)
+        order = np.arange(len(source.lengths), dtype=np.int32)
+        sequences_file.write(path, source, order, np.arange(0, len(order) + 1, each), pad_to=None, pad_id=end)
         return {}
     padded = packing.padded(lengths, plan.multiple)
     order, bounds = packing.assign(padded, data.seq_length, data.seed)
@@ -108,7 +103,7 @@ def _check_splits(split: np.ndarray, plan: Plan) -> None:
 def _report(
     parts: dict[str, Any], plan: Plan, spool: Spool, done: Done, kept: np.ndarray, like: alike.Alike, copies: int
 ) -> dict[str, Any]:
-    facts = list(spool.facts())
+    facts = spool.facts()
     counts = {name: int((like.split == number).sum()) for number, name in enumerate(SPLITS)}
     dropped = report.merged(facts, "dropped")
     if copies:
@@ -139,7 +134,7 @@ def _report(
 
 def _example(spool: Spool, kept: np.ndarray, plan: Plan) -> dict[str, Any]:
     """Return the first row as the model reads it, and the spans of its learned characters."""
-    ids, learned = Sequences(spool, kept[:1], np.empty(0, np.int32)).tokens(np.arange(1))
+    ids, learned = Sequences(spool, kept[:1]).tokens(np.arange(1))
     bounds = [0, *(np.flatnonzero(np.diff(learned)) + 1).tolist(), len(ids)]
     text, marks = "", []
     for start, end in itertools.pairwise(bounds):

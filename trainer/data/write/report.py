@@ -17,14 +17,19 @@ LEAST = 16  # the multiple at most layouts (conf/rules/layout.py)
 FEW = 0.01  # share of rows left out, cut or similar without a warning
 
 
+def count(totals: dict[str, Any], reason: str, rows: int, samples: list[Any], most: int) -> None:
+    """Add rows to the count of a reason, which keeps the first `most` samples."""
+    total = totals.setdefault(reason, {"count": 0, "samples": []})
+    total["count"] += rows
+    total["samples"] += samples[: most - len(total["samples"])]
+
+
 def merged(facts: Iterable[dict[str, Any]], key: str) -> dict[str, Any]:
     """Sum counts by reason over all chunks, with the first samples."""
     totals: dict[str, Any] = {}
     for chunk in facts:
         for reason, entry in chunk[key].items():
-            total = totals.setdefault(reason, {"count": 0, "samples": []})
-            total["count"] += entry["count"]
-            total["samples"] += entry["samples"][: SAMPLES - len(total["samples"])]
+            count(totals, reason, entry["count"], entry["samples"], SAMPLES)
     return dict(sorted(totals.items(), key=lambda item: (-item[1]["count"], item[0])))
 
 
@@ -73,9 +78,9 @@ def warnings(report: dict[str, Any]) -> list[str]:
     if report["overlap"]["near"]:
         lines.append(f"{report['overlap']['near']} rows are nearly a row of another split")
     kept = max(1, report["rows"]["kept"])
-    for name, count in (("copies of another", "exact"), ("nearly another", "near")):
-        if report["duplicates"][count] / kept > FEW:
-            lines.append(f"{report['duplicates'][count] / kept:.1%} of the rows are {name}")
+    for name, kind in (("copies of another", "exact"), ("nearly another", "near")):
+        if report["duplicates"][kind] / kept > FEW:
+            lines.append(f"{report['duplicates'][kind] / kept:.1%} of the rows are {name}")
     for name, entry in report["anomalies"].items():
         lines.append(f"{entry['count']} rows: {name}, such as {entry['samples'][0]}")
     if (

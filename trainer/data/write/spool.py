@@ -102,16 +102,23 @@ class Spool:
 
     def column(self, name: str, dtype: type, rows: np.ndarray | None = None) -> np.ndarray:
         """Return one value for each row of all chunks, or for some rows in ascending order."""
+        return self.table(name, dtype, 1, rows)[:, 0]
+
+    def table(self, name: str, dtype: type, width: int, rows: np.ndarray | None = None) -> np.ndarray:
+        """Return `width` values for each row of all chunks, or for some rows in ascending order."""
         bounds = self.starts if rows is None else np.searchsorted(rows, self.starts)
-        result = np.empty(bounds[-1], dtype)
+        result = np.empty((bounds[-1], width), dtype)
         for number, (start, end) in enumerate(itertools.pairwise(bounds)):
-            values = self.chunk(number).read(name)
+            values = self.chunk(number).read(name).reshape(-1, width)
             result[start:end] = values if rows is None else values[rows[start:end] - self.starts[number]]
         return result
 
-    def facts(self) -> Iterator[dict[str, Any]]:
-        for number in range(len(self.paths)):
-            yield self.chunk(number).facts
+    def facts(self) -> list[dict[str, Any]]:
+        return [self.chunk(number).facts for number in range(len(self.paths))]
+
+    def chunks_of(self, rows: np.ndarray) -> np.ndarray:
+        """Return the number of each row's chunk."""
+        return np.searchsorted(self.starts, rows, side="right") - 1
 
     def runs(self, rows: np.ndarray, lengths: str) -> Iterator[tuple[ChunkFile, int, int]]:
         """Yield the ranges of the rows in their chunks, neighbours merged. `lengths` names the array of row lengths."""
@@ -119,7 +126,7 @@ class Spool:
             yield from self._runs(rows[start : start + BLOCK], lengths)
 
     def _runs(self, rows: np.ndarray, lengths: str) -> Iterator[tuple[ChunkFile, int, int]]:
-        chunks = np.searchsorted(self.starts, rows, side="right") - 1
+        chunks = self.chunks_of(rows)
         breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(chunks) != 0)) + 1
         firsts, lasts = np.concatenate([[0], breaks]), np.concatenate([breaks, [len(rows)]]) - 1
         for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
@@ -133,11 +140,25 @@ class Spool:
 class Sequences:
     """Some rows of a spool, for the writers of token files."""
 
-    def __init__(self, spool: Spool, rows: np.ndarray, lengths: np.ndarray):
-        self.spool, self.rows, self.lengths = spool, rows, lengths
+    def __init__(self, spool: Spool, rows: np.ndarray):
+        self.spool, self.rows = spool, rows
+        self.lengths = spool.column("length", np.int32, rows)
 
     def tokens(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the concatenated token ids of these rows, and whether each is learned."""
         pieces = [file.read("tokens", start, end) for file, start, end in self.spool.runs(self.rows[rows], "length")]
         joined = np.concatenate(pieces) if pieces else np.empty(0, np.uint32)
         return (joined & ~LEARNED).astype(np.int32), joined >= LEARNED
+
+
+class Answers:
+    """Two answers to one prompt as two rows: number 2i is the chosen answer of row i, 2i + 1 the rejected one."""
+
+    def __init__(self, pairs: Sequences):
+        first = pairs.spool.column("first", np.int32, pairs.rows)
+        self.pairs = pairs
+        self.lengths = np.stack([first, pairs.lengths - first], axis=1).ravel()
+
+    def tokens(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and learned marks of these rows, in which both answers of a pair are adjacent."""
+        return self.pairs.tokens(rows[::2] // 2)

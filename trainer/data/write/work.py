@@ -4,7 +4,7 @@ import collections
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def run(plan: Plan, parts: list[Part], progress: Progress) -> Done:
     context = multiprocessing.get_context("fork")  # the tokenizer is loaded once and shared
     with ProcessPoolExecutor(processes, context, _start, (os.getpid(),)) as pool:
         try:
-            return _run(plan, parts, progress, pool, AHEAD * processes)
+            return _Work(plan, parts, progress, pool, AHEAD * processes).all()
         except BrokenProcessPool:
             raise Fault(
                 "a process of preparation was killed, probably because memory ran out: reduce data.processes; "
@@ -56,48 +56,52 @@ def run(plan: Plan, parts: list[Part], progress: Progress) -> Done:
             pool.shutdown(cancel_futures=True)
 
 
-def _run(plan: Plan, parts: list[Part], progress: Progress, pool: ProcessPoolExecutor, ahead: int) -> Done:
-    chosen: list[np.ndarray | None] | None = None
-    left = copies = 0
-    if choose.first_pass(plan.data):
-        progress.begin("choose")
-        scanned = _each(plan, parts, progress, pool, ahead, "scan", lambda number: None)
-        chosen, left, copies = _choose(scanned, plan.data)
-    progress.begin("tokenize")
-    paths = _each(plan, parts, progress, pool, ahead, "tokens", lambda number: chosen[number] if chosen else None)
-    return Done(paths, progress.rows_of(len(parts)), left, copies)
+@dataclass
+class _Work:
+    plan: Plan
+    parts: list[Part]
+    progress: Progress
+    pool: ProcessPoolExecutor
+    ahead: int  # chunks queued at once
 
+    def all(self) -> Done:
+        chosen: list[np.ndarray] = []
+        left = copies = 0
+        if choose.first_pass(self.plan.data):
+            self.progress.begin("choose")
+            chosen, left, copies = _choose(self._files("scan", []), self.plan.data)
+        self.progress.begin("tokenize")
+        paths = self._files("tokens", chosen)
+        return Done(paths, self.progress.rows_of(len(self.parts)), left, copies)
 
-def _each(
-    plan: Plan,
-    parts: list[Part],
-    progress: Progress,
-    pool: ProcessPoolExecutor,
-    ahead: int,
-    kind: str,
-    chosen: Callable[[int], np.ndarray | None],
-) -> list[Path]:
-    """Return the files of all chunks, in order. The pool writes missing ones."""
-    paths: list[Path] = []
-    waiting: collections.deque[tuple[sources.Chunk, Path, Future | None]] = collections.deque()
-    for number, chunk in enumerate(_chunks(plan, parts, kind)):
-        path = chunks.path(plan.folder, chunk.part, chunk.number, kind)
-        future = None if path.exists() else pool.submit(_do, kind, chunk, path, chosen(number))
-        waiting.append((chunk, path, future))
-        while len(waiting) > ahead:
-            paths.append(_finish(plan, *waiting.popleft(), progress))
-    while waiting:
-        paths.append(_finish(plan, *waiting.popleft(), progress))
-    return paths
+    def _files(self, kind: str, chosen: list[np.ndarray]) -> list[Path]:
+        """Return the files of all chunks, in order. The pool writes missing ones."""
+        paths: list[Path] = []
+        waiting: collections.deque[tuple[sources.Chunk, Path, Future | None]] = collections.deque()
+        for number, chunk in enumerate(self._chunks(kind)):
+            path = chunks.path(self.plan.folder, chunk.part, chunk.number, kind)
+            rows = chosen[number] if chosen else None
+            waiting.append((chunk, path, None if path.exists() else self.pool.submit(_do, kind, chunk, path, rows)))
+            while len(waiting) > self.ahead:
+                paths.append(self._finish(*waiting.popleft()))
+        return paths + [self._finish(*item) for item in waiting]
 
+    def _chunks(self, kind: str) -> Iterator[sources.Chunk]:
+        for number, part in enumerate(self.parts):
 
-def _chunks(plan: Plan, parts: list[Part], kind: str) -> Iterator[sources.Chunk]:
-    for number, part in enumerate(parts):
+            def done(chunk: int, number: int = number) -> bool:
+                return chunks.path(self.plan.folder, number, chunk, kind).exists()
 
-        def done(chunk: int, number: int = number) -> bool:
-            return chunks.path(plan.folder, number, chunk, kind).exists()
+            yield from sources.chunks(part, number, done)
 
-        yield from sources.chunks(part, number, done)
+    def _finish(self, chunk: sources.Chunk, path: Path, future: Future | None) -> Path:
+        if future:
+            future.result()
+        file = ChunkFile(path)
+        file.close()
+        _refuse(file.facts["dropped"], self.plan.data)
+        self.progress.update(chunk.part, chunk.size, file.facts["read"], future is not None)
+        return path
 
 
 def _do(kind: str, chunk: sources.Chunk, path: Path, chosen: np.ndarray | None) -> None:
@@ -105,17 +109,6 @@ def _do(kind: str, chunk: sources.Chunk, path: Path, chosen: np.ndarray | None) 
         chunks.scan(_plan, chunk, path)
     else:
         chunks.encode(_plan, chunk, path, chosen)
-
-
-def _finish(plan: Plan, chunk: sources.Chunk, path: Path, future: Future | None, progress: Progress) -> Path:
-    if future:
-        future.result()
-    file = ChunkFile(path)
-    facts = file.facts
-    file.close()
-    _refuse(facts["dropped"], plan.data)
-    progress.update(chunk.part, chunk.size, facts["read"], future is not None)
-    return path
 
 
 def _refuse(dropped: dict[str, Any], data: Data) -> None:
@@ -137,13 +130,13 @@ def _refuse(dropped: dict[str, Any], data: Data) -> None:
         raise Fault("\n".join([*lines, f"data.{key}=drop leaves such rows out, counts them and shows some"]))
 
 
-def _choose(paths: list[Path], data: Data) -> tuple[list[np.ndarray | None], int, int]:
+def _choose(paths: list[Path], data: Data) -> tuple[list[np.ndarray], int, int]:
+    """Return which rows of each chunk are taken, the number of the others, and of those that occurred before."""
     spool = Spool(paths)
     keys, parts = spool.column("key", np.uint64), spool.column("part", np.int16)
     taken = choose.chosen(keys, parts, data)
     copies = choose.copies(keys) if data.duplicates == "drop" else 0
-    masks: list[np.ndarray | None] = list(np.split(taken, spool.starts[1:-1]))
-    return masks, int(len(keys) - taken.sum()), copies
+    return np.split(taken, spool.starts[1:-1]), int(len(keys) - taken.sum()), copies
 
 
 def _start(parent: int) -> None:

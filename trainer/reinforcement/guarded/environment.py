@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from conf.schema.run import Run
+from trainer.data.tokens.templates import Template
 from trainer.reinforcement.guarded.worker import ENVIRONMENT, Conversation, Worker
 from trainer.reinforcement.samples import Answer, Group
 
@@ -19,17 +20,17 @@ Ask = Callable[[list[list[int]], list[int], list[int]], list[Answer]]
 class Environment:
     """The environment of a run, and the conversations with it."""
 
-    def __init__(self, run: Run, encode: Callable[[str], list[int]], without_end: Callable[[str], str]):
-        reinforce = run.reinforce
-        self.turns, self.room = reinforce.turns, reinforce.max_tokens
-        self.encode, self.without_end = encode, without_end
-        self.worker = _worker(run)
+    def __init__(self, run: Run, template: Template):
+        self.turns, self.room = run.reinforce.turns, run.reinforce.max_tokens
+        self.template, self.worker = template, _worker(run)
 
     def play(
         self, groups: Sequence[Group], texts_of: Callable[[Group], tuple[str, str]], ask: Ask, draw: Random
     ) -> None:
         """Play the turns after each first answer. texts_of() returns the text of a prompt, and its reference."""
-        running = [(group, answer, [self.without_end(answer.text)]) for group in groups for answer in group.answers]
+        running = [
+            (group, answer, [self.template.without_end(answer.text)]) for group in groups for answer in group.answers
+        ]
         for _ in range(1, self.turns):
             running = [conversation for conversation in running if conversation[1].ended]
             questions = [(texts_of(group), texts) for group, _, texts in running]
@@ -46,13 +47,13 @@ class Environment:
             for (_, answer, texts), more in zip(running, answers, strict=True):
                 answer.tokens, answer.log_probs = answer.tokens + more.tokens, answer.log_probs + more.log_probs
                 answer.text, answer.ended, answer.routes = more.text, more.ended, more.routes
-                texts.append(self.without_end(more.text))
+                texts.append(self.template.without_end(more.text))
 
     def _append(self, answer: Answer, reply: str | None) -> bool:
         """Append the reply to the answer. Returns whether the model continues from there."""
         if reply is None:
             return False
-        tokens = self.encode(reply)
+        tokens = self.template.tokenizer.encode(reply, add_special_tokens=False)
         if len(answer.tokens) + len(tokens) >= self.room:
             answer.ended = False
             return False

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,60 +33,52 @@ def main(descriptor: int) -> None:
     connection, parent = Connection(descriptor), os.getppid()
     settings = json.loads(connection.recv_bytes())
     _import(PRELOADED.split())
-    if settings["kind"] in ("function", "environment"):
-        judge, first = _function(settings, parent)
-    elif settings["kind"] in RULES:
-        judge, first = _rule(settings, parent)
-    else:
-
-        def judge(**question: str) -> Answer:
-            return _in_fork(question, settings["memory_gb"], connection)
-
-        first = judge(prompt="", answer="", reference="")
+    answer: Callable[..., Answer] = _called
+    try:
+        answer, first = _load(settings, parent, connection)
+    except BaseException as error:
+        first = {"refused": _line(error)}
     connection.send_bytes(json.dumps(first).encode())
     while "refused" not in first:
         question = json.loads(connection.recv_bytes())
-        connection.send_bytes(json.dumps(judge(**question)).encode())
+        connection.send_bytes(json.dumps(answer(question)).encode())
 
 
-def _function(settings: dict[str, Any], parent: int) -> tuple[Callable[..., Answer], Answer]:
-    """The function with guards, and whether it could be loaded. Its file runs only after all rights are given up."""
-    try:
-        source = settings["source"]
-        rights.limit(settings["memory_gb"])
-        rights.filter_calls()
-        # Imported now: the user nobody could not read them if Python is in root's home.
-        _import(_imported(source, settings["file"]))
-        rights.hide_files(ROOT)
-        rights.become_nobody(parent)
-        namespace: dict[str, Any] = {"__name__": "reward"}
-        exec(compile(source, settings["file"], "exec"), namespace)
-        function = namespace.get(settings["name"])
-        if not callable(function):
-            raise NameError(f"the file has no function {settings['name']}")
-    except BaseException as error:
-        return _judged, {"refused": _line(error)}
-    if settings["kind"] == "environment":
-        return lambda **conversation: _replied(function, conversation), {"text": None}
-    return lambda **question: _judged(function, question), {"reward": 0.0}
-
-
-def _rule(settings: dict[str, Any], parent: int) -> tuple[Callable[..., Answer], Answer]:
-    """A rule with the same guards, and whether it could be loaded."""
-    rule, example = RULES[settings["kind"]]
-    try:
+def _load(settings: dict[str, Any], parent: int, connection: Connection) -> tuple[Callable[..., Answer], Answer]:
+    """What answers a question, and the first answer, which reports whether it could be loaded."""
+    kind, memory_gb, loaded = settings["kind"], settings["memory_gb"], {"reward": 0.0, "text": None}
+    if kind == "code":
+        in_fork = partial(_in_fork, memory_gb, connection)
+        return in_fork, in_fork({"prompt": "", "answer": "", "reference": ""})
+    if kind in RULES:
+        rule, example = RULES[kind]
         rule(prompt="", answer="{}", reference=example)  # imports and reads all that the rule needs
-        rights.limit(settings["memory_gb"])
-        rights.filter_calls()
-        rights.hide_files(ROOT)
-        rights.become_nobody(parent)
+        _give_up_rights(memory_gb, parent)
         rule(prompt="", answer="{}", reference=example)
-    except BaseException as error:
-        return _judged, {"refused": _line(error)}
-    return lambda **question: _judged(rule, question), {"reward": 0.0}
+        return partial(_called, rule, _reward), loaded
+    source, file, name = settings["source"], settings["file"], settings["name"]
+    _give_up_rights(memory_gb, parent, _imported(source, file))
+    namespace: dict[str, Any] = {"__name__": "reward"}
+    exec(compile(source, file, "exec"), namespace)
+    function = namespace.get(name)
+    if not callable(function):
+        raise NameError(f"the file has no function {name}")
+    return partial(_called, function, _reply if kind == "environment" else _reward), loaded
 
 
-def _in_fork(question: dict[str, str], memory_gb: float, connection: Connection) -> Answer:
+def _give_up_rights(memory_gb: float, parent: int, modules: Iterable[str] = ()) -> None:
+    """Give up all rights. Modules are imported without a network, while files can still be read.
+
+    The user nobody could not read them if Python is in root's home.
+    """
+    rights.limit(memory_gb)
+    rights.filter_calls()
+    _import(modules)
+    rights.hide_files(ROOT)
+    rights.become_nobody(parent)
+
+
+def _in_fork(memory_gb: float, connection: Connection, question: dict[str, str]) -> Answer:
     """Run code() for an answer in a fork that ends with it."""
     me, (reading, writing) = os.getpid(), os.pipe()
     child = os.fork()
@@ -93,11 +86,8 @@ def _in_fork(question: dict[str, str], memory_gb: float, connection: Connection)
         with contextlib.suppress(BaseException):
             connection.close()
             os.close(reading)
-            rights.limit(memory_gb)
-            rights.filter_calls()
-            rights.hide_files(ROOT)
-            rights.become_nobody(me)
-            os.write(writing, json.dumps(_judged(code, question)).encode())
+            _give_up_rights(memory_gb, me)
+            os.write(writing, json.dumps(_called(code, _reward, question)).encode())
         os._exit(0)
     os.close(writing)
     with open(reading, "rb") as answer:
@@ -110,27 +100,27 @@ def _in_fork(question: dict[str, str], memory_gb: float, connection: Connection)
         return {"refused": "it has ended its process"}
 
 
-def _judged(judge: Callable[..., Any], question: dict[str, str]) -> Answer:
+def _called(function: Callable[..., Any], check: Callable[[Any], Answer], question: dict[str, Any]) -> Answer:
+    """The checked result of a function that was called with a question, or the error."""
     try:
-        value = judge(**question)
-        if isinstance(value, str | bytes | bytearray) or not hasattr(value, "__float__"):
-            return {"refused": f"it returned a {type(value).__name__}; it must return a number"}
-        return {"reward": float(value)}
+        return check(function(**question))
     except BaseException as error:
         return {"refused": _line(error)}
 
 
-def _replied(reply: Callable[..., Any], conversation: dict[str, Any]) -> Answer:
-    try:
-        text = reply(**conversation)
-        if text is not None and not isinstance(text, str):
-            return {"refused": f"it returned a {type(text).__name__}; it must return text or None"}
-        if text and len(text) > LONGEST:
-            return {"refused": f"it returned {len(text)} characters; {LONGEST} at most"}
-        (text or "").encode()  # raises for lone surrogates, which have no tokens
-        return {"text": text}
-    except BaseException as error:
-        return {"refused": _line(error)}
+def _reward(value: Any) -> Answer:
+    if isinstance(value, str | bytes | bytearray) or not hasattr(value, "__float__"):
+        return {"refused": f"it returned a {type(value).__name__}; it must return a number"}
+    return {"reward": float(value)}
+
+
+def _reply(text: Any) -> Answer:
+    if text is not None and not isinstance(text, str):
+        return {"refused": f"it returned a {type(text).__name__}; it must return text or None"}
+    if text and len(text) > LONGEST:
+        return {"refused": f"it returned {len(text)} characters; {LONGEST} at most"}
+    (text or "").encode()  # raises for lone surrogates, which have no tokens
+    return {"text": text}
 
 
 def _imported(source: str, file: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ Standard library only: untrusted code finds in memory what this module imports.
 
 import ctypes
 import errno
+import json
 import os
 import platform
 import resource
@@ -17,6 +18,7 @@ import struct
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from contract.processes import end_with_parent
@@ -40,57 +42,20 @@ OWNERS_OF_SOCKETS = (0x8901, 0x8902)  # FIOSETOWN, SIOCSPGRP
 
 @dataclass(frozen=True)
 class Calls:
-    """Numbers of system calls on a machine type."""
+    """Numbers of system calls on a machine type, from calls.json."""
 
-    machine: int
-    refused: tuple[int, ...]
-    own: tuple[int, ...]  # allowed if their first argument is 0, which means the process itself
-    open: tuple[tuple[int, int], ...]  # with the number of the argument that has the flags
+    machine: int  # AUDIT_ARCH of the kernel
+    refused: dict[str, list[int]]  # by subject
+    own: list[int]  # prlimit64 and sched_set...: allowed if the first argument is 0, which means the process itself
+    open: list[tuple[int, int]]  # open and openat, with the number of the argument that has the flags
     clone: int
     fcntl: int
     ioctl: int
-    last: tuple[int, ...]  # refused when all rights have been given up
+    last: list[int]  # prctl and seccomp: refused when all rights have been given up
 
 
 MACHINES = {
-    "x86_64": Calls(
-        machine=0xC000003E,
-        refused=(
-            *(41, 42, 43, 44, 46, 49, 50, 53, 288, 307),  # sockets
-            *(57, 58, 59, 322, 109, 112),  # fork, vfork, execve, execveat, setpgid, setsid
-            *(62, 200, 234, 297, 129, 141, 251),  # signals, priorities
-            *(101, 310, 311, 321, 298, 272, 308, 312, 256, 279),  # other processes' memory, bpf, perf, namespaces
-            *(76, 77, 82, 83, 84, 85, 86, 87, 88, 90, 91, 92, 93, 94, 132, 133, 161, 165, 166, 155),  # files
-            *(188, 189, 190, 197, 198, 199, 235, 258, 259, 260, 261, 263, 264, 265, 266, 268, 280, 285, 316, 303, 304),
-            *(248, 249, 250, 319, 323, 300),  # keys, memfd, userfaultfd, fanotify
-            *(29, 30, 31, 64, 65, 66, 68, 69, 70, 71, 220, 240, 241, 242, 243, 244, 245),  # shared memory, queues
-        ),
-        own=(302, 203, 142, 144, 314),  # prlimit64, sched_set...
-        open=((2, 1), (257, 2)),  # open, openat
-        clone=56,
-        fcntl=72,
-        ioctl=16,
-        last=(157, 317),  # prctl, seccomp
-    ),
-    "aarch64": Calls(
-        machine=0xC00000B7,
-        refused=(
-            *(198, 199, 200, 201, 202, 203, 206, 211, 242, 269),
-            *(221, 281, 154, 157),
-            *(129, 130, 131, 240, 138, 140, 30),
-            *(117, 270, 271, 280, 241, 97, 268, 272, 238, 239),
-            *(33, 34, 35, 36, 37, 38, 276, 45, 46, 47, 48, 51, 52, 53, 54, 55, 88, 40, 39, 41),
-            *(5, 6, 7, 14, 15, 16, 264, 265),
-            *(217, 218, 219, 279, 282, 285, 262),
-            *(194, 195, 196, 186, 187, 188, 189, 190, 191, 192, 193, 180, 181, 182, 183, 184, 185),
-        ),
-        own=(261, 122, 118, 119, 274),
-        open=((56, 2),),
-        clone=220,
-        fcntl=25,
-        ioctl=29,
-        last=(167, 277),
-    ),
+    name: Calls(**numbers) for name, numbers in json.loads(Path(__file__).with_name("calls.json").read_text()).items()
 }
 # Landlock's calls, and the file accesses that it can restrict, by its version.
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
@@ -118,7 +83,7 @@ def filter_calls() -> None:
     calls = MACHINES[platform.machine()]
     for arguments in ((PR_SET_DUMPABLE, 0, 0, 0, 0), (PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)):
         _require(LIBC.prctl(*arguments), "prctl")
-    lines = [*_refused(calls.refused), *_newer()]
+    lines = [*_refused(chain(*calls.refused.values())), *_newer()]
     for number in calls.own:
         lines += _of_argument(number, 0, [(EQUAL, 1, 0, 0), (RETURN, 0, 0, REFUSE)])
     for number, argument in calls.open:

@@ -1,11 +1,11 @@
 """Policy losses as defined in their papers: pure functions of log-probabilities and advantages.
 
-    objective(settings, batch) -> Objective     a micro batch's part of the sum of losses, and of the divisor
+    objective(settings, batch) -> loss, figures     a micro batch's part of the sum of losses, and sums for the metrics
 
 All tensors are [answers, tokens]; mask is 1 for sampled tokens. `new` has the gradient. `old` is from the policy before
 the batch's updates. `engine` is from vLLM with the weights that sampled: the same weights, or older ones if vLLM
-samples during training. Megatron divides the sum of all micro batches' losses by the sum of their counts, over all
-ranks: the result does not depend on how answers are grouped into micro batches.
+samples during training. Megatron divides the sum of all micro batches' losses by the number of all their answers, or
+of all their tokens (by_answer()): the result does not depend on how answers are grouped into micro batches.
 
     grpo      mean over answers of the mean over tokens (DeepSeekMath, arXiv 2402.03300)
     dr_grpo   sum over tokens divided by the longest answer allowed, mean over answers (arXiv 2503.20783)
@@ -24,21 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from conf.schema.reinforcement import Correction, Loss
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Keys of section reinforce on which the loss depends."""
-
-    loss: Loss = "grpo"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    correction: Correction = "none"
-    correction_low: float = 0.5
-    correction_high: float = 2.0
-    kl: float = 0.0
-    longest: int = 1  # tokens of an answer
+from conf.schema.reinforcement import Loss, Reinforce
 
 
 @dataclass(frozen=True)
@@ -53,16 +39,8 @@ class Batch:
     reference: torch.Tensor | None = None  # of the initial policy, if kl is weighed
 
 
-@dataclass(frozen=True)
-class Objective:
+def objective(settings: Reinforce, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A micro batch's part of the loss, and figures for the metrics, as sums over tokens."""
-
-    loss: torch.Tensor  # a sum
-    count: torch.Tensor  # part of the divisor of the sum of losses
-    figures: dict[str, torch.Tensor]
-
-
-def objective(settings: Settings, batch: Batch) -> Objective:
     mask = batch.mask
     clipped, surrogate = policy(settings, batch)
     weight = correction(settings, batch)
@@ -70,13 +48,12 @@ def objective(settings: Settings, batch: Batch) -> Objective:
     if settings.kl:
         assert batch.reference is not None
         losses = losses + settings.kl * k3((batch.new - batch.reference) * mask)
-    loss, count = total(settings, losses * mask, mask)
     figures = _figures(batch, clipped)
     figures["corrected"] = (_is_corrected(settings, batch, weight) * mask).sum()
-    return Objective(loss, count, figures)
+    return total(settings, losses * mask, mask), figures
 
 
-def policy(settings: Settings, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def policy(settings: Reinforce, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Whether the ratio of new to old was clipped, and the loss, of each token."""
     difference, advantages = (batch.new - batch.old) * batch.mask, batch.advantages
     if settings.loss == "gspo":
@@ -91,7 +68,7 @@ def policy(settings: Settings, batch: Batch) -> tuple[torch.Tensor, torch.Tensor
     return -bounded * advantages > -ratio * advantages, surrogate
 
 
-def correction(settings: Settings, batch: Batch) -> torch.Tensor:
+def correction(settings: Reinforce, batch: Batch) -> torch.Tensor:
     """Weight of each token that corrects the difference between trainer and engine. It has no gradient."""
     difference = (batch.old - batch.engine) * batch.mask
     low, high = settings.correction_low, settings.correction_high
@@ -106,21 +83,20 @@ def correction(settings: Settings, batch: Batch) -> torch.Tensor:
     return torch.ones_like(difference)
 
 
-def _is_corrected(settings: Settings, batch: Batch, weight: torch.Tensor) -> torch.Tensor:
+def _is_corrected(settings: Reinforce, batch: Batch, weight: torch.Tensor) -> torch.Tensor:
     """Whether a token's weight was reduced to the bound, or is 0."""
     if settings.correction == "tis":
         return torch.exp((batch.old - batch.engine) * batch.mask) > weight
     return weight == 0
 
 
-def total(settings: Settings, losses: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of losses, and this micro batch's part of the divisor."""
-    answers = (mask.sum(-1) > 0).sum()
+def total(settings: Reinforce, losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Sum of the losses of tokens or answers, which are then divided by their number."""
     if not by_answer(settings.loss):
-        return losses.sum(), mask.sum()
+        return losses.sum()
     if settings.loss == "dr_grpo":
-        return losses.sum() / settings.longest, answers
-    return mean_of_answers(losses, mask).sum(), answers
+        return losses.sum() / settings.max_tokens
+    return mean_of_answers(losses, mask).sum()
 
 
 def by_answer(loss: Loss) -> bool:

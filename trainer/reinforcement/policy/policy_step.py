@@ -7,7 +7,7 @@ GPTModel's loss of a token is its negative log-probability, at every layout; the
 # pyright: reportOptionalMemberAccess=false
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,10 +26,11 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.utils import unwrap_model
 from torch import distributed
 
+from conf.schema.reinforcement import Reinforce
 from conf.schema.run import Run
 from trainer.megatron.whole_rows import whole
 from trainer.reinforcement.batches import ROWS, Form
-from trainer.reinforcement.policy.losses import Batch, Settings, by_answer, objective
+from trainer.reinforcement.policy.losses import Batch, by_answer, objective
 from trainer.reinforcement.routes import Replay
 from trainer.reinforcement.samples import Scored
 from trainer.training.parity import forward_only
@@ -89,8 +90,8 @@ class FromOutside(DatasetProvider):
 class PolicyStep:
     """The forward_step for Bridge's loop. It collects figures until take() is called."""
 
-    def __init__(self, settings: Settings, with_old: bool, with_reference: bool):
-        self.settings, self.with_old, self.with_reference = settings, with_old, with_reference
+    def __init__(self, reinforce: Reinforce):
+        self.reinforce = reinforce
         self.figures: dict[str, float] = {}
         self.tokens_per_count = 1.0
         self.replay = Replay()
@@ -101,7 +102,7 @@ class PolicyStep:
         Megatron weighs the balancing loss of experts by tokens; other losses must be divided by tokens as well.
         """
         tokens = sum(sum(answer.sampled) for answer in answers)
-        self.tokens_per_count = tokens / len(answers) if by_answer(self.settings.loss) else 1.0
+        self.tokens_per_count = tokens / len(answers) if by_answer(self.reinforce.loss) else 1.0
 
     def __call__(self, state: Any, iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:
         batch = next(iterator)
@@ -121,26 +122,29 @@ class PolicyStep:
         new = -whole(output.float(), on_device.get("cu_seqlens_q")).flatten()[on_device["places"]]
         if non_loss_data:
             return new
-        result = objective(
-            self.settings,
-            Batch(
-                new=new,
-                # With one update, the trained policy is still the policy before the batch.
-                old=on_device["old"] if self.with_old else new.detach(),
-                engine=on_device["engine"],
-                advantages=on_device["advantages"],
-                mask=on_device["mask"],
-                reference=on_device["reference"] if self.with_reference else None,
-            ),
+        of_answers = Batch(
+            new=new,
+            # With one update, the trained policy is still the policy before the batch.
+            old=on_device["old"] if self.reinforce.updates > 1 else new.detach(),
+            engine=on_device["engine"],
+            advantages=on_device["advantages"],
+            mask=on_device["mask"],
+            reference=on_device["reference"] if self.reinforce.kl else None,
         )
-        for key, value in result.figures.items():
-            before = self.figures.get(key, 0.0)
-            self.figures[key] = max(before, float(value)) if key == LARGEST else before + float(value)
+        loss, figures = objective(self.reinforce, of_answers)
+        add_figures(self.figures, figures)
         # Each context-parallel rank computes the loss of whole answers, and gets the gradients of its part of them.
         counts = float(parallel_state.get_context_parallel_rank() == 0)
-        loss = result.loss * self.tokens_per_count
+        loss = loss * self.tokens_per_count
         tokens = (on_device["mask"].sum() * counts).to(torch.int)
         return loss, tokens, {"lm loss": torch.stack([loss.detach() * counts, tokens.to(loss.dtype)])}
+
+
+def add_figures(total: dict[str, float], figures: Mapping[str, Any]) -> None:
+    """Add figures to a total. All are sums, except the largest mismatch."""
+    for key, value in figures.items():
+        before = total.get(key, 0.0)
+        total[key] = max(before, float(value)) if key == LARGEST else before + float(value)
 
 
 def log_probs(

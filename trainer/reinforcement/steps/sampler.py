@@ -1,23 +1,25 @@
-"""Sampling of a step with vLLM, the environment and the rewards.
+"""Sampling of a step with vLLM, the environment and the rewards: which prompts are drawn, and their answers.
 
 It runs on rank 0, and does not depend on the training, at the same time as which it may run.
 """
 
-import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from conf.schema.run import Run
+from contract.faults import Fault
 from trainer.data.rows import Row
 from trainer.data.tokens.templates import Template
-from trainer.reinforcement import draw, probe, rewards
+from trainer.reinforcement import probe, rewards
 from trainer.reinforcement.guarded.environment import Environment
 from trainer.reinforcement.guarded.worker import Question
 from trainer.reinforcement.policy import advantages
 from trainer.reinforcement.rollouts import Answered, Rollouts
 from trainer.reinforcement.samples import Answer, Group, Step
+from trainer.reinforcement.steps.phases import Phases
 
 
 @dataclass(frozen=True)
@@ -43,31 +45,29 @@ class Sampler:
 
     def __init__(self, run: Run, rollouts: Rollouts, template: Template, rows: list[Row], file: Path):
         self.run, self.reinforce, self.rollouts, self.template, self.rows = run, run.reinforce, rollouts, template, rows
-        draw.require_fit(run, (len(self._prompt(row)) for row in rows), file)
+        require_fit(run, (len(self._prompt(row)) for row in rows), file)
         rewards.require_references(run, map(template.reference, rows), file)
         self.reward = rewards.make(run)
-        self.environment = self._environment()
+        self.environment = Environment(run, template) if self.reinforce.environment else None
 
     def step(self, number: int, version: int) -> Sampled:
         """Draw prompts for this step and answer them with vLLM's current weights.
 
         Groups without a signal are replaced in further rounds, up to reinforce.rounds.
         """
-        start, drawn, chosen = time.monotonic(), 0, list[Group]()
-        reward_seconds = 0.0
+        phases, drawn, chosen = Phases(), 0, list[Group]()
         for round in range(self.reinforce.rounds):
             missing = self.reinforce.prompts - len(chosen)
             if not missing:
                 break
-            groups = self._groups(number, round, missing)
+            with phases.measure("generate"):
+                groups = self._groups(number, round, missing)
             drawn += missing
-            reward_start = time.monotonic()
-            self._reward(groups)
-            reward_seconds += time.monotonic() - reward_start
+            with phases.measure("reward"):
+                self._reward(groups)
             last = round + 1 == self.reinforce.rounds
             chosen += [group for group in groups if last or advantages.has_signal(group.rewards)]
-        seconds = {"generate": time.monotonic() - start - reward_seconds, "reward": reward_seconds}
-        return Sampled(Step(number, version, chosen, drawn), seconds)
+        return Sampled(Step(number, version, chosen, drawn), phases.seconds)
 
     def probe(self, rows: list[list[int]]) -> list[Probed]:
         """Let each engine read the probe's rows, and write tokens after them."""
@@ -85,7 +85,7 @@ class Sampler:
 
     def greedy(self, held_out: list[Row]) -> float:
         """Share of these rows with a correct answer, without sampling."""
-        prompts = [self._prompt(row)[-draw.longest(self.run) :] for row in held_out]
+        prompts = [self._prompt(row)[-longest_prompt(self.run) :] for row in held_out]
         answers = self._ask(prompts, None, n=1, temperature=0.0, **self._limits())
         pairs = zip(prompts, answers, strict=True)
         groups = [Group(number, prompt, of_prompt) for number, (prompt, of_prompt) in enumerate(pairs)]
@@ -94,21 +94,14 @@ class Sampler:
         return sum(correct) / max(1, len(correct))
 
     def _groups(self, number: int, round: int, count: int) -> list[Group]:
-        chosen, seeds = draw.rows(self.run, number, round, count, len(self.rows))
+        chosen, seeds = draw(self.run, number, round, count, len(self.rows))
         prompts = [self._prompt(self.rows[row]) for row in chosen]
         temperature = self.reinforce.temperature
         answers = self._ask(prompts, seeds, n=self.reinforce.samples, temperature=temperature, **self._limits())
         groups = [Group(*group) for group in zip(chosen, prompts, answers, strict=True)]
-        self._play(groups, self.rows, draw.of_turns(self.run, number, round), temperature=temperature)
+        turns = Random(f"{self.reinforce.seed} {number} {round} turns")  # seeds of later answers
+        self._play(groups, self.rows, turns, temperature=temperature)
         return groups
-
-    def _environment(self) -> Environment | None:
-        if not self.reinforce.environment:
-            return None
-        tokenizer = self.template.tokenizer
-        return Environment(
-            self.run, lambda text: tokenizer.encode(text, add_special_tokens=False), self.template.without_end
-        )
 
     def _play(self, groups: list[Group], rows: list[Row], seeds: Random, **sampling: Any) -> None:
         """Play the turns after the first answers, if the run has an environment."""
@@ -157,3 +150,28 @@ def _answers(answered: Answered) -> list[Answer]:
         Answer(tokens, log_probs, text, ended, routes=routes, version=version)
         for tokens, log_probs, text, ended, routes in outputs
     ]
+
+
+def longest_prompt(run: Run) -> int:
+    """Highest number of tokens of a prompt that leaves room for the longest answer."""
+    return run.data.seq_length - run.reinforce.max_tokens
+
+
+def require_fit(run: Run, lengths: Iterable[int], path: Path) -> None:
+    """Raise a Fault if a row of the file has a prompt of too many tokens."""
+    long = [(length, row) for row, length in enumerate(lengths, 1) if length > longest_prompt(run)]
+    if not long:
+        return
+    length, row = long[0]
+    others = f", and {len(long) - 1} more are too long; the longest has {max(long)[0]}" if len(long) > 1 else ""
+    raise Fault(
+        f"{path}:{row}: a prompt of {length} tokens{others}; data.seq_length {run.data.seq_length} less "
+        f"reinforce.max_tokens {run.reinforce.max_tokens} leaves {longest_prompt(run)}"
+    )
+
+
+def draw(run: Run, step: int, round: int, count: int, of: int) -> tuple[list[int], list[int]]:
+    """Numbers of the rows of a round of a step, and a seed for the answers to each."""
+    random = Random(f"{run.reinforce.seed} {step} {round}")
+    chosen = random.sample(range(of), count) if count <= of else random.choices(range(of), k=count)
+    return chosen, [random.randrange(2**40) for _ in chosen]

@@ -14,7 +14,6 @@ from conf.schema.run import Run
 from trainer.reinforcement import probe
 from trainer.reinforcement.first_rank import FirstRank
 from trainer.reinforcement.policy.policy_step import Temperature
-from trainer.reinforcement.rollouts import Rollouts
 from trainer.reinforcement.steps.phases import Phases
 from trainer.reinforcement.steps.sampler import Probed, Sampler
 from trainer.reinforcement.transfer import in_memory
@@ -24,21 +23,18 @@ from trainer.training.parity import log_probs
 
 
 class Weights:
-    """The weights of the policy for vLLM. Every rank makes the same calls; only rank 0 has rollouts and a sampler."""
+    """The weights of the policy for vLLM. Every rank makes the same calls; only rank 0 has a sampler."""
 
     def __init__(
         self,
         run: Run,
         bridge: Any,
-        rollouts: Rollouts | None,
         sampler: Sampler | None,
         on_first: FirstRank,
-        temperature: Temperature,
         probe_rows: list[list[int]],
-        phases: Phases,
     ):
-        self.run, self.bridge, self.rollouts, self.sampler = run, bridge, rollouts, sampler
-        self.on_first, self.temperature, self.probe_rows, self.phases = on_first, temperature, probe_rows, phases
+        self.run, self.bridge, self.sampler, self.on_first, self.probe_rows = run, bridge, sampler, on_first, probe_rows
+        self.temperature, self.phases = Temperature(run.reinforce.temperature), Phases()
         self.export: Export | None = None
         self.previous: list[list[float]] | None = None  # Megatron's log-probabilities at the last probe
         self.difference = self.rate = 0.0  # of the last probe; GB/s of the last transfer
@@ -54,17 +50,17 @@ class Weights:
                 self.sent = self._send_adapter(context, version)
             else:
                 tensors = self.tensors(context)
-                self.sent = self.on_first(lambda: self.rollouts.update(tensors, version, self.export), tensors)
+                self.sent = self.on_first(lambda: self.sampler.rollouts.update(tensors, version, self.export), tensors)
             self.rate = self.sent / 1e9 / (time.monotonic() - start)
             self._make_room()
-            self.on_first(lambda: self.rollouts.begin())
+            self.on_first(lambda: self.sampler.rollouts.begin())
         with self.phases.measure("probe"):
             self._probe(context, version)
 
     def sleep(self) -> None:
         """Free the GPU for training. Only rank 0 calls it."""
         self.in_use["awake"] = device.memory_in_use()
-        self.rollouts.sleep()
+        self.sampler.rollouts.sleep()
         self.in_use["asleep"] = device.memory_in_use()
 
     def figures(self) -> dict[str, float]:
@@ -92,7 +88,7 @@ class Weights:
         with in_memory.folder() as folder:
             adapter = context.state.cfg.peft
             self.bridge.save_hf_adapter(context.model, folder, adapter, self.run.paths.model, show_progress=False)
-            return self.on_first(lambda: self.rollouts.adapt(folder, version))
+            return self.on_first(lambda: self.sampler.rollouts.adapt(folder, version))
 
     def _probe(self, context: Any, version: int) -> None:
         """Compare every engine's log-probabilities of fixed rows with Megatron's."""

@@ -423,14 +423,6 @@ def test_no_file_any_more(tmp_path, name):
     assert fault(tmp_path / name) == ": No such file or directory"
 
 
-def test_a_file_that_shrinks_between_cutting_and_loading(tmp_path):
-    path = file(tmp_path, "a.jsonl", json_lines(ROWS))
-    _, load = list(formats.pieces(path))[-1]
-    path.write_bytes(b"{}")
-    with pytest.raises(Fault, match="became shorter while it was read"):
-        load()
-
-
 def test_a_line_without_an_end(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.data.read.lines.LONGEST", 1 << 20)
     monkeypatch.setattr("trainer.data.read.json_array.LONGEST", 1 << 20)

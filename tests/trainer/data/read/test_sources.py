@@ -123,7 +123,7 @@ def test_sources_that_are_none(tmp_path, source, said):
     (tmp_path / "a.md").touch()
     (tmp_path / "empty").mkdir()
     part = Part(source=source.format(tmp_path))
-    for ask in (sources.total, sources.columns, lambda part: list(sources.chunks(part, 0, nothing))):
+    for ask in (sources.total, sources.first, lambda part: list(sources.chunks(part, 0, nothing))):
         with pytest.raises(
             Fault, match=rf"^data\.source: {source.format(tmp_path).replace('*', '.')}: {said}"
         ) as caught:
@@ -154,7 +154,7 @@ def test_sizes_of_a_single_file(folder, name):
     part = Part(source=str(folder[0] / name))
     chunks = list(sources.chunks(part, 0, nothing))
     assert sum(chunk.size for chunk in chunks) == sources.total(part) == (folder[0] / name).stat().st_size
-    assert sources.columns(part)[0] == ["a", "b"]
+    assert list(sources.first(part)[0][0]) == ["a", "b"]
 
 
 @pytest.mark.parametrize("done", [{0}, {1, 2, 5}, set(range(12)), set(range(0, 99, 2)), set(range(3, 999))])
@@ -182,29 +182,29 @@ def test_places_are_right_whatever_order_they_are_asked_for(tmp_path, monkeypatc
         assert [rows.place(at) for at in range(len(rows.values))] == places
 
 
-# Columns
+# First rows
 
 
-def test_columns_of_the_first_rows(tmp_path):
+def test_the_first_good_rows(tmp_path):
     file = tmp_path / "a.jsonl"
     good = [{"b": 1, "a": 2}, *({"a": number, "c": 1} for number in range(40))]
     file.write_text("\n{\n7\n" + "".join(json.dumps(row) + "\n" for row in good))
-    assert sources.columns(Part(source=str(file))) == (["b", "a", "c"], good[:20], f"{file}:4")
+    assert sources.first(Part(source=str(file))) == (good[:20], f"{file}:4")
 
 
-def test_columns_of_nothing(tmp_path):
+def test_first_rows_of_nothing(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n\n")
     (tmp_path / "b.json").write_text("[]")
     (tmp_path / "c.csv").write_text("a,b\n")
     written(tmp_path / "d.parquet", [{"a": 1}][:0])
     with pytest.raises(Fault, match=rf"^data\.source: {tmp_path}: has no rows$"):
-        sources.columns(Part(source=str(tmp_path)))
+        sources.first(Part(source=str(tmp_path)))
     assert list(sources.chunks(Part(source=str(tmp_path / "b.json")), 0, nothing)) == []
     (tmp_path / "e.jsonl").write_text("{\n[1]\n")
     with pytest.raises(
         Fault, match=rf"none of its rows can be read; {tmp_path}/e\.jsonl:1: not JSON: Expecting property name"
     ):
-        sources.columns(Part(source=str(tmp_path)))
+        sources.first(Part(source=str(tmp_path)))
 
 
 def test_tickets():
@@ -213,7 +213,7 @@ def test_tickets():
     assert [(chunk.number, chunk.part, chunk.size) for chunk in chunks] == [(0, 1, 0)]
     rows = chunks[0].load()
     assert len(rows.values) == 1600 and rows.place(0) == "tiny://tickets row 1"
-    assert sources.columns(part)[0] == ["input", "output"] and sources.total(part) == 0
+    assert list(sources.first(part)[0][0]) == ["input", "output"] and sources.total(part) == 0
 
 
 def test_mistaken_tickets_are_the_same_and_mostly_wrong():
@@ -233,7 +233,7 @@ def test_files_need_neither_datasets_nor_torch(tmp_path):
 import sys
 from conf.schema.data import Part
 from trainer.data.read import sources
-sources.columns(Part(source={str(tmp_path / "a.jsonl")!r}))
+sources.first(Part(source={str(tmp_path / "a.jsonl")!r}))
 print(sorted({{"datasets", "torch", "transformers", "pyarrow", "megatron"}} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
@@ -254,7 +254,7 @@ for settings, commit, done in json.load(sys.stdin):
         chunks = list(sources.chunks(part, 0, set(done).__contains__, commit))
         loaded = [(chunk.number, chunk.size, chunk.load()) for chunk in chunks if chunk.number not in done]
         found = [[number, size, rows.values, rows.place(0)] for number, size, rows in loaded]
-        print(json.dumps([len(chunks), found, sources.columns(part, commit)]))
+        print(json.dumps([len(chunks), found, sources.first(part, commit)]))
     except sources.Fault as fault:
         print(json.dumps(str(fault)))
 heavy = {"torch", "tensorflow", "transformers"} & set(sys.modules)
@@ -302,8 +302,8 @@ def test_a_data_set_on_the_hub(served, tmp_path):
         [number, 0, found[number * 10 : number * 10 + 10], f"org/set train row {number * 10 + 1}"]
         for number in range(4)
     ]
-    assert everything == [1, [[0, 0, found[:1], "org/set train row 1"]], [["a", "m"], found[:1], "org/set train row 1"]]
-    assert pinned == [4, chunks, [["a", "m"], found[:10], "org/set train row 1"]]
+    assert everything == [1, [[0, 0, found[:1], "org/set train row 1"]], [found[:1], "org/set train row 1"]]
+    assert pinned == [4, chunks, [found[:10], "org/set train row 1"]]
     assert skipped[:2] == [4, chunks[2:]]
     assert some[:2] == [4, [chunks[1], chunks[3]]]
     assert test[1] == [[0, 0, found[:3], "org/set test row 1"]]

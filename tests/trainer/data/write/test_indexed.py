@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from trainer.data.write import indexed, indexes
+from trainer.data.write import indexed
 
 
 @pytest.mark.parametrize("rows", [1, 2, 300])
@@ -16,7 +16,7 @@ def test_index_of_json_lines(rows, tmp_path, as_bridge):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "training.jsonl").write_bytes(data)
     newlines = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n"))
-    indexes.write(tmp_path / "own/training.jsonl", newlines)
+    indexed.write_lines(tmp_path / "own/training.jsonl", newlines)
     found = as_bridge(tmp_path, "index", jsonl="bridge/training.jsonl")
     assert found == [json.loads(line) for line in lines]
     for name in ("training.jsonl.idx.npy", "training.jsonl.idx.info"):

@@ -32,7 +32,7 @@ def test_tokens_come_back_in_any_order(paths, limit, monkeypatch):
     assert lengths.tolist() == [len(row) for row in ROWS]
     assert [facts["number"] for facts in found.facts()] == [0, 1, 2, 3]
     for rows in (np.arange(40), RANDOM.permutation(40), np.array([39, 0, 1, 6, 7, 19, 20]), np.empty(0, np.int64)):
-        ids, learned = Sequences(found, np.arange(40), lengths).tokens(rows)
+        ids, learned = Sequences(found, np.arange(40)).tokens(rows)
         expected = np.concatenate([MARKED[row] for row in rows]) if len(rows) else np.empty(0, np.uint32)
         assert ids.tolist() == (expected & ~LEARNED).tolist()
         assert learned.tolist() == (expected >= LEARNED).tolist()
@@ -42,7 +42,7 @@ def test_tokens_come_back_in_any_order(paths, limit, monkeypatch):
 def test_some_rows_are_numbered_by_themselves(paths):
     found = Spool(paths)
     some = np.array([3, 8, 30])
-    ids, _ = Sequences(found, some, found.column("length", np.int32)[some]).tokens(np.array([2, 0]))
+    ids, _ = Sequences(found, some).tokens(np.array([2, 0]))
     assert ids.tolist() == [*ROWS[30].tolist(), *ROWS[3].tolist()]
 
 
