@@ -1,4 +1,4 @@
-"""The report of a study as one page of HTML that needs no server and no network. page.html has its words."""
+"""The report of a study as one page of HTML that needs no server and no network. page.html.j2 has its words."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ SHOWN, OTHERS = 12, "other operations"  # operations of a host that have their o
 WHOLE = "a step"
 SPENT = {"computing": "#2e7d32", "exposed communication": "#c62828", "idle": "#b0bec5", "copies and fills": "#f9a825"}
 SPENT |= {WHOLE: "#1b5e9e"}
-WORDS = Path(__file__).with_suffix(".html")
+WORDS = Path(__file__).with_suffix(".html.j2")
 
 Row = dict[str, Any]  # title, configuration, overrides, documented_ms, and figures or failed
 

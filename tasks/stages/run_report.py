@@ -6,6 +6,7 @@ from prefect.artifacts import create_markdown_artifact
 
 from conf.planner.verdict import Plan
 from conf.schema.run import Run
+from tasks.pages.markdown import digits
 from tasks.run.outcomes import Outcomes
 from tasks.run.run_tracking import RunTracking
 from tasks.stages import run_page
@@ -54,7 +55,7 @@ def lines(outcomes: Outcomes, links: dict[str, str]) -> list[str]:
     if gains := run_page.gains(made):
         width = max(len(name) for name, _, _ in gains)
         found += ["", f"{'metric'.ljust(width)}  {'base':>9}  {'tuned':>9}"]
-        found += [f"{name.ljust(width)}  {run_page.of_base(base):>9}  {tuned:>9.4g}" for name, base, tuned in gains]
+        found += [f"{name.ljust(width)}  {digits(base, 4):>9}  {tuned:>9.4g}" for name, base, tuned in gains]
     if promoted := made.get("promote"):
         result = promoted.result
         title = f"{result['model']} version {result['version']}: {' and '.join(result['aliases'])}."
