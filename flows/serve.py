@@ -35,7 +35,7 @@ from flows.arguments import HOST, PORT, refused
 from tasks.run import artifact
 from tasks.run.launch import Broken, Turn
 from tasks.run.places import kernels_folder, open_run_store, runs_folder
-from tasks.serving import artifacts, named, questions, server
+from tasks.serving import artifacts, questions, server
 from tasks.serving.artifacts import Sources
 from tasks.tracking.address import resolve
 
@@ -91,7 +91,7 @@ def prepare(name: str, host: str, port: int, adapter: bool, length: int | None) 
     if length is not None and length < 2:
         raise Fault(f"--length: {length} leaves no token for an answer after a question; 2 at least")
     store, folder = open_run_store(), runs_folder()
-    found = named.find(name, store, resolve(None, folder))
+    found = artifacts.find(name, store, resolve(None, folder))
     sources = artifacts.collect(found, store, adapter, gpus=bool(gpu_locks.visible()))
     where = {"host": host, "port": port, "kernels": str(kernels_folder())}
     return sources, artifacts.served_model(sources, store, folder / "cache", length=length, **where)

@@ -24,6 +24,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from conf.schema.named import POOLS
 from contract import closed_pipe, json_object
 from contract.faults import Fault
@@ -61,7 +63,7 @@ def up() -> int:
     say("make up: Prefect server, MLflow server, workers, deployments")
     with _turn():
         running = _running()
-        workers = [f"worker-{POOLS[kind]}" for kind in ["cpu"] + ["gpu"] * _has_gpu()]
+        workers = [f"worker-{POOLS[kind]}" for kind in ["cpu"] + ["gpu"] * Path("/dev/nvidiactl").exists()]
         if {"prefect", "mlflow", *workers} <= {*running}:
             say("already up:")
             status()
@@ -83,7 +85,7 @@ def up() -> int:
         troubles = _troubles(running, environment["PREFECT_API_URL"])
     print(f"\nexport PREFECT_API_URL={environment['PREFECT_API_URL']}")
     print(f"export MLFLOW_TRACKING_URI={environment['MLFLOW_TRACKING_URI']}")
-    print(f"{_shown(BIN / 'prefect')} deployment run finetune/tiny --watch")
+    print(f"{os.path.relpath(BIN / 'prefect')} deployment run finetune/tiny --watch")
     for is_fatal, fact, mend in troubles:
         print(f"{'error' if is_fatal else 'warning'}: {fact}  ->  {mend}", file=sys.stderr)
     return int(any(trouble.is_fatal for trouble in troubles))
@@ -135,7 +137,11 @@ def _start_mlflow() -> dict:
     with prefect_server.free_port(5000) as free:
         port = free.getsockname()[1]
     say(f"MLflow server: starts; its log: {_folder() / 'mlflow.log'}")
-    return _start("mlflow", _mlflow(port), f"http://{HOST}:{port}", {**os.environ} | QUIET)
+    runs = runs_folder()
+    store = ["--backend-store-uri", f"sqlite:///{runs / 'mlflow.db'}", "--artifacts-destination"]
+    place = ["--host", HOST, "--port", str(port), "--workers", "1"]  # of four, each takes 250 MB
+    command = [BIN / "mlflow", "server", *place, *store, str(runs / "mlflow-artifacts")]
+    return _start("mlflow", command, f"http://{HOST}:{port}", {**os.environ} | QUIET)
 
 
 def _wait_until_healthy(name: str, process: dict, path: str) -> None:
@@ -184,13 +190,6 @@ def _troubles(running: dict, api: str) -> list[Trouble]:
     errors = scheduling.failing_services(Path(server["log"]), server["log_from"]) if "log" in server else []
     clashes = [Trouble(True, clash, "sh setup.sh") for clash in packages.clashes(packages.installed())]
     return clashes + errors + dead + unattended
-
-
-def _mlflow(port: int) -> list:
-    runs = runs_folder()
-    store = ["--backend-store-uri", f"sqlite:///{runs / 'mlflow.db'}", "--artifacts-destination"]
-    place = ["--host", HOST, "--port", str(port), "--workers", "1"]  # of four, each takes 250 MB
-    return [BIN / "mlflow", "server", *place, *store, str(runs / "mlflow-artifacts")]
 
 
 def _environment(running: dict) -> dict[str, str]:
@@ -275,13 +274,11 @@ def _signal(process: dict, number: int) -> None:
 
 def _left() -> dict[str, dict]:
     """Processes, in whatever sessions, that a service has started and not ended: a worker may have been killed."""
-    mark, processes = f"{MARK}={_folder()}".encode(), {}
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            since = started(int(entry))
-            if since and mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
-                processes[f"leftover {entry}"] = {"pid": int(entry), "started": since}
-    return processes
+    found = {}
+    for process in psutil.process_iter(["environ"]):  # None for another user's
+        if MARK in (process.info["environ"] or {}) and process.info["environ"][MARK] == str(_folder()):
+            found[f"leftover {process.pid}"] = {"pid": process.pid, "started": started(process.pid)}
+    return found
 
 
 def _used(server: dict) -> str:
@@ -290,19 +287,11 @@ def _used(server: dict) -> str:
     return f"{'prefect'.ljust(20)}  {server['address']}  (process {server['pid']}) {end}"
 
 
-def _has_gpu() -> bool:
-    return Path("/dev/nvidiactl").exists()
-
-
 def _folder() -> Path:
     folder = runs_folder() / SERVICES
     with plainly(runs_folder()):
         folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _shown(path: Path) -> str:
-    return os.path.relpath(path)
 
 
 if __name__ == "__main__":

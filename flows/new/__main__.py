@@ -212,7 +212,7 @@ def _choices(
 
 def _text(settled: Settled, found: model.Model, path: Path) -> str:
     kind = settled.run.adapter.kind
-    trained = "every weight trained" if kind == "none" else f"with {'LoRA' if kind == 'lora' else 'DoRA'}"
+    trained = "every weight trained" if kind == "none" else f"with {choices.KINDS[kind]}"
     head = [
         f"{found.shown} ({found.size}) {trained}, on {settled.machine.shown}.",
         "",

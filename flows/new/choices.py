@@ -34,6 +34,7 @@ SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 TESTED = 200  # rows that are asked about, evaluate.rows
 SHORT = 12  # tokens of an answer that has one right wording
 MANY_EXPERTS = 32
+KINDS = {"lora": "LoRA", "dora": "DoRA", "none": "all weights"}
 # Below so many parameters: the highest learning rate of LoRA and DoRA, and of all weights.
 RATES = ((1e7, 5e-3, 2e-3), (1e8, 2e-3, 5e-4), (1e9, 5e-4, 5e-5), (2e10, 2e-4, 1e-5), (float("inf"), 1e-4, 5e-6))
 
@@ -83,17 +84,22 @@ def choose(name: str, model: Model, rows: FirstRows, machine: Machine, given: di
     found.put("name", name, "of the run's folder, its pages and the registered model")
     found.made["model.source"] = Choice(model.source, model.size)
     _data(found, rows, count)
-    lengths = _lengths(found, model, rows, machine, count)
-    batch = given.get("train.global_batch") or global_batch(count * 0.85 / lengths.each, machine.gpus)
-    validating = _splits(found, rows, count, lengths, batch)
+    most = min(model.context or LONGEST, LONGEST if machine.gpu.cuda else LONGEST_ON_CPU)
+    made = lengths(rows, count, most, machine.gpu.cuda, given)
+    found.put("data.seq_length", made.seq_length, made.why)
+    found.put("data.packed", made.packed, made.why_packed)
+    batch = given.get("train.global_batch") or global_batch(count * 0.85 / made.each, machine.gpus)
+    validating = _splits(found, rows, count, made, batch)
     kind = _adapter(found, model.facts)
     found.put("hardware.gpu", machine.kind, machine.why)
-    _training(found, rows, count, lengths, batch, validating, model.parameters)
+    _training(found, rows, count, made, batch, validating, model.parameters)
     if machine.gpu.cuda:
         found.put("train.precision", "bf16", "half of fp32's memory, and what GPUs are fast in")
     else:
         found.put("train.precision", "fp32", "a CPU computes bf16 slower")
-    found.put("optimizer.lr", rate(kind, model.parameters), f"usual for {_kind(kind)} of {amount(model.parameters)}")
+    found.put(
+        "optimizer.lr", rate(kind, model.parameters), f"usual for {KINDS.get(kind, kind)} of {amount(model.parameters)}"
+    )
     if "optimizer.warmup_steps" not in given:
         found.put("optimizer.warmup", 0.05, "share of the steps in which the learning rate rises")
     found.put("checkpoint.save_every", 0.2, "share of the steps: five; an interrupted run resumes from the last")
@@ -129,14 +135,6 @@ def _data(found: Choices, rows: FirstRows, count: int) -> None:
     if rows.bad:
         why = f"{rows.bad} of the first {rows.read} rows cannot be used, as: {rows.bad_sample}"
         found.put("data.bad_rows", "drop", why)
-
-
-def _lengths(found: Choices, model: Model, rows: FirstRows, machine: Machine, count: int) -> Lengths:
-    most = min(model.context or LONGEST, LONGEST if machine.gpu.cuda else LONGEST_ON_CPU)
-    made = lengths(rows, count, most, machine.gpu.cuda, found.given)
-    found.put("data.seq_length", made.seq_length, made.why)
-    found.put("data.packed", made.packed, made.why_packed)
-    return made
 
 
 def lengths(rows: FirstRows, count: int, most: int, cuda: bool, given: dict[str, Any]) -> Lengths:
@@ -241,10 +239,6 @@ def rate(kind: str, parameters: int) -> float:
     return next(full if kind == "none" else low for limit, low, full in RATES if parameters < limit)
 
 
-def _kind(kind: str) -> str:
-    return {"lora": "LoRA", "dora": "DoRA", "none": "all weights"}.get(kind, kind)
-
-
 def _training(
     found: Choices, rows: FirstRows, count: int, lengths: Lengths, batch: int, validating: int, parameters: int
 ) -> None:
@@ -272,7 +266,8 @@ def _evaluation(found: Choices, rows: FirstRows, model: Model, machine: Machine)
         found.put("evaluate.tasks", [], "texts have no answers to compare; nothing is promoted then")
         return
     answers = sorted(rows.answers)
-    longest = min(_up_answer(answers[-1]), model.context or LONGEST)
+    rounded = max(8, ceil(answers[-1] * 1.25 / 8) * 8)
+    longest = min(rounded, model.context or LONGEST)
     found.put("evaluate.max_tokens", longest, f"the longest answer has {answers[-1]} tokens")
     if not machine.gpu.cuda:
         found.put("evaluate.rows", 50, "a CPU answers slowly")
@@ -280,10 +275,6 @@ def _evaluation(found: Choices, rows: FirstRows, model: Model, machine: Machine)
         found.put("promote.metric", "held_out/exact_match", "answers are short: they are right or wrong")
     else:
         found.put("promote.metric", "held_out/log_likelihood", "answers are long: many wordings are right")
-
-
-def _up_answer(tokens: int) -> int:
-    return max(8, ceil(tokens * 1.25 / 8) * 8)
 
 
 def without_evaluation(found: Choices, why: str) -> None:

@@ -20,7 +20,7 @@ import argparse
 import json
 import shlex
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,16 +101,13 @@ def _chosen(options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
     if not options.row:
         sizes = {row: row.gpus for row in found}
         if options.gpus not in sizes.values():
-            raise Fault(f"--gpus: {options.gpus}: {options.conf} has layouts of {_numbers(sizes.values())}")
+            known = ", ".join(map(str, sorted({*sizes.values()})))
+            raise Fault(f"--gpus: {options.gpus}: {options.conf} has layouts of {known}")
         found = [row for row, gpus in sizes.items() if gpus in (1, options.gpus)]
     if unknown := {*options.only} - {row.name for row in found}:
         raise Fault(f"--only: {unknown.pop()}: there are {', '.join(dict.fromkeys(row.name for row in found))}")
     found = [row for row in found if row.name in (options.only or [row.name])]
     return found, {of: lists[of] for of in dict.fromkeys(row.of for row in found) if of in lists}
-
-
-def _numbers(sizes: Iterable[int]) -> str:
-    return ", ".join(str(size) for size in sorted({*sizes}))
 
 
 def _answers(

@@ -22,6 +22,7 @@ from tasks.stages import plan
 from tasks.store import Store
 
 PICTURES = ("training.png", "loss.png")  # older trainings have loss.png
+PATHS = re.compile(r"^paths:\n(?: .*\n)*", re.MULTILINE)  # of this host, in a configuration
 
 Made = dict[str, Artifact]  # by the name of the stage
 
@@ -48,7 +49,7 @@ def page(name: str, planned: Plan, outcomes: Outcomes, links: dict[str, str], st
         planned=planned,
         compared=plan.beside(planned, ended),
         picture=picture.lines(planned) if planned.stages else (),
-        configuration=_configuration(planned.run),
+        configuration=PATHS.sub("", as_yaml(planned.run)).rstrip(),
     )
 
 
@@ -66,15 +67,12 @@ def _evaluation(made: Made) -> list[str]:
 def gains(made: Made) -> list[tuple[str, float | None, float]]:
     """Metrics of the evaluation: name, base, tuned model. Drawn weights are not evaluated as a base."""
     before, after = made.get("evaluate-base"), made.get("evaluate-tuned")
-    if not after or not (before or _is_drawn(made)):
+    is_drawn = "download" in made and "seed" in made["download"].stage.config
+    if not after or not (before or is_drawn):
         return []
     base, tuned = before.result["metrics"] if before else {}, after.result["metrics"]
     shown = [name for name in tuned if (name in base or not before) and not name.endswith("_stderr")]
     return [(name, base.get(name), tuned[name]) for name in shown]
-
-
-def _is_drawn(made: Made) -> bool:
-    return "download" in made and "seed" in made["download"].stage.config
 
 
 def serving(made: Made) -> str:
@@ -148,11 +146,6 @@ def _spent(planned: Plan, made: Made) -> list[tuple[str, str]]:
 def _processes(planned: Plan, stage: str) -> int:
     share = gpus.takes(planned.run, stage)
     return share.of(planned.gpu.per_host) * (1 if share.here else share.hosts)
-
-
-def _configuration(run: Run) -> str:
-    """All keys without the paths of this host."""
-    return re.sub(r"^paths:\n(?: .*\n)*", "", as_yaml(run), flags=re.MULTILINE).rstrip()
 
 
 def _data(store: Store, made: Made) -> dict:
