@@ -11,11 +11,12 @@ Exit codes: 0, 1 for a defect, 2 for an error that you can fix (then nothing was
 """
 
 import argparse
+import contextlib
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _new(options: argparse.Namespace, folder: Path) -> int:
     asks = sys.stdin.isatty() and not options.yes
-    here, unknown = _this_host() if options.gpus is None or options.gpus.isdigit() else (None, "")
+    here, unknown = None, list[str]()  # the GPUs of this host, and why they cannot be used
+    if options.gpus is None or options.gpus.isdigit():
+        with _noted(unknown):
+            here = machine.of_this_host()
     if asks:
         options.model = options.model or _asked("Model (org/name on the Hub, a folder, s3://...)")
         options.data = options.data or _asked("Data (a file, a folder, org/name on the Hub, s3://...)")
@@ -68,14 +72,12 @@ def _new(options: argparse.Namespace, folder: Path) -> int:
     given, _, unread = read_overrides(options.overrides)
     wrong += unread + [f"{key}: {OTHERWISE[key]}" for key in given if key in OTHERWISE]
     wrong += [f"{key}: the flow sets all paths" for key in given if key.startswith("paths.")]
-    on: Machine | None = here
-    if unknown and options.gpus is None:
-        wrong.append(unknown)
-    elif options.gpus is not None:
-        try:
+    on = here
+    if options.gpus is None:
+        wrong += unknown
+    else:
+        with _noted(wrong):
             on = machine.parse(options.gpus, here)
-        except Fault as fault:
-            wrong.append(str(fault))
     wrong += [
         f"{what.upper()}: missing; {words}"
         for what, words in (("model", MODEL), ("data", DATA))
@@ -107,12 +109,13 @@ def _whole(value: Any) -> Any:
     return regular_files.whole(value) if isinstance(value, str) and re.match(r"(~|\.\.?)/", value) else value
 
 
-def _this_host() -> tuple[Machine | None, str]:
-    """The GPUs of this host, and why they cannot be used."""
+@contextlib.contextmanager
+def _noted(wrong: list[str]) -> Iterator[None]:
+    """Add the lines of a fault to `wrong`, and continue after the block."""
     try:
-        return machine.of_this_host(), ""
+        yield
     except Fault as fault:
-        return None, str(fault)
+        wrong += [line for line in str(fault).splitlines() if line not in wrong]
 
 
 def _asked(question: str, empty: bool = False) -> str:
@@ -169,45 +172,34 @@ def _look(
     )
     sources = {"model.source": options.model or "none", "data.source": options.data or "none"}
     places = [f"{key}={commented_yaml.in_line(value)}" for key, value in sources.items() if key not in given]
-    try:
+    run = load(draft, places)  # errors of model and data are reported although another override is wrong
+    with _noted(wrong):
         run = load(draft, [*options.overrides, *places], illegal=True)
-    except ConfigError as fault:
-        wrong += [line for line in str(fault).splitlines() if line not in wrong]
-        run = load(draft, places)  # errors of model and data are reported all the same
     found = first = None
     if options.model:
-        try:
+        with _noted(wrong):
             found = model.read(run.model, folder / "model")
-        except Fault as fault:
-            wrong += str(fault).splitlines()
     if options.data:
-        try:
+        with _noted(wrong):
             rows.whole(options.data)
             first = rows.look(run, found.tokenizer if found else None, folder / "look")
-        except Fault as fault:
-            wrong += str(fault).splitlines()
     return (found, first) if found and first else None
 
 
 def _settled(name: str, found: model.Model, first: FirstRows, on: Machine | None, given: dict[str, Any]) -> Settled:
-    made: Callable[[Machine], choices.Choices] = partial(_choices, name, found, first, given)
+    def made(on: Machine, unserved: str = "") -> choices.Choices:
+        chosen = choices.choose(name, found, first, on, given)
+        if unserved:
+            choices.without_evaluation(chosen, unserved)
+        return chosen
+
     try:
         settled = planned.settle_on(on, found, made) if on else planned.choose_machine(found, made)
         if why := settled.plan.unserved:
-            no_evaluation = partial(_choices, name, found, first, given, unserved=why)
-            settled = planned.settle_on(settled.machine, found, no_evaluation)
+            settled = planned.settle_on(settled.machine, found, partial(made, unserved=why))
     except ValidationError as error:
         raise ConfigError(*(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())) from None
     return settled
-
-
-def _choices(
-    name: str, found: model.Model, first: FirstRows, given: dict[str, Any], on: Machine, unserved: str = ""
-) -> choices.Choices:
-    made = choices.choose(name, found, first, on, given)
-    if unserved:
-        choices.without_evaluation(made, unserved)
-    return made
 
 
 def _text(settled: Settled, found: model.Model, path: Path) -> str:

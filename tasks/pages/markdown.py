@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
 
-from contract.amounts import clock
+from contract.amounts import clock, dollars
 
 SHOWN = 60  # characters of a cell
 
@@ -75,4 +75,10 @@ def render(template: str, /, **values: object) -> str:
 PAGES = Environment(loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True)
 PAGES.keep_trailing_newline = True
 PAGES.filters |= {"code": code, "words": words, "fitted": fitted, "fenced": fenced}
-PAGES.filters |= {"number": "{:,}".format, "percent": "{:.1%}".format, "digits": digits, "clock": clock}
+PAGES.filters |= {
+    "number": "{:,}".format,
+    "percent": "{:.1%}".format,
+    "digits": digits,
+    "clock": clock,
+    "dollars": dollars,
+}

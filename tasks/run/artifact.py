@@ -146,7 +146,13 @@ def get_or_make(
         result = make(Work(folder, held, say))
         seconds = time.time() - start
         held.confirm()
-        files = store.put(folder / "files", f"{stage.key}/files", _while_held(held, progress))
+
+        def update(done: int, total: int) -> None:
+            held.confirm()  # ends the transfer if another process has taken over the work
+            if progress:
+                progress(done, total)
+
+        files = store.put(folder / "files", f"{stage.key}/files", update)
         if not files:
             raise Fault(f"{stage.key}: the stage wrote no files")
         held.confirm()
@@ -267,17 +273,6 @@ def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
 
 def _show(values: dict[str, Any], key: str) -> str:
     return json.dumps(values[key]) if key in values else "absent"
-
-
-def _while_held(held: lease.Lease, progress: Callable[[int, int], None] | None) -> Callable[[int, int], None]:
-    """Wrap progress: it ends the transfer if another process has taken over the work."""
-
-    def update(done: int, total: int) -> None:
-        held.confirm()
-        if progress:
-            progress(done, total)
-
-    return update
 
 
 def _stamps(folder: Path, artifact: Artifact) -> dict[str, list[int] | None]:

@@ -28,7 +28,7 @@ class Session(AbstractContextManager):
         self.folder, self.store = runs_folder(), open_run_store()
         self.outcomes = Outcomes(request.stages)
         self.started = time.time()
-        self._ending = threading.Event()
+        self.ending = threading.Event()
 
     def __enter__(self) -> Self:
         with plainly(self.folder):
@@ -42,7 +42,7 @@ class Session(AbstractContextManager):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """Stop everything that was started, also when the run is cancelled."""
-        self._ending.set()
+        self.ending.set()
         verdict = self.outcomes.verdict()
         if kind:
             status = "FAILED" if issubclass(kind, Exception) else "KILLED"  # a signal does not raise an Exception
@@ -54,8 +54,7 @@ class Session(AbstractContextManager):
 
     def stage(self, step: Step) -> StageRun:
         """Everything of the run that the stage's task needs."""
-        run, asked = step.view(self.run), self.request
-        return StageRun(step.name, run, asked, self.store, self.folder, self.tracking, self.outcomes, self._ending)
+        return StageRun(self, step)
 
     def earlier(self, step: Step) -> dict[str, bool]:
         """Stages that end before the step although they are not its inputs, and whether they have to succeed.

@@ -4,11 +4,10 @@ The task calls get_or_make(make) and ends as Cached, Completed, Failed with one 
 stages after the last one that was asked for, and for evaluations if evaluate.tasks is empty.
 """
 
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefect import State, get_run_logger
 from prefect.cache_policies import NO_CACHE
@@ -21,11 +20,12 @@ from contract.faults import Fault, Stopped
 from tasks import tracking
 from tasks.run import artifact, launch
 from tasks.run.artifact import Artifact, Work
-from tasks.run.outcomes import Outcome, Outcomes
+from tasks.run.outcomes import Outcome
 from tasks.run.progress import Progress
-from tasks.run.run_tracking import RunTracking
-from tasks.run.steps import Request
-from tasks.store import Store
+from tasks.run.steps import Step
+
+if TYPE_CHECKING:
+    from tasks.run.session import Session
 
 
 def may_pass(task, task_run, state: State) -> bool:
@@ -51,23 +51,14 @@ OPTIONS: dict[str, Any] = {
 class StageRun:
     """The run of one stage. It is not a dataclass: Prefect would search all its fields for futures."""
 
-    def __init__(
-        self,
-        name: str,
-        run: Run,
-        request: Request,
-        store: Store,
-        folder: Path,
-        tracking: RunTracking,
-        outcomes: Outcomes,
-        ending: threading.Event,
-    ):
-        self.name, self.run, self.store, self.tracking = name, run, store, tracking
-        self.asked = request.stages[name]
+    def __init__(self, session: "Session", step: Step):
+        self.name, self.run, request = step.name, step.view(session.run), session.request
+        self.store, self.tracking = session.store, session.tracking
+        self.asked = request.stages[self.name]
         self.trains = "train" not in request.unasked
-        self.reinforces = reinforcement.is_asked(run) and "reinforce" not in request.unasked
-        self._unasked, self._make_again = request.unasked.get(name), name in request.again
-        self._folder, self._outcomes, self._ending = folder, outcomes, ending
+        self.reinforces = reinforcement.is_asked(self.run) and "reinforce" not in request.unasked
+        self._unasked, self._make_again = request.unasked.get(self.name), self.name in request.again
+        self._folder, self._outcomes, self._ending = session.folder, session.outcomes, session.ending
 
     def tracked(self) -> tracking.Stage:
         """The stage's run in MLflow."""
