@@ -12,7 +12,7 @@ from conf.schema import identity
 from conf.schema.run import Run
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
-from tasks.run.stage_run import OPTIONS, StageRun
+from tasks.run.session import OPTIONS, StageRun
 from tasks.stages.run_job import run_job
 
 VERSION = 1

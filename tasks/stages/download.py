@@ -13,7 +13,7 @@ from contract.faults import Fault
 from tasks.run import launch
 from tasks.run.artifact import Stage, Work
 from tasks.run.progress import Progress
-from tasks.run.stage_run import OPTIONS, StageRun
+from tasks.run.session import OPTIONS, StageRun
 from tasks.sources import drawn, hub
 from tasks.sources.hub import file_choice
 

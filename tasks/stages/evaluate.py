@@ -19,7 +19,7 @@ from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.places import kernels_folder
 from tasks.run.progress import Progress, newest
-from tasks.run.stage_run import OPTIONS, StageRun
+from tasks.run.session import OPTIONS, StageRun
 from tasks.stages.run_job import run_job
 
 VERSION = 1

@@ -13,7 +13,7 @@ from contract.checkpoints import MARK, step_folder
 from contract.faults import Fault
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
-from tasks.run.stage_run import OPTIONS, StageRun
+from tasks.run.session import OPTIONS, StageRun
 
 VERSION = 1
 

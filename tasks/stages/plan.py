@@ -44,7 +44,7 @@ from tasks.run import artifact
 from tasks.run.artifact import Artifact
 from tasks.run.places import open_run_store
 from tasks.run.run_tracking import RunTracking
-from tasks.run.stage_run import OPTIONS
+from tasks.run.session import OPTIONS
 from tasks.sources import drawn, hub, row_sources, training_rows
 from tasks.sources.hub import config_json
 from tasks.stages import download, prepare

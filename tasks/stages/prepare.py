@@ -23,7 +23,7 @@ from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.places import runs_folder
 from tasks.run.progress import Progress, newest
-from tasks.run.stage_run import OPTIONS, StageRun
+from tasks.run.session import OPTIONS, StageRun
 from tasks.sources import row_sources
 from tasks.sources.hub import file_choice
 from tasks.store import Store

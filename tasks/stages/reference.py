@@ -14,7 +14,7 @@ from conf.schema.run import Run
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.places import runs_folder
 from tasks.run.progress import Progress, newest
-from tasks.run.stage_run import OPTIONS, StageRun, may_pass
+from tasks.run.session import OPTIONS, StageRun, may_pass
 from tasks.sources import adapters
 from tasks.stages.run_job import run_job
 

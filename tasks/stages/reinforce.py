@@ -15,7 +15,7 @@ from contract.faults import Fault
 from tasks.pages import reinforcement_page
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.places import kernels_folder
-from tasks.run.stage_run import OPTIONS, StageRun, may_pass
+from tasks.run.session import OPTIONS, StageRun, may_pass
 from tasks.run.task_artifact import Page
 from tasks.stages import export, train
 from tasks.stages.run_job import Line, learn

@@ -18,7 +18,7 @@ from tasks.gang.job import Job, conversion, evaluation, reference, reinforcement
 from tasks.run import launch
 from tasks.run.artifact import Work
 from tasks.run.progress import Progress, newest
-from tasks.run.stage_run import StageRun
+from tasks.run.session import StageRun
 from tasks.run.task_artifact import LivePage, Page
 from tasks.tracking import plots
 

@@ -17,7 +17,7 @@ from tasks.pages import training_page
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.places import runs_folder
-from tasks.run.stage_run import OPTIONS, StageRun, may_pass
+from tasks.run.session import OPTIONS, StageRun, may_pass
 from tasks.run.task_artifact import Page
 from tasks.sources import adapters, released_config
 from tasks.stages import export

@@ -13,7 +13,7 @@ from tasks.run import artifact
 from tasks.run.artifact import Stage, Work
 from tasks.run.outcomes import Outcomes
 from tasks.run.progress import newest
-from tasks.run.stage_run import StageRun
+from tasks.run.session import StageRun
 from tasks.run.steps import Request, Step
 from tasks.stages import prepare
 from tasks.store import open_store
