@@ -95,7 +95,7 @@ def gang(folder: Path) -> None:
     from conf.planner.fewer_hosts import fewer_hosts, less_memory
     from conf.schema.run import Run
     from tasks.gang import controller
-    from tasks.gang.context import Gang
+    from tasks.gang.attempt import Gang
     from tasks.gang.job import Job, training
     from tasks.store import open_store
     from tests.tasks.gang.test_controller import Hosts

@@ -175,7 +175,7 @@ def _drawn_if_without_weights(run: Run) -> Run:
     folder = Path(source).expanduser()
     if not regular_files.is_there(folder / CONFIG) or any(map(weights.are_of, folder.rglob("*"))):
         return run
-    return run.model_copy(update={"model": run.model.model_copy(update={"source": Drawn(config=source)})})
+    return run.changed(model={"source": Drawn(config=source)})
 
 
 def _one_host(run: Run) -> Run:
@@ -183,7 +183,7 @@ def _one_host(run: Run) -> Run:
     gpu = hardware.of(run)
     here = len(nvidia_smi.visible()) if gpu.cuda and run.gang.engine == HERE and run.layout.nodes == 1 else 0
     each = min(here, gpu.per_host) or gpu.per_host
-    return run.model_copy(update={"layout": run.layout.model_copy(update={"gpus_per_node": each})})
+    return run.changed(layout={"gpus_per_node": each})
 
 
 def dump(run: Run, path: str | os.PathLike[str]) -> None:

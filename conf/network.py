@@ -16,6 +16,10 @@ each other. Within a host the local rank is the number of the GPU on the bus (CU
 therefore on the same rail: NCCL connects them over one switch, and all-to-all uses NVLink to the GPU of the right rail
 (PXN, on by default).
 
+conf/tables/networks.yaml has the presets. Sources of the other settings: [torch] ProcessGroupNCCL.hpp of torch 2.11,
+[core] megatron-core 0.19, [bridge] the performance recipes in megatron-bridge 0.6, [te] Transformer Engine 2.20, [nccl]
+NCCL's user guide.
+
 Not covered: TCP's kernel parameters, traffic classes of RoCE, SHARP, AMD's and Intel's networks.
 """
 
@@ -26,6 +30,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from conf import strict_yaml
 from conf.load import load
 from conf.schema.run import Run
 from conf.schema.sections import Layout
@@ -50,107 +55,12 @@ class Preset:
     network: float | None = None  # GB/s per GPU and direction, by the data sheet
 
 
-# Sources: [nccl] docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html, [ofi] aws/aws-ofi-nccl doc/efa-env-var.md,
-# [aws] aws-samples/awsome-distributed-training, [torch] ProcessGroupNCCL.hpp of torch 2.11, [core] megatron-core 0.19,
-# [bridge] the performance recipes in megatron-bridge 0.6, [te] Transformer Engine 2.20, [ibm] IBM Cloud's docs for H100
-# on 8 subnets.
+_TABLE = strict_yaml.table("networks")
 PRESETS = {
-    "ib-h100": Preset(
-        "InfiniBand with an adapter and a rail per GPU, as in DGX and HGX with H100, H200 and B200",
-        (
-            # [nccl] NCCL_NET: "doesn't automatically fall back on the internal IB or Socket implementation"
-            Setting("NCCL_NET", "IB", "fail without InfiniBand, instead of training at a tenth of the speed over TCP"),
-            # [nccl] NCCL_CROSS_NIC: "suited for networks with per NIC switches (rails)"; 2, the default, tries to
-            Setting(
-                "NCCL_CROSS_NIC", "0", "stay on a rail: traffic between rails passes through the spine and collides"
-            ),
-        ),
-        adapters=8,
-        network=50,
-    ),
-    "roce": Preset(
-        "RDMA over Ethernet, several paths between hosts",
-        (
-            # [nccl] NCCL_NET, as above
-            Setting("NCCL_NET", "IB", "fail without RDMA, instead of falling back to TCP"),
-            # [nccl] "useful on multi-level fabrics which need multiple queue pairs to have good routing entropy";
-            # Google's gIB sets 4, [ibm] 16 for 8 separate subnets
-            Setting("NCCL_IB_QPS_PER_CONNECTION", "4", "Ethernet sends a queue pair over one path: several use more"),
-            # [nccl] 1 splits each message, which "may cause a visible latency degradation"; 0 takes queue pairs in turn
-            Setting("NCCL_IB_SPLIT_DATA_ON_QPS", "0", "whole messages in turn, as all-to-all has many small ones"),
-            # [ibm] 22; [nccl] 2 minutes until an error, 30 s by default
-            Setting("NCCL_IB_TIMEOUT", "22", "wait for a link that flaps for a minute; a dead host is noticed anyway"),
-        ),
-        network=50,
-    ),
-    "efa-p5": Preset(
-        "AWS p5.48xlarge and p5e.48xlarge: 32 EFA adapters of 100 Gb/s, aws-ofi-nccl 1.7.3 or newer",
-        (
-            # [nccl] NCCL_NET_PLUGIN: libnccl-net-ofi.so; NCCL_NET is left out, as the plugin has changed its name
-            Setting("NCCL_NET_PLUGIN", "ofi", "NCCL reaches EFA only through this plugin, which brings its own tuner"),
-            # [ofi] "set to 0 when os.fork() causes OSError: Cannot allocate memory"
-            Setting(
-                "FI_EFA_USE_HUGE_PAGE", "0", "data loaders and checkpoint writers are forked, which huge pages break"
-            ),
-            # [aws] micro-benchmarks/nccl-tests
-            Setting("NCCL_SOCKET_IFNAME", "^lo,docker,veth", "ranks first connect over the host's main interface"),
-            # Not set, [ofi]: FI_PROVIDER and NCCL_PROTO are for plugins up to 1.5, FI_EFA_USE_DEVICE_RDMA up to 1.6,
-            # FI_EFA_FORK_SAFE is set by the plugin itself, RDMAV_FORK_SAFE breaks newer kernels.
-        ),
-        adapters=32,
-        network=50,
-    ),
-    "efa-p6-b200": Preset(
-        "AWS p6-b200.48xlarge: 8 EFA adapters of 400 Gb/s",
-        (
-            # as for p5
-            Setting("NCCL_NET_PLUGIN", "ofi", "NCCL reaches EFA only through this plugin, which brings its own tuner"),
-            Setting(
-                "FI_EFA_USE_HUGE_PAGE", "0", "data loaders and checkpoint writers are forked, which huge pages break"
-            ),
-            Setting("NCCL_SOCKET_IFNAME", "^lo,docker,veth", "ranks first connect over the host's main interface"),
-        ),
-        adapters=8,
-        network=50,
-    ),
-    "nvl72": Preset(
-        "GB200 or GB300 NVL72: 18 hosts of 4 GPUs on one NVLink, InfiniBand between racks",
-        (
-            # [nccl] NCCL_MNNVL_ENABLE: 1 fails where it cannot be; 2, the default, falls back
-            Setting("NCCL_MNNVL_ENABLE", "1", "fail without IMEX, instead of using InfiniBand in the rack"),
-            # [nccl] "This feature also requires NCCL CUMEM support"
-            Setting("NCCL_CUMEM_ENABLE", "1", "only CUDA's cuMem calls map memory of another host"),
-            Setting("NCCL_NET", "IB", "between racks, like ib-h100"),
-        ),
-        adapters=4,
-        network=50,
-    ),
-    "ethernet": Preset(
-        "no RDMA: TCP",
-        (
-            # [nccl] NCCL_IB_DISABLE, NCCL_NET
-            Setting("NCCL_NET", "Socket", "do not look for RDMA"),
-            # [nccl] "For generic 100G networks, this value can be manually set to 4", both; their product may be 64
-            Setting("NCCL_SOCKET_NTHREADS", "4", "one thread copies about 25 Gb/s"),
-            Setting("NCCL_NSOCKS_PERTHREAD", "4", "one TCP connection seldom fills a 100 Gb/s link"),
-            # [aws]; by default NCCL leaves out lo and docker, and takes all else
-            Setting("NCCL_SOCKET_IFNAME", "^lo,docker,veth,cni,flannel,cali", "not over the bridges of containers"),
-        ),
-    ),
+    name: Preset(**{**preset, "settings": tuple(Setting(**setting) for setting in preset["settings"])})
+    for name, preset in _TABLE["presets"].items()
 }
-
-# Variables that the five older systems set and this one does not, with reasons.
-LEFT_OUT = {
-    "NVTE_FUSED_ATTN=0": "megatron-core sets it for the chosen attention, and stops at another value; without the "
-    "package flash-attn only the slow attention would remain",
-    "NCCL_ALGO=Ring": "for bitwise repeatable results; NCCL's choice is faster",
-    "NCCL_TIMEOUT=3600": "not a variable of NCCL or torch",
-    "NCCL_DEBUG=INFO": "thousands of lines per rank; WARN is set, and names failures",
-    "NCCL_HOSTID": "NCCL uses host name and boot id; set it if containers of one host differ in these",
-    "NCCL_ASYNC_ERROR_HANDLING": "the old name of TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "TORCHDYNAMO_DISABLE=1": "the trainer sets it on a CPU; on a GPU compiled activations are faster",
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True": "the trainer sets it itself, on one host as well",
-}
+LEFT_OUT: dict[str, str] = _TABLE["left_out"]  # variables that the five older systems set and this one does not; why
 
 
 def environment(run: Run, gpu: str | None) -> dict[str, str]:

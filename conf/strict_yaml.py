@@ -77,3 +77,11 @@ def parse(text: str, shown: str) -> tuple[Any, list[str]]:
 def dump(value: Any) -> str:
     """The value as YAML that parse() reads back."""
     return yaml.dump(value, Dumper=Dumper, sort_keys=False)
+
+
+def table(name: str) -> Any:
+    """The content of conf/tables/NAME.yaml."""
+    file = Path(__file__).parent / "tables" / f"{name}.yaml"
+    value, wrong = parse(read_text(file, file.name), file.name)
+    assert not wrong, wrong
+    return value

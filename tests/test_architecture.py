@@ -69,7 +69,7 @@ RIDDLES = {
     "lookout": "controller_link",
     "link": "member_link",
     "witness": "peer_probe",
-    "fence": "previous_attempt",
+    "fence": "attempt",
     "wanted": "file_choice",
     "changes": "overrides",
     "facts": "model_facts",

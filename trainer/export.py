@@ -129,7 +129,7 @@ def _require_all_used(trained, left_out: list[str]) -> None:
     """
     used = set().union(*atomic_folder.gather(trained.stored.seen))
     for name in left_out:
-        used |= {place.name for adapter in trained.adapters[name].each for place in adapter.places}
+        used |= {place.name for adapter in trained.adapters[name] for place in adapter.places}
     unused = sorted(trained.stored.places.keys() - used)
     if unused:
         raise Fault(
@@ -141,13 +141,14 @@ def _require_all_used(trained, left_out: list[str]) -> None:
 def _from_training(run: Run, trained, partial: Path, entries: list) -> dict:
     """Return how far a packed base's merged weights are from those in training; one rank writes it to a file."""
     from trainer.weights.packed_base import as_trained
+    from trainer.weights.quantised import report
 
     if not (packed_base.format_of(run) and trained.adapters):
         return {}
     numbers = trained.packed
     rows = as_trained.lines(numbers, run.model.base, entries) if numbers else as_trained.lines_of_training(run)
     if rows and atomic_folder.rank() == 0:
-        as_trained.write(partial, rows)
+        report.write_lines(partial / as_trained.NAME, rows)
     return {"from_training": rows[0]} if rows else {}
 
 
@@ -158,7 +159,7 @@ def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
     facts = {}
     if "merged" in formats:
         as_released = run.export.quantization == "as_released"
-        source = format_of_release.Rounding(trained) if as_released else merged_format.Merged(trained)
+        source = format_of_release.Rounding(trained) if as_released else parts.Merged(trained)
         layouts = (format_of_release if as_released else merged_format).layouts(trained.model)
         journal = partial / JOURNAL
         entries = parts.write(source, layouts, partial / "merged", journal)

@@ -18,11 +18,13 @@ The last block of rows or columns may be a shorter one.
 """
 
 import fnmatch
+import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any, Protocol
 
 from conf.model_files import safetensors_header
@@ -43,47 +45,10 @@ PLAIN = ".weight"  # what also ends the names of weights that are not quantised
 ASIDE = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 
 
-def _groups(weights: dict[str, Any], activations: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The section of quantization_config that treats all linear layers alike."""
-    inputs = {"input_activations": activations} if activations else {}
-    return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, **inputs}}}
-
-
-def _compressed(form: str, weights: dict[str, Any], activations: dict[str, Any] | None = None) -> dict[str, Any]:
-    """quantization_config of compressed-tensors; head and routers are not quantised."""
-    start = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
-    return start | _groups(weights, activations) | {"ignore": ["lm_head", "re:.*mlp.gate$"]}
-
-
-# Numbers of these formats, as the section describes them.
-_INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True}
-_FP8_WEIGHTS = {"type": "float", "num_bits": 8, "strategy": "channel", "symmetric": True, "dynamic": False}
-_FP8_INPUTS = {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True}
-_NVFP4 = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": NV, "symmetric": True}
-_MODELOPT = {"type": "float", "num_bits": 4, "group_size": NV, "dynamic": False}
 # quantization_config of tiny://KIND-fp8 and so on, which trainer.tiny makes; in blocks that fit such small weights.
-OF_TINY: dict[str, dict[str, Any]] = {
-    "fp8": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32]},
-    "fp8-rows": _compressed("float-quantized", _FP8_WEIGHTS, _FP8_INPUTS),
-    "int4": _compressed("pack-quantized", _INT4),
-    "mxfp4": {  # of gpt-oss alone
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": [
-            "model.layers.*.self_attn",
-            "model.layers.*.mlp.router",
-            "model.embed_tokens",
-            "lm_head",
-        ],
-    },
-    "nvfp4": _compressed(
-        "nvfp4-pack-quantized",
-        _NVFP4 | {"dynamic": False, "scale_dtype": "torch.float8_e4m3fn"},
-        _NVFP4 | {"dynamic": "local"},
-    ),
-    "nvfp4-modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4", "producer": {"name": "modelopt"}}
-    | _groups(_MODELOPT, _MODELOPT)
-    | {"ignore": ["lm_head", "model.layers.*.mlp.gate"]},
-}
+# mxfp4 is for gpt-oss only.
+_TINY = Path(__file__).parents[1] / "tables" / "tiny_quantization.json"
+OF_TINY: dict[str, dict[str, Any]] = json.loads(_TINY.read_text("utf-8"))
 
 
 class Tensor(Protocol):
@@ -197,10 +162,7 @@ def packed(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str
 
 def parameters(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
     """Count of the numbers that the weights have when they are unpacked."""
-    found = packed(config, tensors)
-    parts = {name for one in found.values() for name in one.tensors}
-    there = sum(prod(tensor.shape) for name, tensor in tensors.items() if name not in parts)
-    return there + sum(prod(one.shape) for one in found.values())
+    return sum(prod(weight.shape) for weight in _weights(config, tensors))
 
 
 def of_tiny(source: str) -> tuple[str, str]:
@@ -213,10 +175,14 @@ def of_tiny(source: str) -> tuple[str, str]:
 
 def size(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
     """Bytes of all weights when they are unpacked."""
+    return sum(prod(one.shape) * safetensors_header.BITS[one.dtype] // 8 for one in _weights(config, tensors))
+
+
+def _weights(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """All weights, with the shape and type that they have when they are unpacked."""
     found = packed(config, tensors)
     parts = {name for one in found.values() for name in one.tensors}
-    plain = [tensor for name, tensor in tensors.items() if name not in parts]
-    return sum(prod(one.shape) * safetensors_header.BITS[one.dtype] // 8 for one in [*plain, *found.values()])
+    return [*(tensor for name, tensor in tensors.items() if name not in parts), *found.values()]
 
 
 def blocks(size: int, block: int) -> int:

@@ -29,14 +29,17 @@ AGAIN = "download it again"
 
 
 @dataclass(frozen=True)
-class Tensor:
+class Entry:
+    """A tensor's place."""
+
     dtype: str
     shape: tuple[int, ...]
+    file: str  # its name, without the folder
     start: int  # of its bytes in the file
     size: int
 
 
-def read(path: Path) -> dict[str, Tensor]:
+def read(path: Path) -> dict[str, Entry]:
     """Tensors by name, in the order of their bytes."""
     with open_regular(path) as file:
         file.seek(0, 2)
@@ -65,7 +68,7 @@ def _check_metadata(path: Path, metadata: Any) -> None:
         raise Fault(f"{path}: no safetensors header: its __metadata__ holds more than texts; {AGAIN}")
 
 
-def _tensor(path: Path, name: str, entry: Any, start: int) -> Tensor:
+def _tensor(path: Path, name: str, entry: Any, start: int) -> Entry:
     def wrong(what: str) -> Fault:
         return Fault(f"{path}: no safetensors header: tensor {json_object.show(name)}: {what}; {AGAIN}")
 
@@ -81,14 +84,14 @@ def _tensor(path: Path, name: str, entry: Any, start: int) -> Tensor:
     begin, end = offsets
     if prod(shape) * BITS[dtype] != 8 * (end - begin):
         raise wrong(f"shape {json_object.show(shape)} of {dtype} does not match its bytes, {end - begin}")
-    return Tensor(dtype, tuple(shape), start + begin, end - begin)
+    return Entry(dtype, tuple(shape), path.name, start + begin, end - begin)
 
 
 def _sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)
 
 
-def _check_places(path: Path, tensors: dict[str, Tensor], start: int, size: int) -> None:
+def _check_places(path: Path, tensors: dict[str, Entry], start: int, size: int) -> None:
     end, before = start, ""
     for name, tensor in tensors.items():
         if tensor.start != end:

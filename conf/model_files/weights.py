@@ -5,10 +5,10 @@ are followed: the Hub's cache is made of them.
 """
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from conf.model_files import safetensors_header
+from conf.model_files.safetensors_header import Entry as Entry
 from contract import json_object, regular_files
 from contract.faults import Fault
 
@@ -16,15 +16,6 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Formats of weights, also of those that are not read here.
 ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
 LAYER = re.compile(r"(model\.layers|(?:transformer\.)?h)\.(\d{1,6})\.")  # GPT-2's releases have two names for it
-
-
-@dataclass(frozen=True)
-class Entry:
-    dtype: str
-    shape: tuple[int, ...]
-    file: str
-    start: int  # of its bytes in the file
-    size: int
 
 
 def tensors(folder: Path) -> dict[str, Entry]:
@@ -38,10 +29,11 @@ def tensors(folder: Path) -> dict[str, Entry]:
         raise Fault(f"{folder}: {len(missing)} of the {len(files)} shards in {INDEX} are missing: {missing[0]}")
     found: dict[str, Entry] = {}
     for file in files:
-        for name, tensor in safetensors_header.read(folder / file).items():
-            if listed and listed.get(name) != file:
+        header = safetensors_header.read(folder / file)
+        for name in header if listed else ():
+            if listed.get(name) != file:
                 raise Fault(f"{folder / file}: holds {json_object.show(name)}, which {INDEX} does not list there")
-            found[name] = Entry(tensor.dtype, tensor.shape, file, tensor.start, tensor.size)
+        found |= header
     if lost := sorted(listed.keys() - found.keys()):
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         raise Fault(f"{folder / INDEX}: lists {json_object.show(lost[0])}{more}, which the files do not hold")

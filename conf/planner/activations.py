@@ -118,7 +118,7 @@ def working(run: Run, facts: ModelFacts, kind: str, whole: int) -> dict[str, int
     if run.train.recompute == "full":
         again = whole * (1 if kind == "mtp" else run.train.recompute_layers)
     elif run.train.recompute == "selective":
-        bare = run.model_copy(update={"train": run.train.model_copy(update={"recompute_modules": ()})})
+        bare = run.changed(train={"recompute_modules": ()})
         again = sum(parts(bare, facts, kind).values()) - whole
     gate = 2 if facts.gated else 1
     width = t.whole * max(attention_width(facts), facts.ffn * gate) // run.layout.tp

@@ -105,24 +105,15 @@ def _memory_table(plan: Plan) -> Iterator[str]:
     """Table of GB on the fullest rank of every stage. Each W, G, ... of the bar is a BARth of the GPU."""
     drawn = [name for name in DRAWN if name != "copies" or plan.fullest.copies]
     columns = [*drawn, "besides", "total"]
-    layers = [sum(len(s.layers) for s in group) for group in _by_rank(plan)]
-    each = plan.run.layout.world // len(plan.stages)  # the pipeline is the outermost of core's dimensions
     yield f"stage  {'GPUs':>9}  layers  " + "  ".join(f"{name:>{max(7, len(name))}}" for name in columns)
-    for stage, count in zip(plan.stages, layers, strict=True):
+    for stage, place in zip(plan.stages, picture.stages(plan), strict=True):
         items = stage.items
         figures = [items[name] for name in drawn] + [sum(items[name] for name in BESIDES), stage.total]
         cells = (f"{n / GB:>{max(7, len(name))}.1f}" for n, name in zip(figures, columns, strict=True))
         mark = "  <- fullest" if stage is plan.fullest else ""
-        ranks = f"{stage.rank * each}-{stage.rank * each + each - 1}" if each > 1 else str(stage.rank)
+        ranks, count = picture.span(*place["gpus"]), sum(place["kinds"].values())
         yield f"{stage.rank:>5}  {ranks:>9}  {count:>6}  {'  '.join(cells)}  |{_bar(stage)}|{mark}"
     yield "GB on the fullest GPU of a stage; besides: logits, experts' tokens, one layer's work, buffers, CUDA, margin"
-
-
-def _by_rank(plan: Plan) -> list[list[parameters.Stage]]:
-    found: list[list[parameters.Stage]] = [[] for _ in plan.stages]
-    for stage in parameters.stages(plan.run, plan.facts):
-        found[stage.rank].append(stage)
-    return found
 
 
 def _bar(stage: StageMemory) -> str:
@@ -267,7 +258,8 @@ def evaluation(plan: Plan) -> Iterator[str]:
         spread = " with whole experts" * way.expert_parallel + " with the adapter beside it" * (way.adapter is not None)
         graphs = "eager" if way.eager else "compiled"
         kind = "fp8" if way.quantized else {2: "bf16", 4: "fp32"}[way.byte]
-        yield f"serving  {way.hosts} x {way.tp} {plan.gpu.name} in {kind}{spread}, {graphs}: each {_parts(room)}"
+        parts = _parts(room, max(0, room.cache), room.taken)
+        yield f"serving  {way.hosts} x {way.tp} {plan.gpu.name} in {kind}{spread}, {graphs}: each {_amounts(parts)}"
         if one.lacks <= 0:
             tokens = f"{room.cached:,} tokens, {one.at_once} rows of {one.row} at once"
             yield f"cache    {tokens}; {way.tokens} tokens a step"
@@ -282,11 +274,9 @@ def answers(plan: Plan) -> Iterator[str]:
     one = plan.rollout
     if one is None or not plan.gpu.cuda:
         return
-    parts = {"weights": one.memory.weights, "adapters": one.memory.adapters, "cache": one.cache}
-    parts |= {"besides": one.taken - sum(parts.values()), "training": one.beside}
-    told = ", ".join(f"{size / GB:.1f} GB {name}" for name, size in parts.items() if size)
+    parts = _parts(one.memory, one.cache, one.taken) | {"training": one.beside}
     where = _of_vllm(one, plan.gpu.name)
-    yield f"answers  vLLM on {where}: {told}; {one.at_once} rows of {one.row} at once"
+    yield f"answers  vLLM on {where}: {_amounts(parts)}; {one.at_once} rows of {one.row} at once"
     if not one.alone:
         yield f"turns    {one.awake / GB:.1f} GB while vLLM answers, {one.trains / GB:.1f} GB while it sleeps"
     if phases := one.seconds:
@@ -319,10 +309,13 @@ def reference(plan: Plan) -> Iterator[str]:
     yield f"         {parts}, of {stage.capacity / GB:.1f} on {plan.gpu.name}, stage {stage.rank}"
 
 
-def _parts(room: ServedMemory) -> str:
-    found = {"weights": room.weights, "adapters": room.adapters, "cache": max(0, room.cache)}
-    found["besides"] = room.taken - sum(found.values())
-    return ", ".join(f"{size / GB:.1f} GB {name}" for name, size in found.items() if size)
+def _parts(memory: ServedMemory, cache: int, taken: int) -> dict[str, int]:
+    found = {"weights": memory.weights, "adapters": memory.adapters, "cache": cache}
+    return found | {"besides": taken - sum(found.values())}
+
+
+def _amounts(parts: dict[str, int]) -> str:
+    return ", ".join(f"{size / GB:.1f} GB {name}" for name, size in parts.items() if size)
 
 
 def suggestions(found: Found, gpus: int, gpu: Gpu) -> Iterator[str]:

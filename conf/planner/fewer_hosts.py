@@ -1,6 +1,6 @@
 """Answers of the planner that a gang needs: a run on fewer hosts, and keys that need less memory.
 
-    fits = fewer_hosts(run)         fits(run, nodes) -> Run | None, for a run that has lost hosts
+    fits = fewer_hosts(run)         fits(nodes) -> Run | None, for a run that has lost hosts
     less_memory(run) -> str         keys to try after a training ran out of memory
 
 Everything about fewer hosts is computed in advance, so a failed attempt only looks it up.
@@ -26,18 +26,18 @@ def all_hosts(run: Run) -> Run:
     return run
 
 
-def fewer_hosts(run: Run, trains: Callable[[Run], Run] = all_hosts) -> Callable[[Run, int], Run | None]:
-    """Return fits(run, nodes): the same run on fewer hosts, or None if it must not or cannot train there.
+def fewer_hosts(run: Run, trains: Callable[[Run], Run] = all_hosts) -> Callable[[int], Run | None]:
+    """Return fits(nodes): the same run on fewer hosts, or None if it must not or cannot train there.
 
     gang.min_nodes is the smallest number of hosts that train; without it the run never shrinks. `trains` returns the
     training on the hosts of a run, if other hosts do something else. Memory counts if hardware.gate is stop and the
     model is known.
     """
-    smaller: dict[int, Run | None] = {}
-    if run.gang.min_nodes is not None:
-        facts, gpu = _limits(run)
-        smaller = {nodes: shrunk(run, nodes, facts, gpu, trains) for nodes in range(1, run.layout.nodes)}
-    return lambda run, nodes: smaller.get(nodes)
+    if run.gang.min_nodes is None:
+        return lambda nodes: None
+    facts, gpu = _limits(run)
+    smaller = {nodes: shrunk(run, nodes, facts, gpu, trains) for nodes in range(1, run.layout.nodes)}
+    return smaller.get
 
 
 def shrunk(
@@ -48,7 +48,7 @@ def shrunk(
     trains: Callable[[Run], Run] = all_hosts,
 ) -> Run | None:
     """The run on fewer hosts: all degrees stay, dp and edp shrink. None if that is illegal or does not fit on `gpu`."""
-    smaller = run.model_copy(update={"layout": run.layout.model_copy(update={"nodes": nodes})})
+    smaller = run.changed(layout={"nodes": nodes})
     training = trains(smaller)
     if training.layout.nodes < (run.gang.min_nodes or 1) or problems(training, facts):
         return None

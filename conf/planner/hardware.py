@@ -4,6 +4,8 @@
     read("h200"), read("my-gpu.yaml")
     by_device("NVIDIA H200")              the kind that a driver says
 
+conf/tables/gpus.yaml has the kinds.
+
 cpu is this host: its memory, shared by all processes that the layout starts on it, with no CUDA and no NCCL. Its rates
 are a guess that ranks layouts of tiny models. The time of a step is predicted from a product that is measured.
 
@@ -19,6 +21,8 @@ are a guess that ranks layouts of tiny models. The time of a step is predicted f
     price: 1.2        # USD per GPU and hour; may be left out
     capability: 8.9   # CUDA's compute capability: which FP8 there is; left out, 9.0 where fp8 is given
     bus: 25           # GB/s per GPU and direction to the host's memory; left out, 55 (PCIe 5)
+    host: 51          # GB/s of the host's memory, a GPU's share; left out, 75
+    domain: 72        # GPUs that NVLink joins, if more than those of a host
 
 Not covered: power limits and clocks of one machine, hosts whose GPUs differ, topologies of the network.
 """
@@ -31,16 +35,16 @@ from difflib import get_close_matches
 from functools import cache
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
+from conf import strict_yaml
 from conf.error_lines import line
 from conf.rules.precision import CAPABLE, beyond_a_cpu
 from conf.schema.run import Run
 from conf.schema.sections import Degree, Strict
-from conf.strict_yaml import parse, read_text
 from contract.faults import ConfigError
 
 GIB = 2**30
@@ -82,48 +86,7 @@ class Gpu:
         return self.capability < 10 or 12 <= self.capability < 13
 
 
-# TFLOPS are dense: half of the figure that data sheets star "with sparsity". fp32 is without tensor cores, as PyTorch
-# computes by default. link is half of NVLink's advertised figure, which counts both directions. Memory is what
-# torch.cuda.get_device_properties().total_memory gives. network is one 400 Gb/s adapter per GPU (A100: 200), as in the
-# DGX and HGX reference designs.
-# The rest is of a DGX or HGX: PCIe 4 or 5, and all channels of both sockets' memory, an eighth of it.
-# price is about what renting one cost by the hour, without commitment, in 2026; offers differ by a factor of two.
-A100: dict[str, Any] = {"capability": 8.0, "bus": 25 * GB, "host": 51 * GB, "price": 1.8}
-B200: dict[str, Any] = {"capability": 10.0, "host": 90 * GB, "price": 5.5}
-# Two GPUs share a Grace: its NVLink-C2C of 450 GB/s a direction, and its memory of 512 GB/s.
-GRACE: dict[str, Any] = {"domain": 72, "capability": 10.0, "bus": 200 * GB, "host": 256 * GB, "price": 7.0}
-# Cards without NVLink: PCIe 4 between them, and 100 Gb/s for 8 of them to other hosts.
-CARD: dict[str, Any] = {"link": 25 * GB, "network": 1.5 * GB, "per_host": 8, "bus": 25 * GB, "host": 40 * GB}
-AMPERE: dict[str, Any] = CARD | {"capability": 8.6}
-ADA: dict[str, Any] = CARD | {"capability": 8.9}
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        # NVIDIA A100 80GB SXM data sheet (2021); NVLink 600 GB/s; no FP8
-        Gpu("a100", int(79.1 * GIB), {"fp32": 19.5, "bf16": 312}, 2039 * GB, 300 * GB, 25 * GB, 8, **A100),
-        # NVIDIA H100 SXM5 data sheet (2023): 1979 and 3958 with sparsity; NVLink 900 GB/s
-        Gpu("h100", int(79.1 * GIB), {"fp32": 67, "bf16": 989.5, "fp8": 1979}, 3350 * GB, 450 * GB, 50 * GB, 8, 2.8),
-        # NVIDIA H200 SXM data sheet (2024): H100's compute, 141 GB of HBM3e
-        Gpu("h200", int(139.8 * GIB), {"fp32": 67, "bf16": 989.5, "fp8": 1979}, 4800 * GB, 450 * GB, 50 * GB, 8, 3.5),
-        # NVIDIA HGX B200 data sheet (2025), per GPU: 4.5 and 9 PFLOPS with sparsity; 180 GB; NVLink 1.8 TB/s
-        Gpu("b200", int(178.3 * GIB), {"fp32": 75, "bf16": 2250, "fp8": 4500}, 7700 * GB, 900 * GB, 50 * GB, 8, **B200),
-        # NVIDIA GB200 NVL72 data sheet (2025), a 72nd of it: 186 GB; 4 GPUs to a host, 72 on one NVLink
-        Gpu("gb200", int(184 * GIB), {"fp32": 80, "bf16": 2500, "fp8": 5000}, 8000 * GB, 900 * GB, 50 * GB, 4, **GRACE),
-        # NVIDIA L4 data sheet (2023): 242 and 485 with sparsity
-        Gpu("l4", int(22 * GIB), {"fp32": 30.3, "bf16": 121, "fp8": 242.5}, 300 * GB, price=0.8, **ADA),
-        # NVIDIA A10 data sheet (2021): 250 with sparsity; no FP8
-        Gpu("a10", int(22 * GIB), {"fp32": 31.2, "bf16": 125}, 600 * GB, price=0.9, **AMPERE),
-        # NVIDIA Ada architecture white paper (2022), GeForce RTX 4090: with sums in fp32
-        Gpu("rtx4090", int(23.6 * GIB), {"fp32": 82.6, "bf16": 165.2, "fp8": 330.3}, 1008 * GB, price=0.6, **ADA),
-        # NVIDIA RTX A6000 data sheet (2020): 310 with sparsity; no FP8
-        Gpu("a6000", int(47.5 * GIB), {"fp32": 38.7, "bf16": 154.8}, 768 * GB, price=0.8, **AMPERE),
-        # NVIDIA L40S data sheet (2023): 733 and 1466 with sparsity
-        Gpu("l40s", int(44.4 * GIB), {"fp32": 91.6, "bf16": 362, "fp8": 733}, 864 * GB, price=1.3, **ADA),
-    )
-}
-
 CPU = Gpu("cpu", 0, {"fp32": 0.1, "bf16": 0.1}, 20 * GB, 5 * GB, 1 * GB, 1, cuda=False, capability=0)
-NAMES = (*GPUS, CPU.name)
 PRODUCTS = 0.3  # seconds in which this CPU is measured
 LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # of a container
 
@@ -151,6 +114,8 @@ class OwnGpu(Strict):
     price: Annotated[float, Field(ge=0, le=10**6)] | None = None
     capability: Figure | None = None
     bus: Figure = 55
+    host: Figure = 75
+    domain: Annotated[int, Field(ge=0, le=10**6)] = 0
 
     def gpu(self) -> Gpu:
         fp32 = self.fp32 or self.bf16 / 16  # the ratio on A100 and H100
@@ -165,7 +130,13 @@ class OwnGpu(Strict):
             price=self.price,
             capability=self.capability or (9.0 if self.fp8 else 8.0),
             bus=self.bus * GB,
+            host=self.host * GB,
+            domain=self.domain,
         )
+
+
+GPUS = {kind["name"]: OwnGpu.model_validate(kind).gpu() for kind in strict_yaml.table("gpus")}
+NAMES = (*GPUS, CPU.name)
 
 
 @cache
@@ -206,7 +177,7 @@ def read(wanted: str, place: str = "gpu") -> Gpu:
         return replace(CPU, memory=_host_memory())
     if not wanted.endswith((".yaml", ".yml")):
         raise ConfigError(f"{place}: {wanted!r} is none of {', '.join(NAMES)}, and no .yaml file of your own")
-    given, wrong = parse(read_text(Path(wanted), wanted), wanted)
+    given, wrong = strict_yaml.parse(strict_yaml.read_text(Path(wanted), wanted), wanted)
     if wrong:
         raise ConfigError(*wrong)
     if not isinstance(given, dict):

@@ -19,7 +19,7 @@ from conf.planner.hardware import GIB, Gpu
 from conf.planner.parameters import Stage
 from conf.planner.states import byte, state_bytes
 from conf.rules import packed_base
-from conf.rules.layout import Grid, grid
+from conf.rules.layout import grid
 from conf.schema.run import Layout, Run
 
 # Not torch's to see, and read off an H200 (benchmarks/gpu/calibrate.py): CUDA's context with the code of cuBLAS,
@@ -41,6 +41,9 @@ SHARED_BUFFERS = 16  # of a layer's input each, of tensor-parallel ranks with tr
 FRAGMENTS, EVEN = 0.08, 0.03
 FROZEN_PRODUCT = 9  # compute capability of the GPUs on which the experts of a layer are laid in one block
 DRY = 0.02  # of all a GPU has: below it the allocator empties its cache again and again
+
+
+Costs = dict[str, tuple[int, dict[str, int]]]  # of a kind of layer: bytes that it keeps, and those that it works with
 
 
 @dataclass(frozen=True)
@@ -95,67 +98,51 @@ class Holding:
     matrices: int  # that these lie in
 
 
-def memory(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any] | None = None) -> list[StageMemory]:
-    """Memory of each pipeline stage of a legal layout.
-
-    `memo` keeps values that plans of this run at other layouts share.
-    """
-    memo = {} if memo is None else memo
-    cut, costs = grid(run.layout, run.train), _costs(run, facts, memo)
-    return [_rank(run, facts, gpu, cut, holding, costs) for holding in holdings(run, facts, memo)]
+def memory(run: Run, facts: ModelFacts, gpu: Gpu) -> list[StageMemory]:
+    """Memory of each pipeline stage of a legal layout."""
+    costs = _costs(run, facts, {})
+    return [_rank(run, facts, gpu, holding, costs) for holding in holdings(run, facts, {})]
 
 
 def asking(run: Run, facts: ModelFacts, gpu: Gpu) -> list[StageMemory]:
     """Memory of each pipeline stage while a reference is asked: forward passes, without gradients or an optimizer."""
-    bare = run.model_copy(update={"train": run.train.model_copy(update={"recompute": "none"})})
+    bare = run.changed(train={"recompute": "none"})
     cut, works, found = grid(run.layout, run.train), {}, []
     for kind in activations.kinds(facts):  # the gradients of a backward pass are as large as what a forward pass makes
         works[kind] = {"logits": 0, **activations.working(bare, facts, kind, 0)}
     for holding in holdings(run, facts, {}):
-        weights, copies = states.weights(run, gpu, holding.parameters, holding.quantized, holding.matrices)
         moments = [works[kind] for kind in holding.layers]
         if holding.output:
             moments.append(activations.at_loss(run, facts))
         loading = states.passing(run, cut, 0, 0, holding.quantized)
         moments.append({"logits": 0, "dispatch": 0, "working": loading})
         peak, kept = max(moments, key=lambda moment: sum(moment.values())), holding.output * activations.said(run)
-        found.append(
-            StageMemory(
-                rank=holding.rank,
-                weights=weights,
-                gradients=0,
-                optimizer=0,
-                adapters=holding.adapters * states.byte(run.train),
-                copies=copies,
-                activations=kept,
-                **peak,
-                margin=int((kept + sum(peak.values())) * _fragments(run, facts)),
-                **_besides(run, facts, gpu),
-            )
-        )
+        margin = int((kept + sum(peak.values())) * _fragments(run, facts))
+        found.append(_stage(run, facts, gpu, holding, activations=kept, margin=margin, **peak))
     return found
 
 
 def fullest(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> StageMemory:
     """The pipeline stage that takes the most memory.
 
-    Only the first of the ranks that hold the same is computed, as it has most microbatches in flight.
+    Only the first of the ranks that hold the same is computed, as it has most microbatches in flight. `memo` keeps
+    values that this run at other layouts shares.
     """
-    cut, costs = grid(run.layout, run.train), _costs(run, facts, memo)
+    costs = _costs(run, facts, memo)
     first: dict[Any, Holding] = {}
     for holding in holdings(run, facts, memo):
         kind = (holding.parameters, holding.trained, holding.quantized, holding.output, *holding.layers.items())
         first.setdefault(kind, holding)
-    found = [_rank(run, facts, gpu, cut, holding, costs) for holding in first.values()]
+    found = [_rank(run, facts, gpu, holding, costs) for holding in first.values()]
     return max(found, key=lambda stage: stage.total)
 
 
 def lasting(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> int:
     """Bytes of weights, gradients and optimizer on the fullest rank. They lie there at all times."""
-    cut, byte = grid(run.layout, run.train), states.byte(run.train)
+    cut = grid(run.layout, run.train)
     return max(
         sum(states.weights(run, gpu, one.parameters, one.quantized, one.matrices))
-        + one.adapters * byte
+        + one.adapters * byte(run.train)
         + sum(state_bytes(run, cut, *one.trained))
         for one in holdings(run, facts, memo)
     )
@@ -193,18 +180,16 @@ def _holding(run: Run, facts: ModelFacts, rank: int, stages: list[Stage]) -> Hol
     return Holding(rank, layers, output, base, adapters, (dense, expert), *low)
 
 
-def _costs(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> dict[str, tuple[int, dict[str, int]]]:
+def _costs(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> Costs:
     """Bytes that each kind of layer keeps, and those that it works with. The loss works with the logits."""
     layout, train = run.layout, run.train
     key = ("costs", layout.tp, layout.cp, layout.ep, layout.etp, layout.sp, train.micro_batch, train.recompute)
     if key not in memo:
         whole = {kind: sum(activations.parts(run, facts, kind).values()) for kind in activations.kinds(facts)}
-        memo[key] = {
-            kind: (activations.kept(run, facts, kind, size), activations.working(run, facts, kind, size))
-            for kind, size in whole.items()
-        }
-        memo[key] |= {"loss": (0, activations.at_loss(run, facts))}
-        memo[key] |= {f"whole {kind}": (size, {}) for kind, size in whole.items()}
+        memo[key] = {"loss": (0, activations.at_loss(run, facts))}
+        for kind, size in whole.items():
+            kept, works = activations.kept(run, facts, kind, size), activations.working(run, facts, kind, size)
+            memo[key] |= {kind: (kept, works), f"whole {kind}": (size, {})}
     return memo[key]
 
 
@@ -217,11 +202,9 @@ def in_flight(layout: Layout, microbatches: int, rank: int) -> float:
     return min(chunks, microbatches * layout.vpp) / layout.vpp
 
 
-def _rank(
-    run: Run, facts: ModelFacts, gpu: Gpu, cut: Grid, holding: Holding, costs: dict[str, tuple[int, dict[str, int]]]
-) -> StageMemory:
+def _rank(run: Run, facts: ModelFacts, gpu: Gpu, holding: Holding, costs: Costs) -> StageMemory:
+    cut = grid(run.layout, run.train)
     gradients, optimizer = state_bytes(run, cut, *holding.trained)
-    weights, copies = states.weights(run, gpu, holding.parameters, holding.quantized, holding.matrices)
     blocks = dict(holding.layers)
     if run.train.recompute == "full" and run.train.recompute_first is not None:
         blocks = _first_blocks(holding.layers, run.train.recompute_first * (run.layout.vpp or 1))
@@ -246,33 +229,33 @@ def _rank(
         passing = max(passing, states.saving(run, cut, *holding.trained))
     moments += [{"logits": 0, "dispatch": 0, "working": passing - kept, "margin": int(passing * EVEN)}]
     peak = max(moments, key=lambda moment: sum(moment.values()))
-    return StageMemory(
-        rank=holding.rank,
-        weights=weights,
-        gradients=gradients,
-        optimizer=optimizer,
-        adapters=holding.adapters * states.byte(run.train),
-        copies=copies,
-        activations=kept,
-        **peak,
-        **_besides(run, facts, gpu),
-    )
+    return _stage(run, facts, gpu, holding, gradients=gradients, optimizer=optimizer, activations=kept, **peak)
 
 
 def _fragments(run: Run, facts: ModelFacts) -> float:
     return FRAGMENTS if facts.experts or run.adapter.kind == "none" else EVEN
 
 
-def _besides(run: Run, facts: ModelFacts, gpu: Gpu) -> dict[str, int]:
-    """Memory besides that of the model."""
+def _stage(
+    run: Run, facts: ModelFacts, gpu: Gpu, holding: Holding, gradients: int = 0, optimizer: int = 0, **moment: int
+) -> StageMemory:
+    """Memory at this moment, with what lies there at all times."""
+    weights, copies = states.weights(run, gpu, holding.parameters, holding.quantized, holding.matrices)
     input_bytes = int(activations.tokens(run, facts).whole) * facts.hidden * byte(run.train)
     shared = SHARED_BUFFERS * input_bytes if run.train.overlap_tp else 0
     groups = _groups(run, facts) * (NCCL_GROUP if run.world > 1 else NCCL_ALONE)
-    return {
-        "buffers": WORKSPACE + groups + shared if gpu.cuda else 0,
-        "context": CONTEXT if gpu.cuda else PROCESS,
-        "capacity": gpu.memory,
-    }
+    return StageMemory(
+        rank=holding.rank,
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        adapters=holding.adapters * byte(run.train),
+        copies=copies,
+        buffers=WORKSPACE + groups + shared if gpu.cuda else 0,
+        context=CONTEXT if gpu.cuda else PROCESS,
+        capacity=gpu.memory,
+        **moment,
+    )
 
 
 def _first_blocks(layers: dict[str, int], first: int) -> dict[str, int]:
@@ -336,9 +319,8 @@ def _empty_gradients(run: Run, facts: ModelFacts, holding: Holding) -> int:
     sizes = {_output_weights(run, facts)} if holding.output else set()
     for kind in holding.layers:
         base = facts.kinds[-1] if kind == "mtp" else kind
-        sizes |= {
-            one.into * one.out // (1 if one.cut == "whole" else layout.tp) for one in parameters.linears(facts, base)
-        }
+        for one in parameters.linears(facts, base):
+            sizes.add(one.into * one.out // (1 if one.cut == "whole" else layout.tp))
         if base == "moe":
             matrix = facts.hidden * facts.expert_ffn // layout.etp
             sizes |= {matrix, matrix * gate}
@@ -353,20 +335,17 @@ def _largest_gradient(run: Run, facts: ModelFacts, holding: Holding) -> int:
     layout, gate = run.layout, 2 if facts.gated else 1
     sizes = [facts.hidden * facts.ffn * gate // layout.tp]
     packed = packed_base.format_of(run) is not None
-    if (
-        facts.experts
-        and not (packed and "experts" not in packed_base.parts(run))
-        and holding.layers.keys() & {"moe", "mtp"}
-    ):
+    routed = facts.experts and holding.layers.keys() & {"moe", "mtp"}
+    if routed and (not packed or "experts" in packed_base.parts(run)):
         # one product computes the gradients of all experts of a rank
         sizes.append(facts.experts // layout.ep * facts.hidden * facts.expert_ffn * gate // layout.etp)
     if packed:
-        return max(sizes) * states.byte(run.train)
+        return max(sizes) * byte(run.train)
     return _trained_bytes(run, max(sizes))
 
 
 def _trained_bytes(run: Run, weights: int) -> int:
-    return weights * states.byte(run.train) if run.adapter.kind == "none" else 0
+    return weights * byte(run.train) if run.adapter.kind == "none" else 0
 
 
 def _groups(run: Run, facts: ModelFacts) -> int:

@@ -19,7 +19,7 @@ Not covered: routers' expert biases, which are buffers in Megatron; total() coun
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from conf import families
@@ -31,20 +31,10 @@ from conf.rules.model import ROW_PARALLEL, WHOLE
 from conf.schema.run import Run
 from conf.schema.sections import Adapter
 
-KINDS = (
-    "embedding",
-    "output",
-    "attention",
-    "mlp",
-    "router",
-    "experts",
-    "shared_experts",
-    "norms",
-    "mtp",  # what such a layer has besides an ordinary one, which counts with its kinds
-    "adapters_dense",
-    "adapters_experts",
-)
 MLPS = ("mlp", "shared_experts")  # kinds that every rank of tp has a part of
+# An mtp layer counts with the kinds of an ordinary one, and "mtp" has all that it has besides.
+KINDS = ("embedding", "output", "attention", *MLPS, "router", "experts", "norms", "mtp")
+ADAPTERS = ("adapters_dense", "adapters_experts")
 
 
 @dataclass(frozen=True)
@@ -54,6 +44,7 @@ class Stage:
     embedding: bool  # holds one: the first stage, and the last if it has MTP layers
     output: bool  # computes the logits
     virtual: int = 0  # which of the rank's stages
+    first: int = field(default=0, compare=False)  # its first layer: stages that hold the same are equal
 
 
 @dataclass(frozen=True)
@@ -82,14 +73,14 @@ def stages(run: Run, facts: ModelFacts) -> list[Stage]:
             count = counts[rank] // vpp
             last = (rank, virtual) == (layout.pp - 1, vpp - 1)
             kinds = facts.kinds[layer : layer + count] + (("mtp",) * mtp if last else ())
+            found.append(Stage(rank, kinds, rank == virtual == 0 or (last and mtp > 0), last, virtual, layer))
             layer += count
-            found.append(Stage(rank, kinds, rank == virtual == 0 or (last and mtp > 0), last, virtual))
     return sorted(found, key=lambda stage: (stage.rank, stage.virtual))
 
 
 def held(run: Run, facts: ModelFacts, stage: Stage) -> dict[str, int]:
     tp, norm = run.layout.tp, facts.hidden * (2 if facts.layernorm else 1)
-    found: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
+    found: Counter[str] = Counter(dict.fromkeys((*KINDS, *ADAPTERS), 0))
     vocabulary = facts.padded_vocab(tp) // tp * facts.hidden
     if stage.embedding:
         found["embedding"] += vocabulary + facts.positions * facts.hidden

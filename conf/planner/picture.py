@@ -15,7 +15,6 @@ from typing import Any
 
 from conf.planner import parameters
 from conf.planner.verdict import Plan
-from conf.rules.layout import shares
 from conf.schema.run import Run
 from conf.schema.sections import Layout
 
@@ -55,7 +54,7 @@ def lines(plan: Plan) -> Iterator[str]:
         first, last = stage["gpus"]
         besides = "".join(f", {name}" for name in ("embedding", "mtp", "output") if stage[name])
         mark = "  * fullest" if stage["rank"] == fullest else ""
-        yield f"  stage {stage['rank']:<3} GPU {_span(first, last):<11} layers {_spans(stage['layers'])}{besides}{mark}"
+        yield f"  stage {stage['rank']:<3} GPU {span(first, last):<11} layers {_spans(stage['layers'])}{besides}{mark}"
     found = blocks(run, facts.experts)
     for block in found[:BLOCKS]:
         yield _title(block, plan)
@@ -69,12 +68,10 @@ def lines(plan: Plan) -> Iterator[str]:
 
 def stages(plan: Plan) -> list[dict[str, Any]]:
     """Pipeline ranks in order: the GPUs, the runs of layers and the other parts of each."""
-    run, each = plan.run, _per_stage(plan.run.layout)
-    starts = _starts(run.layout, plan.facts.layers)
-    found = []
-    for rank, mine in groupby(parameters.stages(run, plan.facts), key=lambda stage: stage.rank):
+    each, found = _per_stage(plan.run.layout), []
+    for rank, mine in groupby(parameters.stages(plan.run, plan.facts), key=lambda stage: stage.rank):
         mine = list(mine)
-        held = [(starts[stage.virtual, rank], sum(kind != "mtp" for kind in stage.layers)) for stage in mine]
+        held = [(stage.first, sum(kind != "mtp" for kind in stage.layers)) for stage in mine]
         kinds = [kind for stage in mine for kind in stage.layers]
         found.append(
             {
@@ -130,24 +127,12 @@ def _per_stage(layout: Layout) -> int:
     return layout.world // layout.pp
 
 
-def _starts(layout: Layout, layers: int) -> dict[tuple[int, int], int]:
-    """The first layer of each virtual stage of each pipeline rank."""
-    counts, vpp, layer = shares(layout, layers), layout.vpp or 1, 0
-    found = {}
-    for virtual in range(vpp):
-        for rank, count in enumerate(counts):
-            found[virtual, rank] = layer
-            layer += count // vpp
-    return found
-
-
 def _title(block: Block, plan: Plan) -> str:
     per_host, each = plan.run.layout.gpus_per_node, _per_stage(plan.run.layout)
     on = sorted({(host * per_host + place) // each for host in block.hosts for place in range(per_host)})
-    name = "host" if len(block.hosts) == 1 else "hosts"
     mark = "  * fullest" if plan.fullest.rank in on else ""
-    which = f"stage{'s' * (len(on) > 1)} {_runs(on)}"
-    return f"  {name} {_runs(list(block.hosts))}: {which}{mark}"
+    hosts = f"host{'s' * (len(block.hosts) > 1)} {_runs(list(block.hosts))}"
+    return f"  {hosts}: stage{'s' * (len(on) > 1)} {_runs(on)}{mark}"
 
 
 def _rows(block: Block, plan: Plan) -> Iterator[tuple[str, list[str], str]]:
@@ -157,17 +142,14 @@ def _rows(block: Block, plan: Plan) -> Iterator[tuple[str, list[str], str]]:
     if len({share.stage for share in held}) > 1:
         first = block.hosts[0] * layout.gpus_per_node // _per_stage(plan.run.layout)
         numbers = [first + share.stage for share in held]
-        yield "stage", [f"{n}{'*' if n == plan.fullest.rank else ''}" for n in numbers], _alike(block)
+        alike = f"of host {block.hosts[0]}, and so on" if len(block.hosts) > 1 else ""
+        yield "stage", [f"{n}{'*' if n == plan.fullest.rank else ''}" for n in numbers], alike
     if layout.tp > 1:
         yield "tp", [f"{share.tp}/{layout.tp}" for share in held], "part of each layer"
     if experts:
-        yield "experts", [_span(*share.experts) for share in held], f"of {experts}"
+        yield "experts", [span(*share.experts) for share in held], f"of {experts}"
     if layout.etp > 1:
         yield "etp", [f"{share.etp}/{layout.etp}" for share in held], "part of each expert"
-
-
-def _alike(block: Block) -> str:
-    return f"of host {block.hosts[0]}, and so on" if len(block.hosts) > 1 else ""
 
 
 def _runs(numbers: list[int]) -> str:
@@ -182,9 +164,9 @@ def _runs(numbers: list[int]) -> str:
 
 
 def _spans(spans: list[list[int]], most: int = 6) -> str:
-    shown = ", ".join(_span(first, last) for first, last in spans[:most])
+    shown = ", ".join(span(first, last) for first, last in spans[:most])
     return shown + (f", ... ({len(spans)} in all)" if len(spans) > most else "")
 
 
-def _span(first: int, last: int) -> str:
+def span(first: int, last: int) -> str:
     return "none" if last < first else str(first) if first == last else f"{first}-{last}"

@@ -20,7 +20,6 @@ from conf.planner.memory import Holding
 from conf.planner.states import byte
 from conf.rules import packed_base
 from conf.schema.run import Run
-from conf.schema.sections import Adapter
 from conf.schema.training import Optimizer, Train
 
 # Share of TFLOPS in one large product. Bare ones get 0.68 to 0.79 at 8192 tokens in bf16 and 0.72 in FP8, less with
@@ -49,12 +48,7 @@ SORTED_ONCE = 0.2  # of permuting's bytes, if one rank has all experts, which ar
 UNPACK = {"fp8": 0.75, "int4": 0.74, "nvfp4": 0.71, "mxfp4": 0.73}
 QUANTIZE = {"current": 0.47, "delayed": 0.6, "blockwise": 0.58, "mxfp8": 0.58}  # current reads twice, to find the scale
 KERNEL = 4e-6  # that a product, of however many experts, or a kernel of quantizing takes more, to start and to end
-KERNELS = {
-    "current": 3,
-    "delayed": 1,
-    "blockwise": 1,
-    "mxfp8": 1,
-}  # to quantize: the largest number, the scale, the copy
+KERNELS = {"current": 3, "delayed": 1, "blockwise": 1, "mxfp8": 1}  # to quantize: the largest, the scale, the copy
 LOSS = 10  # bytes per logit in 2 bytes: read twice and written, and once more for the way back
 
 # Seconds of the host for one layer, forward and backward, of a rank that has its host to itself.
@@ -88,11 +82,7 @@ ADDED = 0.58  # a product adds its gradient to the fp32 sum, which it reads and 
 HOST = 0.8  # of the host's bytes/s, by torch's fused AdamW
 
 
-PACKED = {
-    "attention": "attention",
-    "latent": "attention",
-    "experts": "experts",
-}  # what model.pack calls them; else dense
+PACKED = {"attention": "attention", "latent": "attention", "experts": "experts"}  # by model.pack's names; else dense
 MATRICES = ("attention", "latent", "mlp", "experts", "shared experts", "mtp")  # products with layers' own weights
 
 
@@ -206,16 +196,13 @@ def starting(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Host:
         once, trained, frozen = EXPERT["packed" if unpacked else run.train.fp8 or "bf16"]
         if is_one_product(run, gpu):
             once = frozen = 0.0
-        each = not full and run.adapter.experts == "each" and _adapts_experts(run.adapter)
+        adapts_experts = not {"linear_fc1", "linear_fc2"}.isdisjoint(run.adapter.names)
+        each = not full and run.adapter.experts == "each" and adapts_experts
         alone = (EACH_AT_ONCE if at_once else EACH) if each else 0.0
         local = facts.experts // run.layout.ep
         experts = local * (once + alone)
         found = [found[0] + experts, found[1] + local * ((trained if full else frozen) + alone)]
     return Host(found[0] * crowd + calls * CALL, found[1] * crowd + back * CALL, experts * crowd)
-
-
-def _adapts_experts(adapter: Adapter) -> bool:
-    return bool({"linear_fc1", "linear_fc2"} & {*adapter.names})
 
 
 def updating(optimizer: Optimizer, gpu: Gpu, here: float, away: float, held: float, microbatches: int) -> float:

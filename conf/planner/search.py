@@ -31,6 +31,8 @@ from conf.rules.layout import problems
 from conf.schema.run import Layout, Optimizer, Run, Train
 from contract.faults import ConfigError
 
+Memo = dict[Any, Any]  # values that the layouts of one search share
+
 TIGHT = 0.1  # what plans and measured runs have differed by
 FEWEST_TOKENS = 1024
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -85,12 +87,13 @@ def search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Found:
     reasons: Counter[str] = Counter()
     if unable := unsupported(run, gpu):
         return Found([], None, Counter(f"illegal: {line}" for line in unable))
-    memo: dict[Any, Any] = {}
+    memo: Memo = {}
     fitting: list[Candidate] = []
     closest: Candidate | None = None
     offloads = _offloads(run, gpu)
+    smallest = run.changed(train={**_recompute("full"), "micro_batch": 1})
     for layout in _layouts(run, facts, gpu, gpus, reasons):
-        bare = run.model_copy(update={"layout": layout, "train": _smallest(run.train)})
+        bare = smallest.model_copy(update={"layout": layout})
         if (excess := lasting(_offloaded(bare, offloads[-1]), facts, gpu, memo) - gpu.memory) > 0:
             reasons["does not fit: weights, gradients and optimizer alone are more than a GPU has"] += 1
             if closest is None or excess < closest.over:
@@ -117,18 +120,17 @@ def search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Found:
 def fastest(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, below: float = inf) -> Candidate | None:
     """The fastest layout that leaves room and takes less than `below` seconds a step, or None."""
     _check(gpu, gpus)
-    memo: dict[Any, Any] = {}
+    memo: Memo = {}
     reasons: Counter[str] = Counter()
-    offloads, tried = _offloads(run, gpu), list[tuple[float, int, Run]]()
+    offloads, tried = _offloads(run, gpu), list[tuple[float, Run]]()
     for layout in _layouts(run, facts, gpu, gpus, reasons) if not unsupported(run, gpu) else ():
-        bare = run.model_copy(update={"layout": layout})
         for train in _trains(run, facts, layout, reasons, memo):
-            one = bare.model_copy(update={"train": train})
+            one = run.model_copy(update={"layout": layout, "train": train})
             if (seconds := least(one, facts, gpu, memo)) < below:
-                tried.append((seconds, len(tried), one))
+                tried.append((seconds, one))
     best: Candidate | None = None
     roomy: dict[Layout, bool] = {}  # whether a GPU holds what lies there at all times
-    for seconds, _, one in sorted(tried, key=lambda found: found[:2]):
+    for seconds, one in sorted(tried, key=lambda pair: pair[0]):
         if seconds >= below:
             break
         if one.layout not in roomy:
@@ -150,9 +152,7 @@ def _check(gpu: Gpu, gpus: int) -> None:
         raise ConfigError(f"gpus: {gpus} is neither up to {gpu.per_host}, one {gpu.name} host, nor a multiple of it")
 
 
-def _least(
-    run: Run, facts: ModelFacts, gpu: Gpu, offloads: list[float], memo: dict[Any, Any]
-) -> tuple[Run, StageMemory]:
+def _least(run: Run, facts: ModelFacts, gpu: Gpu, offloads: list[float], memo: Memo) -> tuple[Run, StageMemory]:
     """The run with the smallest share on the host that lets it fit; the unchanged run if no share does."""
     stage = fullest(run, facts, gpu, memo)
     kept = 1 - run.optimizer.offload
@@ -173,15 +173,11 @@ def _offloads(run: Run, gpu: Gpu) -> list[float]:
 
 
 def _offloaded(run: Run, share: float) -> Run:
-    return run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"offload": share})})
+    return run.changed(optimizer={"offload": share})
 
 
 def _candidate(run: Run, stage: StageMemory) -> Candidate:
     return Candidate(run.layout, run.train, inf, stage.total, stage.rank, stage.over, run.optimizer)
-
-
-def _smallest(train: Train) -> Train:
-    return train.model_copy(update={**_recompute("full"), "micro_batch": 1})
 
 
 def _recompute(kind: str, modules: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -191,15 +187,14 @@ def _recompute(kind: str, modules: tuple[str, ...] = ()) -> dict[str, Any]:
 
 def _lack(one: Candidate) -> str:
     """The reason why a layout does not fit. It is coarse: thousands of layouts give a few reasons."""
-    for limit in (10, 100):
-        if one.over < limit * GB:
-            return f"does not fit by up to {limit} GB on stage {one.stage}"
-    return f"does not fit by more than 100 GB on stage {one.stage}"
+    lack = "up to 10" if one.over < 10 * GB else "up to 100" if one.over < 100 * GB else "more than 100"
+    return f"does not fit by {lack} GB on stage {one.stage}"
 
 
 def _layouts(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, reasons: Counter[str]) -> Iterator[Layout]:
     per_host = min(gpus, gpu.per_host)
     whole = Layout(nodes=gpus // per_host, gpus_per_node=per_host)
+    plain = run.changed(train={**_recompute("none"), "micro_batch": 1})
     degrees = {key: list(_degrees(run, facts, gpu, whole, key, reasons)) for key in ("tp", "cp", "pp", "ep", "etp")}
     for tp, cp, pp in product(degrees["tp"], degrees["cp"], degrees["pp"]):
         if gpus % (tp * cp * pp):
@@ -216,11 +211,7 @@ def _layouts(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, reasons: Counter[
                 continue
             update = {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp, "vpp": vpp, "sp": tp > 1}
             layout = whole.model_copy(update={**update, "last_stage_layers": _last(facts, pp)})
-            one = run.train.model_copy(
-                update={"micro_batch": 1, "recompute": "none", "recompute_modules": (), "recompute_first": None}
-            )
-            broken = problems(run.model_copy(update={"layout": layout, "train": one}), facts, suggest=False)
-            if broken:
+            if broken := problems(plain.model_copy(update={"layout": layout}), facts, suggest=False):
                 reasons[f"illegal: {broken[0]}"] += 1
             else:
                 yield layout
@@ -253,9 +244,7 @@ def _last(facts: ModelFacts, pp: int) -> int | None:
     return last if last > 0 else None
 
 
-def _trains(
-    run: Run, facts: ModelFacts, layout: Layout, reasons: Counter[str], memo: dict[Any, Any]
-) -> Iterator[Train]:
+def _trains(run: Run, facts: ModelFacts, layout: Layout, reasons: Counter[str], memo: Memo) -> Iterator[Train]:
     dp = layout.world // (layout.tp * layout.cp * layout.pp)
     modules = ["layernorm", *(["moe_act"] if run.moe.grouped_gemm else [])] if facts.experts else ["mlp"]
     modules += ["mla_up_proj"] if facts.kv_rank else []

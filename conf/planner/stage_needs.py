@@ -135,9 +135,7 @@ def _released(facts: ModelFacts) -> int:
 def on_one_host(run: Run) -> Run:
     """The run in a few processes of one host, which share the files of a model that takes several hosts' GPUs."""
     count = next(n for n in (4, 2, 1) if run.layout.ep % n == 0 and run.train.global_batch % n == 0)
-    layout = Layout(gpus_per_node=count, ep=count)
-    train = run.train.model_copy(update={"micro_batch": 1})
-    return run.model_copy(update={"layout": layout, "train": train})
+    return run.changed(layout=dict(Layout(gpus_per_node=count, ep=count)), train={"micro_batch": 1})
 
 
 def converted(run: Run, facts: ModelFacts) -> int:
@@ -183,7 +181,7 @@ def loadings(run: Run, facts: ModelFacts, gpu: Gpu) -> list[Loading]:
     released, whole = _released(facts), parameters.total(facts) * states.byte(run.train)
     found = []
     for to in ("torch_dist", "none", *(["packed"] if packed_base.format_of(run) else [])):
-        one = run.model_copy(update={"convert": run.convert.model_copy(update={"to": to})})
+        one = run.changed(convert={"to": to})
         need = _conversion(one, gpu, converted(one, facts), whole, released)
         assert need.seconds is not None
         loaded = released if to == "none" else need.disk
@@ -235,16 +233,14 @@ def _reinforcement(
 ) -> StageNeed:
     """Training on answers of vLLM's, on a GPU that both have in turn or on its own; the host has all at once."""
     need = _training(reinforcement.as_training(run), facts, stages, None, gpu)
-    need = replace(need, memory=need.memory + held(run) * run.layout.gpus_per_node)
     phases = rollout.seconds
     seconds = None if phases is None else BEGINNING + _load(run, facts) + run.reinforce.steps * phases.step
-    asked = run.reinforce
+    asked, share = run.reinforce, takes(run, "reinforce")
     engines = asked.engines * rollout.way.tp * (OF_VLLM if gpu.cuda else rollout.memory.weights + GIB + 2 * PROCESS)
-    memory = max(need.memory, engines) if asked.hosts else need.memory + engines
-    gpu_memory = max(rollout.trains, rollout.awake) if gpu.cuda else 0
-    found = replace(need, stage="reinforce", gpu_memory=gpu_memory, memory=memory, seconds=seconds)
-    share = takes(run, "reinforce")
-    return replace(found, hosts=share.hosts, gpus=(share.gpus or 0) if gpu.cuda else 0)
+    training = need.memory + held(run) * run.layout.gpus_per_node
+    memory = max(training, engines) if asked.hosts else training + engines
+    gpus, gpu_memory = ((share.gpus or 0), max(rollout.trains, rollout.awake)) if gpu.cuda else (0, 0)
+    return StageNeed("reinforce", share.hosts, gpus, gpu_memory, memory, need.disk, seconds)
 
 
 def _export(run: Run, facts: ModelFacts, merged: int) -> StageNeed:
@@ -252,7 +248,7 @@ def _export(run: Run, facts: ModelFacts, merged: int) -> StageNeed:
     here = on_one_host(run) if run.layout.nodes > 1 else run
     whole = merged if "merged" in formats else 0
     # PEFT's files have an adapter for each expert, also where all of a layer share one
-    each = run.model_copy(update={"adapter": run.adapter.model_copy(update={"experts": "each"})})
+    each = run.changed(adapter={"experts": "each"})
     written = whole + (_trained(each, facts) * states.byte(run.train) if "adapter" in formats else 0)
     seconds = START + written / min(EXPORT * here.world, READ / 2)
     return StageNeed("export", 1, 0, 0, 2 * FILE * here.world, written, seconds)
@@ -278,7 +274,7 @@ def _trained(run: Run, facts: ModelFacts) -> int:
     """Trained parameters of the whole model; each adapter once, however tp cuts it."""
     if run.adapter.kind == "none":
         return parameters.total(facts)
-    run = run.model_copy(update={"layout": run.layout.model_copy(update={"tp": 1, "sp": False, "etp": 1})})
+    run = run.changed(layout={"tp": 1, "sp": False, "etp": 1})
     found, experts_of = 0, 1 if run.adapter.experts == "shared" else run.layout.ep
     for stage in parameters.stages(run, facts):
         dense, expert = parameters.trainable(run, facts, stage)

@@ -29,7 +29,7 @@ from conf.planner.states import byte, shares
 from conf.planner.traffic import LATENCY, collectives, gathered, hop, uneven
 from conf.rules import objectives, schedule
 from conf.rules.layout import grid
-from conf.schema.run import Run
+from conf.schema.run import Layout, Run
 from conf.schema.training import Train
 
 # On a CPU a step took 2 times as long as its products for 0.5B parameters, and 3 times for 0.9M.
@@ -115,10 +115,7 @@ def least(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> float:
     """
     layout, train = run.layout, run.train
     if "floor" not in memo:
-        one = {"nodes": 1, "gpus_per_node": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "etp": 1, "sp": False, "vpp": None}
-        alone = run.model_copy(
-            update={"layout": layout.model_copy(update=one), "train": train.model_copy(update={"micro_batch": 1})}
-        )
+        alone = run.changed(layout=dict(Layout()), train={"micro_batch": 1})
         memo["floor"] = {kind: _computing(alone, facts, gpu, kind) for kind in kinds(facts)}
     again = 1 + recomputed(run, facts)
     key = ("least", layout.tp, layout.cp, layout.ep, layout.etp, train.micro_batch, again)
@@ -212,18 +209,8 @@ def asking(run: Run, facts: ModelFacts, gpu: Gpu, rows: int) -> float:
 
 def _layers(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> dict[str, Layer]:
     layout, train = run.layout, run.train
-    key = (
-        "layers",
-        layout.tp,
-        layout.cp,
-        layout.ep,
-        layout.etp,
-        layout.sp,
-        train.micro_batch,
-        train.recompute,
-        train.recompute_first,
-        train.fp8,
-    )
+    cut = (layout.tp, layout.cp, layout.ep, layout.etp, layout.sp)
+    key = ("layers", *cut, train.micro_batch, train.recompute, train.recompute_first, train.fp8)
     if key not in memo:
         memo[key] = {kind: layer(run, facts, gpu, kind) for kind in kinds(facts)}
         memo[key]["loss"] = _loss(run, facts, gpu)
@@ -234,7 +221,7 @@ def _ends(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> tuple[
     """Additional seconds of the first and the last layer in bf16, where Bridge's recipe leaves them in bf16."""
     if run.train.fp8 != "current":
         return 0.0, 0.0
-    plain = run.model_copy(update={"train": run.train.model_copy(update={"fp8": None})})
+    plain = run.changed(train={"fp8": None})
     low, high = _layers(run, facts, gpu, memo), _layers(plain, facts, gpu, memo)
     first, last = (high[kind].seconds - low[kind].seconds for kind in (facts.kinds[0], facts.kinds[-1]))
     return first, last

@@ -200,9 +200,8 @@ def _both(run: Run, facts: ModelFacts, gpu: Gpu, teacher: ModelFacts | None) -> 
     except ConfigError as error:  # a world that no such hosts make up
         return f"Nothing else was looked for: {error}"
     if not found:
-        return (
-            f"No layout of {run.world} {gpu.name} does for both; take more or larger GPUs, or a smaller train.teacher"
-        )
+        remedy = "take more or larger GPUs, or a smaller train.teacher"
+        return f"No layout of {run.world} {gpu.name} does for both; {remedy}"
     return f"These do for both: {', or '.join(changes(run, one.applied(run)) for one in found)}"
 
 
@@ -218,10 +217,11 @@ def settle(run: Run, facts: ModelFacts, gpu: Gpu, teacher: ModelFacts | None = N
     """
     if not run.layout.auto:
         return _with_evaluation(run, facts, gpu)
-    suits = _suits(teacher, settled_on(run, gpu))
-    if (best := fastest(run, facts, settled_on(run, gpu), run.world)) and suits(best.applied(run)):
+    hosts = settled_on(run, gpu)
+    suits = _suits(teacher, hosts)
+    if (best := fastest(run, facts, hosts, run.world)) and suits(best.applied(run)):
         return _with_evaluation(best.applied(run), facts, gpu)
-    found = _searched(run, facts, settled_on(run, gpu), suits)
+    found = _searched(run, facts, hosts, suits)
     if not found.fitting:
         lacks = f"; closest is {found.closest.verdict}" if found.closest else ""
         both = " for the training and train.teacher" if teacher else ""
@@ -240,15 +240,13 @@ def settled_on(run: Run, gpu: Gpu) -> Gpu:
 
 
 def facts_of(run: Run) -> ModelFacts:
-    config, place = config_of(run)
-    return facts_in(config, place)
+    return facts_in(*config_of(run))
 
 
 def teacher_of(run: Run) -> ModelFacts | None:
     if not objectives.has_teacher(run):
         return None
-    config, place = config_of(objectives.at_teacher(objectives.of_teacher(run)), "train.teacher")
-    return facts_in(config, place)
+    return facts_in(*config_of(objectives.at_teacher(objectives.of_teacher(run)), "train.teacher"))
 
 
 def config_of(run: Run, key: str = "model.source") -> tuple[Any, str]:
@@ -265,22 +263,19 @@ def config_of(run: Run, key: str = "model.source") -> tuple[Any, str]:
         held = json.loads(file.read_text("utf-8"))
         names[file.stem] = held["config"]
         if held["source"].endswith(" config.json"):
-            names[held["source"].removesuffix(" config.json")] = held["config"]
+            releases = (held["source"].removesuffix(" config.json"), *held.get("also", ()))  # of the same sizes
+            names |= dict.fromkeys(releases, held["config"])
     if source in names:
         return names[source] | ({quantization.KEY: quantization.OF_TINY[form]} if form else {}), ""
     for folder in (source.removesuffix(CONFIG), run.paths.model):
         if regular_files.is_there(config := Path(folder) / CONFIG):
-            return _read(config), f"{config.parent}/"
+            try:
+                return json_object.read(config), f"{config.parent}/"
+            except Fault as fault:
+                raise ConfigError(str(fault)) from None
     ids = ", ".join(name for name in names if "/" in name)
     hint = HINT.format(key=key, place="model" if key == "model.source" else "teacher")
     raise ConfigError(f"{key}: {source}: unknown model; known are {ids}; {hint}")
-
-
-def _read(config: Path) -> Any:
-    try:
-        return json_object.read(config)
-    except Fault as fault:
-        raise ConfigError(str(fault)) from None
 
 
 def facts_in(config: Any, place: str) -> ModelFacts:
@@ -297,7 +292,7 @@ def _packed(run: Run, facts: ModelFacts, gpu: Gpu, suits: Callable[[Run], bool])
     """The first format of a frozen base, smaller than the run's, with which a layout of its GPUs fits."""
     as_it_is = packed_base.format_of(run)
     for base in PACKED:
-        packed = run.model_copy(update={"model": run.model.model_copy(update={"base": base})})
+        packed = run.changed(model={"base": base})
         if (as_it_is and as_it_is.bytes <= packed_base.FORMATS[base].bytes) or [*packed_base.contradictions(packed)]:
             continue
         found = _searched(packed, facts, gpu, suits)

@@ -50,9 +50,8 @@ def products(run: Run, facts: ModelFacts, kind: str) -> list[Product]:
         kind = facts.kind(facts.layers - 1)
     if kind == "dense":
         return found + _mlp(run.adapter, facts, "mlp", t.whole, facts.ffn, run.layout.tp)
-    found.append(
-        Product("router", t.local, facts.experts, facts.hidden, 1, _full(run.adapter) and not run.moe.freeze_router)
-    )
+    routes = _full(run.adapter) and not run.moe.freeze_router
+    found.append(Product("router", t.local, facts.experts, facts.hidden, 1, routes))
     if facts.shared_ffn:
         found += _mlp(run.adapter, facts, "shared experts", t.whole, facts.shared_ffn, run.layout.tp)
     local = facts.experts // run.layout.ep
@@ -62,9 +61,8 @@ def products(run: Run, facts: ModelFacts, kind: str) -> list[Product]:
 def output(run: Run, facts: ModelFacts) -> list[Product]:
     """Products that make the logits, of the model and of each MTP layer."""
     t = tokens(run, facts)
-    one = Product(
-        "logits", t.whole, facts.padded_vocab(run.layout.tp) // run.layout.tp, facts.hidden, 1, _full(run.adapter)
-    )
+    width = facts.padded_vocab(run.layout.tp) // run.layout.tp
+    one = Product("logits", t.whole, width, facts.hidden, 1, _full(run.adapter))
     return [one] * (1 + (facts.mtp_layers if run.model.mtp else 0))
 
 
@@ -112,10 +110,9 @@ def moved(run: Run, facts: ModelFacts, kind: str) -> list[Move]:
         if product.part == "adapters":
             rows, outer = product.m * product.batch, product.k > run.adapter.rank
             # what B gives is added: read twice and written, as is what A gives back; dropout reads and writes A's input
-            drops = 2.5 * product.k * _drops(run.adapter) * outer
-            numbers.append(
-                ("add", rows * (drops + 3 * product.n * (not outer)), rows * (drops + 3 * product.k * outer))
-            )
+            drops = 2.5 * product.k * (run.adapter.dropout > 0) * outer
+            forward, backward = drops + 3 * product.n * (not outer), drops + 3 * product.k * outer
+            numbers.append(("add", rows * forward, rows * backward))
     return [Move(name, forward * t.byte, backward * t.byte) for name, forward, backward in numbers]
 
 
@@ -171,39 +168,32 @@ def _full(adapter: Adapter) -> bool:
     return adapter.kind == "none"
 
 
-def _drops(adapter: Adapter) -> int:
-    return 1 if adapter.dropout else 0
-
-
 def _attention_products(run: Run, facts: ModelFacts, t: Tokens) -> list[Product]:
     tp, full = run.layout.tp, _full(run.adapter)
-    if not facts.kv_rank:
-        qkv = (facts.heads + 2 * facts.kv_heads) * facts.head_dim // tp
-        out = facts.heads * facts.head_dim // tp
-        found = [
-            Product("attention", t.whole, qkv, facts.hidden, 1, full),
-            Product("attention", t.whole, facts.hidden, out, 1, full),
-        ]
-        found += _adapter(run.adapter, "linear_qkv", t.whole, facts.hidden, qkv, tp)
-        return found + _adapter(run.adapter, "linear_proj", t.whole, out, facts.hidden, 1)
-    query = facts.heads * (facts.qk_nope + facts.qk_rope) // tp
-    keys = facts.heads * (facts.qk_nope + facts.v_head) // tp
-    out = facts.heads * facts.v_head // tp
-    sizes = [
-        ("linear_kv_down_proj", t.local, facts.kv_rank + facts.qk_rope, facts.hidden),
-        ("linear_kv_up_proj", t.whole, keys, facts.kv_rank),
-        ("linear_proj", t.whole, facts.hidden, out),
-    ]
-    if facts.q_rank:
-        sizes += [("linear_q_down_proj", t.local, facts.q_rank, facts.hidden)]
-        sizes += [("linear_q_up_proj", t.whole, query, facts.q_rank)]
+    if facts.kv_rank:
+        sizes = _latent_sizes(facts, t, tp)
     else:
-        sizes += [("linear_q_proj", t.whole, query, facts.hidden)]
+        qkv, out = ((facts.heads + 2 * facts.kv_heads) * facts.head_dim // tp, facts.heads * facts.head_dim // tp)
+        sizes = [("linear_qkv", t.whole, qkv, facts.hidden), ("linear_proj", t.whole, facts.hidden, out)]
     part = {"linear_kv_up_proj": "latent", "linear_q_up_proj": "latent"}
     found = [Product(part.get(name, "attention"), m, n, k, 1, full) for name, m, n, k in sizes]
     for name, m, n, k in sizes:
-        found += _adapter(run.adapter, name, m, k, n, 1)
+        found += _adapter(run.adapter, name, m, k, n, tp if name == "linear_qkv" else 1)
     return found
+
+
+def _latent_sizes(facts: ModelFacts, t: Tokens, tp: int) -> list[tuple[str, int, int, int]]:
+    """Matrices of latent attention: their names, rows of the input, and widths of output and input."""
+    query = facts.heads * (facts.qk_nope + facts.qk_rope) // tp
+    sizes = [
+        ("linear_kv_down_proj", t.local, facts.kv_rank + facts.qk_rope, facts.hidden),
+        ("linear_kv_up_proj", t.whole, facts.heads * (facts.qk_nope + facts.v_head) // tp, facts.kv_rank),
+        ("linear_proj", t.whole, facts.hidden, facts.heads * facts.v_head // tp),
+    ]
+    if not facts.q_rank:
+        return [*sizes, ("linear_q_proj", t.whole, query, facts.hidden)]
+    sizes.append(("linear_q_down_proj", t.local, facts.q_rank, facts.hidden))
+    return [*sizes, ("linear_q_up_proj", t.whole, query, facts.q_rank)]
 
 
 def _mlp(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from math import sqrt
 
-from conf.rules import batch_ramp, objectives, packed_base, precision, pretraining, reinforcement, serving, validations
+from conf.rules import batch_ramp, objectives, packed_base, precision, pretraining, reinforcement, schedule, serving
 from conf.schema import clusters, names
 from conf.schema.data import Rows
 from conf.schema.named import OBJECTIVES
@@ -13,16 +13,6 @@ from conf.schema.sections import Adapter
 SMALLEST_NORM = 1e-6  # for clipping gradients: smaller ones vanish against Adam's eps
 SCALES = (1e-4, 1e3)  # of an adapter's output; 0.1 to 10 are common
 LINES = ("slurm.setup",)  # lists whose entries may be equal: lines of a script
-
-
-def wrong_steps(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield (key, problem) for numbers of steps that are wrong together: all that a resolved schedule can change."""
-    train, warmup = run.train, run.optimizer.warmup_steps
-    if train.stop_after is not None and train.steps is not None and train.stop_after > train.steps:
-        yield "train.stop_after", f"{train.stop_after} is after the last step, {train.steps}"
-    if train.steps is not None and warmup >= train.steps:
-        yield "optimizer.warmup_steps", f"{warmup} leaves none of the {train.steps} steps for the decay"
-    yield from validations.contradictions(run)
 
 
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
@@ -49,7 +39,7 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "export.formats", "adapter, but the base has none"
     if train.steps is not None and train.epochs is not None:
         yield "train.epochs", f"{train.epochs:g}, but train.steps is {train.steps}: set only one of them"
-    yield from wrong_steps(run)
+    yield from schedule.wrong_steps(run)
     if run.data.validation + run.data.test >= 1:
         yield "data.test", f"{run.data.test} and data.validation {run.data.validation} leave nothing to train on"
     if run.data.mixture:

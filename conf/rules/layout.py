@@ -121,7 +121,7 @@ def _by_distance(candidates: Collection[Any], value: Any) -> list[Any]:
 
 def _with(run: Run, key: str, value: Any) -> Run:
     section, _, name = key.partition(".")
-    return run.model_copy(update={section: getattr(run, section).model_copy(update={name: value})})
+    return run.changed(**{section: {name: value}})
 
 
 def _get(run: Run, key: str) -> Any:

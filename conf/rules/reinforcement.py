@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from conf import rewards
 from conf.model_facts import ModelFacts
-from conf.rules import serving
+from conf.rules import batch_ramp, schedule, serving
 from conf.schema.run import Run
 from contract import checksums
 from contract.faults import Fault
@@ -42,7 +42,7 @@ def has_prompts(run: Run) -> bool:
 
 def of_prompts(run: Run) -> Run:
     """The run whose data are the prompts."""
-    return run.model_copy(update={"data": run.data.model_copy(update={"source": run.reinforce.source})})
+    return run.changed(data={"source": run.reinforce.source})
 
 
 def transport(run: Run, on_gpus: bool) -> str:
@@ -287,31 +287,19 @@ def as_training(run: Run) -> Run:
     assert isinstance(every, int), "contradictions() refuses epochs"
     batch = section.prompts * section.samples // section.updates
     data = run.paths.prompts if section.source else run.paths.data
-    sections = {
-        "train": {
-            "steps": section.steps * section.updates,
-            "epochs": None,
-            "global_batch": batch,
-            "ramp_from": None,
-            "ramp_by": None,
-            "ramp_sequences": None,
-            "validate_every": 0,
-            "stop_after": None,
-            "stop_after_worse": None,
-            "ema_decay": None,
-            "z_loss": 0.0,
-            "seed": section.seed,
-        },
-        "optimizer": {"lr": section.lr, "min_lr": section.lr, "warmup": None, "warmup_steps": 0, "decay": "constant"},
-        "checkpoint": {"save_every": every * section.updates, "keep_best": False},
+    training = schedule.of_steps(run, section.steps * section.updates)
+    without_ramp = dict.fromkeys(batch_ramp.KEYS)
+    return training.changed(
+        train={**without_ramp, "global_batch": batch, "ema_decay": None, "z_loss": 0.0, "seed": section.seed},
+        optimizer={"lr": section.lr, "min_lr": section.lr, "decay": "constant"},
+        checkpoint={"save_every": every * section.updates},
         # The multi-token-prediction head would learn from all samples, whatever their rewards.
-        "model": {"mtp_loss_scale": 0.0, "adapter": None},
+        model={"mtp_loss_scale": 0.0},
         # Rewards do not depend on the load of experts: balancing applies only if the user sets it.
-        "moe": {"aux_loss_coeff": run.moe.aux_loss_coeff or 0.0},
-        "data": {"source": section.source} if section.source else {},
-        "paths": {"output": run.paths.reinforced, "data": data, "parity": f"{run.paths.reinforced}/parity.json"},
-    }
-    return run.model_copy(update={name: getattr(run, name).model_copy(update=keys) for name, keys in sections.items()})
+        moe={"aux_loss_coeff": run.moe.aux_loss_coeff or 0.0},
+        data={"source": section.source} if section.source else {},
+        paths={"output": run.paths.reinforced, "data": data, "parity": f"{run.paths.reinforced}/parity.json"},
+    )
 
 
 def is_policy(run: Run) -> bool:

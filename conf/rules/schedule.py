@@ -1,20 +1,51 @@
 """Length of a training: steps from epochs and from shares of all steps, after the data are prepared.
 
     resolved(run, sequences) -> Run      all lengths as numbers of steps, for the trainer and for checkpoints
+    wrong_steps(run)                     (key, problem), for conf/rules/contradictions.py
     assumed(run, sequences) -> Run       the same for a plan, from an estimate; train.epochs stays set
 
 An epoch is the number of batches, rounded up, that contain all training sequences once; packed sequences contain
 several rows. Shares are rounded up too. Decimal fractions are exact: 0.07 epochs of 100 sequences are 7 sequences.
 """
 
+from collections.abc import Iterator
 from fractions import Fraction
 from math import ceil
 from typing import Any
 
-from conf.rules.contradictions import wrong_steps
 from conf.schema.run import Run
 from conf.schema.sections import COUNTED
 from contract.faults import Fault
+
+
+def wrong_steps(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield (key, problem) for numbers of steps that are wrong together: all that a resolved schedule can change."""
+    train, warmup = run.train, run.optimizer.warmup_steps
+    if train.stop_after is not None and train.steps is not None and train.stop_after > train.steps:
+        yield "train.stop_after", f"{train.stop_after} is after the last step, {train.steps}"
+    if train.steps is not None and warmup >= train.steps:
+        yield "optimizer.warmup_steps", f"{warmup} leaves none of the {train.steps} steps for the decay"
+    yield from _wrong_validations(run)
+
+
+def _wrong_validations(run: Run) -> Iterator[tuple[str, str]]:
+    """Rules of validations, which decide whether a training ends early, and which of its checkpoints is the best."""
+    every, save = run.train.validate_every, run.checkpoint.save_every
+    best = run.checkpoint.keep_best
+    if run.train.stop_after_worse is not None and not every:
+        yield "train.stop_after_worse", "counts validations, but train.validate_every is 0"
+    if best and not every:
+        yield "checkpoint.keep_best", "needs validations, but train.validate_every is 0"
+    elif best and isinstance(save, int) and isinstance(every, int) and save % every:
+        why = "checkpoint.keep_best compares the validations of checkpoints"
+        yield "checkpoint.save_every", f"{save} is not a multiple of train.validate_every {every}, but {why}"
+    if run.export.checkpoint == "best" and not best:
+        yield "export.checkpoint", "best, but checkpoint.keep_best is false"
+    if run.export.checkpoint == "best" and run.reinforce.steps:
+        yield "export.checkpoint", f"best, but reinforce.steps {run.reinforce.steps} have no validations"
+    steps, step = run.reinforce.steps or run.train.steps, run.export.checkpoint
+    if isinstance(step, int) and steps is not None and step > steps:
+        yield "export.checkpoint", f"{step} is after the last step, {steps}"
 
 
 def needs_data(run: Run) -> bool:
@@ -39,18 +70,13 @@ def resolved(run: Run, sequences: int = 0) -> Run:
     optimizer: dict[str, Any] = {}
     if run.optimizer.warmup is not None:
         optimizer = {"warmup": None, "warmup_steps": min(_share(run.optimizer.warmup, steps), steps - 1)}
-    result = run.model_copy(
-        update={
-            "train": run.train.model_copy(update=train),
-            "optimizer": run.optimizer.model_copy(update=optimizer),
-            "checkpoint": run.checkpoint.model_copy(update={"save_every": interval(run.checkpoint.save_every)}),
-        }
-    )
+    saved = {"save_every": interval(run.checkpoint.save_every)}
+    result = run.changed(train=train, optimizer=optimizer, checkpoint=saved)
     origin = f" (train.epochs: {run.train.epochs:g} of {sequences} sequences)" if run.train.epochs is not None else ""
     if steps > COUNTED:
         raise Fault(f"train.epochs: {steps} steps are more than {COUNTED}{origin}")
     if origin and result.train.stop_after is not None:  # a rehearsal may be longer than the run
-        result = result.model_copy(update={"train": result.train.model_copy(update={"stop_after": _least(result)})})
+        result = result.changed(train={"stop_after": _least(result)})
     if problems := [f"{key}: {text}{origin}" for key, text in wrong_steps(result)]:
         raise Fault("\n".join(problems))
     return result
@@ -58,20 +84,19 @@ def resolved(run: Run, sequences: int = 0) -> Run:
 
 def of_steps(run: Run, steps: int) -> Run:
     """The run with only these steps, at its highest learning rate and without validation, to measure or rehearse it."""
-    sections = {
-        "model": {"adapter": None},
-        "train": {"steps": steps, "epochs": None, "stop_after": None, "stop_after_worse": None, "validate_every": 0},
-        "optimizer": {"warmup": None, "warmup_steps": 0},
-        "checkpoint": {"save_every": steps, "keep_best": False},
-    }
-    return run.model_copy(update={name: getattr(run, name).model_copy(update=keys) for name, keys in sections.items()})
+    return run.changed(
+        model={"adapter": None},
+        train={"steps": steps, "epochs": None, "stop_after": None, "stop_after_worse": None, "validate_every": 0},
+        optimizer={"warmup": None, "warmup_steps": 0},
+        checkpoint={"save_every": steps, "keep_best": False},
+    )
 
 
 def assumed(run: Run, sequences: int | None) -> Run:
     """The run for a plan. Without an estimate of its sequences, the steps of its epochs stay unknown."""
     if run.train.epochs is None or sequences is None:
         return run
-    return run.model_copy(update={"train": run.train.model_copy(update={"steps": _steps(run, sequences)})})
+    return run.changed(train={"steps": _steps(run, sequences)})
 
 
 def last_step(run: Run) -> int | None:

@@ -6,6 +6,7 @@
 Rules between keys are in conf/rules/contradictions.py and conf/rules/layout.py. conf/load.py reads the files.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
@@ -77,6 +78,11 @@ class Run(Section):
     def paths_know_the_name(cls, paths: Paths, info: ValidationInfo) -> Paths:
         name = info.data.get("name", "{name}")  # absent if it is invalid
         return Paths(**{key: value.replace("{name}", name) for key, value in paths})
+
+    def changed(self, **sections: Mapping[str, Any]) -> "Run":
+        """The run with other values of keys, by section. They are not validated again."""
+        changes = {name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
+        return self.model_copy(update=changes)
 
     @property
     def world(self) -> int:

@@ -1,29 +1,83 @@
-"""Start of a gang's attempt: wait for enough free hosts, request them, gather their members, and start all at once.
+"""A gang, and the start of its attempts.
+
+No attempt begins before all members of the last one have ended. It waits for enough free hosts, requests them, gathers
+their members, and starts all at once.
 
 If gang.min_nodes allows fewer hosts, the attempt takes the available hosts after gang.start_within, by the same rules
 as after a failure (tasks/gang/diagnosis/next_step.py). A host that is up but in use counts as available.
 """
 
 import contextlib
+import json
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from conf.load import as_yaml
 from conf.network import rank_order
 from conf.schema.run import Run
-from contract.faults import Fault
-from tasks.gang.board import STALE, Board, newest_attempt
-from tasks.gang.context import TICK, Gang
+from contract.faults import Fault, Stopped
+from tasks.gang.board import STALE, Board, Watch, newest_attempt
 from tasks.gang.controller_link import Lookout
+from tasks.gang.diagnosis import next_step
 from tasks.gang.diagnosis.classify import Failure
 from tasks.gang.diagnosis.evidence import host_names
-from tasks.gang.engines import Demand, Handle
+from tasks.gang.engines import Demand, Engine, Handle
+from tasks.gang.history.timeline import Teller
+from tasks.gang.job import Job
 from tasks.gang.messages import Member, Peers
 from tasks.run import lease
+from tasks.store import Store
 
+TICK = 0.5
+ENDED_BY_ITSELF = STALE + 10  # seconds after its last renewal within which a disconnected member ends in any case
 CAPACITY_POLL = 3.0  # seconds between queries of the engine's capacity
+
+
+@dataclass(frozen=True)
+class Gang:
+    """Everything that stays the same over the attempts of a gang."""
+
+    name: str
+    folder: Path
+    job: Job  # on the configured number of hosts; an attempt may have fewer
+    store: Store
+    engine: Engine
+    say: Callable[[str], None]
+    stop: Callable[[], bool]
+    tick: Callable[[], None]
+    teller: Teller
+    fits: next_step.Fits  # the run on fewer hosts
+
+    @property
+    def run(self) -> Run:
+        """The run on the configured number of hosts."""
+        return self.job.run
+
+    def pause(self, seconds: float) -> None:
+        """Sleep. Raises Stopped as soon as the gang is cancelled."""
+        until = time.monotonic() + seconds
+        while True:
+            if self.stop():
+                raise Stopped(f"{self.name}: stopped")
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(left, TICK))
+
+    def available(self, without: tuple[str, ...]) -> int | None:
+        """Number of hosts except `without`, free or not. None if gang.min_nodes is 0 or the engine does not know it."""
+        return self.engine.available(Demand.of(self.run), without) if self.run.gang.min_nodes else None
+
+    def smaller(self, without: tuple[str, ...]) -> tuple[Run, int] | None:
+        """The run on fewer hosts, and the number of available hosts; None if the gang waits for all hosts."""
+        left = self.available(without)
+        if left is None or left >= self.run.layout.nodes:
+            return None
+        run = next_step.fewer(self.run, left, self.fits)
+        return (run, left) if run else None
 
 
 @dataclass(frozen=True)
@@ -33,6 +87,33 @@ class Outcome:
     hosts: tuple[str, ...]
     failure: Failure | None  # None if the job is done
     came: int | None = None  # number of available hosts, if too few joined in time
+
+
+def wait_for_the_last(gang: Gang) -> None:
+    """Wait until all members that an earlier controller, of any version, has left running have ended.
+
+    A member has ended if it reported so, or if it has been silent for so long that it must have stopped itself.
+    """
+    number = newest_attempt(gang.store, gang.name)
+    board = Board(gang.store, gang.name, number)
+    word = board.read("gang.json") if number else None
+    if word is None or word.get("closed"):
+        return
+    word |= {"state": "stop", "reason": "its controller was replaced", "save": False, "by": secrets.token_hex(8)}
+    board.write("gang.json", json.dumps(word).encode())
+    gang.say(f"waits until attempt {number}, whose controller is gone, has ended")
+    watch = Watch()
+    watch.look(board.tags())
+    while True:
+        nodes = [name for name in watch.seen if name.startswith("nodes/")]
+        left = [name for name in nodes if not (board.read(name) or {}).get("over")]
+        beats = [f"beats/{name[6:-5]}" for name in left]
+        if all(watch.age(beat) > ENDED_BY_ITSELF for beat in beats):
+            break
+        gang.pause(1.0)
+        watch.look(board.tags())
+    word["closed"] = True
+    board.write("gang.json", json.dumps(word).encode())
 
 
 @contextlib.contextmanager

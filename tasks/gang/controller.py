@@ -22,9 +22,8 @@ from pathlib import Path
 
 from conf.schema.run import Run
 from contract.faults import Fault, Stopped
-from tasks.gang.attempt import Outcome, announce, gather, go, turn
+from tasks.gang.attempt import ENDED_BY_ITSELF, TICK, Gang, Outcome, announce, gather, go, turn, wait_for_the_last
 from tasks.gang.background import aside
-from tasks.gang.context import TICK, Gang
 from tasks.gang.controller_link import Lookout
 from tasks.gang.diagnosis import next_step
 from tasks.gang.diagnosis.classify import Failure, Reads
@@ -33,7 +32,6 @@ from tasks.gang.diagnosis.next_step import Attempt
 from tasks.gang.engines import Demand, Handle, engine_of
 from tasks.gang.history.timeline import History, Teller
 from tasks.gang.job import Job
-from tasks.gang.previous_attempt import ENDED_BY_ITSELF, wait_for_the_last
 from tasks.run.launch import Broken
 from tasks.store import Store, open_store
 
@@ -67,7 +65,7 @@ def carry_out(
 
 def _carry_out(gang: Gang, advice: Callable[[Run], str]) -> None:
     run = wanted = gang.run
-    wait_for_the_last(gang.store, gang.name, gang.say, lambda: gang.pause(1.0))
+    wait_for_the_last(gang)
     attempts: list[Attempt] = []
     without: tuple[str, ...] = ()
     while True:
@@ -88,7 +86,7 @@ def _carry_out(gang: Gang, advice: Callable[[Run], str]) -> None:
         gang.say(f"{outcome.failure.line}; {next_.line}")
         without = next_.without
         if available is not None:
-            run = gang.fits(wanted, next_.nodes) or wanted
+            run = gang.fits(next_.nodes) or wanted
         gang.pause(next_.wait)
 
 

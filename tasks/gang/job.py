@@ -1,7 +1,5 @@
 """Jobs of a gang: the trainer's command that its hosts run, the hosts that it needs, and its progress."""
 
-import contextlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -64,7 +62,7 @@ class Training(Job):
     command: ClassVar[str] = "train"
 
     def newest(self) -> int:
-        return _newest(Path(self.run.paths.output))
+        return _newest(self.run.paths.output)
 
     def is_done(self) -> bool:
         step = self.newest()
@@ -164,7 +162,7 @@ class Reinforcement(Job):
         return self.conf(run).layout.nodes
 
     def newest(self) -> int:
-        return _newest(Path(self.run.paths.reinforced))
+        return _newest(self.run.paths.reinforced)
 
     def is_done(self) -> bool:
         return self.newest() >= self.asked.reinforce.steps * self.asked.reinforce.updates
@@ -210,12 +208,6 @@ def evaluation(run: Run, leaves: bool = False) -> Job | None:
     return Evaluation(run.model_copy(update={"layout": layout, "gang": gang}), run)
 
 
-def _newest(output: Path) -> int:
-    """Step of the newest checkpoint that is marked complete (contract/checkpoints.py); 0 if there is none."""
-    steps = [0]
-    for mark in output.glob("checkpoints/iter_*/complete.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            files = json.loads(mark.read_text())["files"]
-            if all((mark.parent / name).stat().st_size == size for name, size in files.items()):
-                steps.append(int(mark.parent.name.removeprefix("iter_")))
-    return max(steps)
+def _newest(output: str) -> int:
+    """Step of the newest complete checkpoint; 0 if there is none."""
+    return max(checkpoints.complete_steps(Path(output) / "checkpoints"), default=0)

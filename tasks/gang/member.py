@@ -48,13 +48,13 @@ LAST_WORDS = 8.0  # seconds for the last report and logs
 
 def main() -> int:
     options = _arguments()
-    ending = threading.Event()
+    ending = Ending(options.starter)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: ending.set())
     board = Board(open_store(options.store, hasty=True), options.gang, options.attempt)
     folder = Path(tempfile.mkdtemp(prefix="gang-"))
     try:
-        return _take_part(board, options.node, folder, ending, options.starter)
+        return _take_part(board, options.node, folder, ending)
     except Fault as fault:
         print(fault, flush=True)
         return 1
@@ -62,7 +62,25 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _take_part(board: Board, node: int, folder: Path, ending: threading.Event, starters: list[str]) -> int:
+class Ending(threading.Event):
+    """A signal that ends this process, or the end of a process that started it."""
+
+    def __init__(self, starters: list[str]):
+        super().__init__()
+        self.starters = starters
+
+    def why(self) -> str:
+        """The reason why this process has to end; empty if there is none."""
+        if self.is_set():
+            return "ended by a signal"
+        for starter in self.starters:
+            pid, _, born = starter.partition(":")
+            if started(int(pid)) != born:
+                return f"its starter, process {pid}, is gone"
+        return ""
+
+
+def _take_part(board: Board, node: int, folder: Path, ending: Ending) -> int:
     host = os.environ.get("GANG_HOST") or socket.gethostname()
     link = Link(board, node, Member(secrets.token_hex(8), host, "waiting"))
     port = peer_probe.serve(lambda: Standing(board.gang, board.attempt, link.word.state))
@@ -80,15 +98,15 @@ def _take_part(board: Board, node: int, folder: Path, ending: threading.Event, s
         place=os.environ.get("GANG_PLACE") or os.environ.get("SLURM_TOPOLOGY_ADDR", ""),
     )
     link.met = met is not None
-    if not _take_gpus(board, ending, starters) or not link.join():
+    if not _take_gpus(board, ending) or not link.join():
         print(f"{board.place}: over, or another process is member {node}")
         return 1
     print(f"member {node} of {board.place} on {host} ({address})", flush=True)
-    while not (why := _why_stop(link, ending, starters)) and link.word.state == "gathering":
+    while not (why := ending.why() or link.why_stop()) and link.word.state == "gathering":
         time.sleep(TICK)
     if not why:
         try:
-            why, code = _train(link, board, node, folder, ending, starters)
+            why, code = _train(link, board, node, folder, ending)
         except Exception as error:  # of this host, before its ranks began; post_mortem() reports failed ranks
             lines = "".join(traceback.format_exception(error)).splitlines()[-30:]
             end = End(rank=-1, code=1, step=0, lines=tuple(lines), silent=False, state="", stalled=False)
@@ -102,7 +120,7 @@ def _take_part(board: Board, node: int, folder: Path, ending: threading.Event, s
     return code
 
 
-def _train(link: Link, board: Board, node: int, folder: Path, ending: threading.Event, starters: list[str]):
+def _train(link: Link, board: Board, node: int, folder: Path, ending: Ending):
     word = link.word
     conf = folder / "resolved.yaml"
     conf.write_text(board.text("resolved.yaml"))
@@ -117,7 +135,7 @@ def _train(link: Link, board: Board, node: int, folder: Path, ending: threading.
     while look == "running":
         time.sleep(TICK)
         link.logs = ranks.logs()
-        if why := _why_stop(link, ending, starters):
+        if why := ending.why() or link.why_stop():
             grace = run.gang.grace if ending.is_set() or link.word.save else 0.0
             break
         look = ranks.look()
@@ -140,21 +158,7 @@ def _train(link: Link, board: Board, node: int, folder: Path, ending: threading.
     return why, 0
 
 
-def _why_stop(link: Link, ending: threading.Event, starters: list[str]) -> str:
-    if ending.is_set():
-        return "ended by a signal"
-    return _gone(starters) or link.why_stop()
-
-
-def _gone(starters: list[str]) -> str:
-    for starter in starters:
-        pid, _, born = starter.partition(":")
-        if started(int(pid)) != born:
-            return f"its starter, process {pid}, is gone"
-    return ""
-
-
-def _take_gpus(board: Board, ending: threading.Event, starters: list[str]) -> bool:
+def _take_gpus(board: Board, ending: Ending) -> bool:
     """Wait until this host's GPUs are free and lock those that the ranks will use, until this process ends.
 
     The member joins the attempt only afterwards. Returns False if the attempt no longer waits for it.
@@ -165,11 +169,13 @@ def _take_gpus(board: Board, ending: threading.Event, starters: list[str]) -> bo
     assert task, "the controller writes it before the attempt exists"
 
     def over() -> bool:
+        if ending.why():
+            return True
         try:
             word = board.pulse()
         except Exception:  # the store does not answer
-            return ending.is_set() or bool(_gone(starters))
-        return ending.is_set() or bool(_gone(starters)) or word is None or word[0].state != "gathering"
+            return False
+        return word is None or word[0].state != "gathering"
 
     def say(line: str) -> None:
         print(line, flush=True)

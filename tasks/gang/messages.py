@@ -8,7 +8,7 @@
 
 A field without a default is always written; one with a default is written if its value differs. Processes of a gang
 read strictly: an unknown key, a missing key or a wrong type is a Fault, as only another version of this project writes
-it. Readers of past attempts accept every version and use Board.read(): flows.logs, previous_attempt.py.
+it. Readers of past attempts accept every version and use Board.read(): flows.logs, attempt.py.
 """
 
 import functools

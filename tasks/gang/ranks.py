@@ -36,6 +36,7 @@ DEATH = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 # The key of `paths` that each command writes to.
 WRITES = {"train": "output", "evaluate": "evaluation", "convert": "base", "reference": "reference"}
 WRITES |= {"reinforce": "reinforced", "reinforcement.engines.guest": "reinforced"}
+NO_SIGN = Sign(rank=-1, pid=0, step=0, phase="", age=0.0, idle=0.0, state="", silent=False, stalled=False)
 SHOWN = 30  # last lines of a failed rank's log
 LEAST = 1 << 20  # free bytes of this host's disk, below which neither signs of life nor logs are reliable
 AFTER = 0.7  # seconds between a rank's death and the reading of all ranks' traces
@@ -140,7 +141,7 @@ class Ranks:
         ends: list[End] = []
         for local in range(self.count):
             rank = self.first + local
-            sign = signs.get(rank)
+            sign = signs.get(rank, NO_SIGN)
             error = _read(self._life() / signs_of_life.error(rank - self.shift))
             lines = self._tail(local)
             for line in error.get("lines", []):
@@ -149,17 +150,7 @@ class Ranks:
             code = deaths.get(local, 1 if error else None)
             if (self.folder / "fault").exists() and (error or code == 2):
                 lines, code = (self.folder / "fault").read_text().splitlines(), 2
-            ends.append(
-                End(
-                    rank=rank,
-                    code=code,
-                    step=sign.step if sign else 0,
-                    lines=tuple(lines[-SHOWN:]),
-                    silent=bool(sign and sign.silent),
-                    state=sign.state if sign else "",
-                    stalled=bool(sign and sign.stalled),
-                )
-            )
+            ends.append(End(rank, code, sign.step, tuple(lines[-SHOWN:]), sign.silent, sign.state, sign.stalled))
         first = ends[0]
         if full := self._full():
             first = replace(first, lines=(full, *first.lines), code=first.code or 1)

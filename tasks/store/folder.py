@@ -185,12 +185,14 @@ def differing(
 Task = Callable[[], "Iterable[Task] | None"]
 
 
-def work_through(tasks: Iterable[Task], threads: int = THREADS) -> None:
+def work_through(tasks: Iterable[Task], threads: int = THREADS, stopped: threading.Event | None = None) -> None:
     """Run tasks in threads, the last one first. A task may return follow-up tasks, which run next.
 
-    A file that has begun is therefore finished before another begins. The first error stops the rest and is raised.
+    A file that has begun is therefore finished before another begins. The first error stops the rest and is raised. It
+    sets `stopped`, which long tasks check.
     """
     stack, errors, busy = list(tasks), [], 0
+    stopped = stopped or threading.Event()
     turn = threading.Condition()
 
     def worker() -> None:
@@ -208,6 +210,7 @@ def work_through(tasks: Iterable[Task], threads: int = THREADS) -> None:
                 more = task()
             except BaseException as error:  # raised in the caller's thread
                 errors.append(error)
+                stopped.set()
             with turn:
                 busy -= 1
                 stack.extend(more or ())
@@ -222,6 +225,7 @@ def work_through(tasks: Iterable[Task], threads: int = THREADS) -> None:
     except BaseException as error:  # Ctrl-C: running tasks end, no other task begins
         with turn:
             errors.append(error)
+            stopped.set()
             turn.notify_all()
         for thread in workers:
             thread.join()

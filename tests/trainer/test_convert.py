@@ -239,11 +239,11 @@ def test_a_base_of_an_earlier_version_is_left_alone_and_exported(start, tmp_path
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(wrapped, tmp_path):
     folder = tmp_path / "base"
-    with atomic_folder.write(folder, {"architecture": "old"}, BASE) as partial:
+    with atomic_folder.write(folder, {"architecture": "old"}, BASE, "old") as partial:
         (partial / "weights").write_text("old")
 
     def fill():
-        with atomic_folder.write(folder, {"architecture": "new"}, BASE) as partial:
+        with atomic_folder.write(folder, {"architecture": "new"}, BASE, "new") as partial:
             (partial / "weights").write_text("half")
             full = OSError(errno.ENOSPC, "No space left on device")
             if wrapped:

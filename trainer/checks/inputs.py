@@ -4,6 +4,7 @@ Each check raises a Fault of one line with the file, the problem and the remedy.
 """
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -19,11 +20,10 @@ from conf.rules.layout import problems
 from conf.rules.reinforcement import as_training
 from conf.rules.serving import is_apart
 from conf.schema.run import Run
-from contract import checkpoints, output_marks
+from contract import checkpoints, json_object, output_marks
 from contract.amounts import unlike
 from contract.faults import Fault
 from contract.output_marks import PARTIAL, REFERENCE, REINFORCEMENT, TRAINING
-from trainer.checks import adapters
 from trainer.data import prepared, references
 from trainer.data.tokens import tokenizer
 from trainer.megatron.recipe import checkpoint_folder
@@ -31,6 +31,8 @@ from trainer.reinforcement import journal, rewards
 from trainer.serving import agreement, held_out_texts, prompts, unmerged
 from trainer.training import resume
 from trainer.weights import released
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of PEFT
 
 
 def check_convert(run: Run) -> None:
@@ -50,7 +52,7 @@ def check_train(run: Run) -> Run:
     _check_base(run, checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert"))
     _check_layout(run, facts)
     if run.model.adapter and not checkpoints.complete_steps(checkpoint_folder(run)):
-        adapters.check(run)
+        check_adapter(run)
     if not schedule.needs_data(run):
         run = schedule.resolved(run)
         resume.check(run, checkpoint_folder(run))
@@ -63,8 +65,7 @@ def check_train(run: Run) -> Run:
         run = schedule.resolved(run, prepared.of_an_epoch(run, data))
         resume.check(run, checkpoint_folder(run))
     resume.check_data(run, checkpoint_folder(run))
-    if problem := objectives.unfit(run, str(prepared.folder(run)), data.kind):
-        raise Fault(problem)
+    _refuse(objectives.unfit(run, str(prepared.folder(run)), data.kind))
     if objectives.has_reference(run):
         references.check(run)
     if run.train.batch_ramp and data.kind != "text":
@@ -101,19 +102,17 @@ def check_reference(run: Run) -> None:
     checkpoints.require(Path(scored.paths.base), key, remedy)
     _check_layout(scored, facts, f"train.teacher: {run.paths.teacher}: " if objectives.has_teacher(run) else "")
     if objectives.has_starting_adapter(run):
-        adapters.check(run)
+        check_adapter(run)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         output_marks.take(Path(run.paths.reference), REFERENCE)
     data = prepared.check(run)
-    if problem := objectives.unfit(run, str(prepared.folder(run)), data.kind):
-        raise Fault(problem)
+    _refuse(objectives.unfit(run, str(prepared.folder(run)), data.kind))
 
 
 def _check_teacher(run: Run, student: ModelFacts) -> ModelFacts:
     """Check that the teacher has as many tokens as the model. Returns the teacher's sizes."""
     facts = check_model(objectives.at_teacher(run), "paths.teacher")
-    if problem := objectives.unlike(run, student, facts, run.paths.teacher):
-        raise Fault(problem)
+    _refuse(objectives.unlike(run, student, facts, run.paths.teacher))
     return facts
 
 
@@ -132,8 +131,7 @@ def check_reinforce(configured: Run) -> None:
     facts = check_model(run)
     checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
     _check_layout(run, facts)
-    if problem := reinforcement.unlike(configured, facts):
-        raise Fault(problem)
+    _refuse(reinforcement.unlike(configured, facts))
     if configured.reinforce.start == "trained" and not checkpoints.complete_steps(checkpoint_folder(configured)):
         raise Fault(
             f"{checkpoint_folder(configured)}: no complete checkpoint to start from; python -m trainer.train writes "
@@ -155,16 +153,14 @@ def check_reinforce(configured: Run) -> None:
     # Any number of prompts is enough: a step uses a prompt several times if there are too few.
     train = run.train.model_copy(update={"global_batch": 1})
     data = prepared.check(run.model_copy(update={"train": train}))
-    if problem := reinforcement.unfit(configured, str(prepared.folder(run)), data.kind):
-        raise Fault(problem)
+    _refuse(reinforcement.unfit(configured, str(prepared.folder(run)), data.kind))
     resume.check_data(run, checkpoint_folder(run))
 
 
 def check_export(run: Run) -> None:
     facts = check_model(run)
     checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
-    if problem := unwritable(config_json.read(Path(run.paths.model) / config_json.NAME), run.export.quantization):
-        raise Fault(problem)
+    _refuse(unwritable(config_json.read(Path(run.paths.model) / config_json.NAME), run.export.quantization))
     if "merged" in (run.export.formats or ("merged",)):
         _check_space(Path(run.paths.export), quantization.size(*_described(run)), "the exported model")
     _check_layout(run, facts)
@@ -208,14 +204,51 @@ def check_model(run: Run, key: str = "paths.model") -> ModelFacts:
     if not folder.is_dir():
         raise Fault(f"{key}: {folder}: no such folder; it holds the released checkpoint in Hugging Face format")
     config, facts = released_model.check_released(folder)
-    if lines := obstacles(config, run.model.ignore_config):
-        raise Fault("\n".join(f"{folder}: {line}" for line in lines))
+    _refuse("\n".join(f"{folder}: {line}" for line in obstacles(config, run.model.ignore_config)))
     return facts
 
 
+def check_adapter(run: Run) -> None:
+    """Raise a Fault if the adapter is missing, or this run's adapter cannot start from it."""
+    assert run.model.adapter
+    folder = Path(run.model.adapter).expanduser()
+    if missing := next((name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()), None):
+        of_flow = "; only python -m flows.finetune accepts a name on the Hub, s3:// and models:/"
+        raise Fault(
+            f"model.adapter: {folder}: no {missing}; it is a folder with PEFT's {CONFIG} and {WEIGHTS}{of_flow}"
+        )
+    config = json_object.read(folder / CONFIG)
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if config.get("peft_type") != "LORA" or config.get("use_dora") or not isinstance(alpha, int | float):
+        kind = "DoRA" if config.get("use_dora") else config.get("peft_type")
+        raise Fault(f"model.adapter: {folder}: is {kind}, but only LoRA can be continued")
+    if config.get("rank_pattern") or config.get("alpha_pattern"):
+        raise Fault(f"model.adapter: {folder}: its layers differ in rank or scale, but Megatron's all have the same")
+    if rank != run.adapter.rank:
+        raise Fault(f"adapter.rank: {run.adapter.rank}, but {folder} has rank {rank}; adapter.rank={rank}")
+    root = math.sqrt(run.adapter.rank)
+    trained = alpha / (root if config.get("use_rslora") else root**2)
+    configured = run.adapter.alpha / (root if run.adapter.rslora else root**2)
+    if not math.isclose(trained, configured):
+        scales = f"{run.adapter.alpha} scales the adapter's output by {configured:g}, but {folder} was trained with"
+        raise Fault(f"adapter.alpha: {scales} {trained:g}; {_adapter_keys(trained, root)}")
+
+
+def _adapter_keys(scale: float, root: float) -> str:
+    """The keys that give this scale, by the rank or by its root. An export of rsLoRA may have a fractional alpha."""
+    for rooted, alpha in (("false", scale * root**2), ("true", scale * root)):
+        if round(alpha) > 0 and math.isclose(alpha, round(alpha), rel_tol=1e-6):
+            return f"adapter.alpha={round(alpha)} adapter.rslora={rooted}"
+    return "no integer adapter.alpha gives this scale"
+
+
 def _check_layout(run: Run, facts: ModelFacts, prefix: str = "") -> None:
-    if lines := problems(run, facts):
-        raise Fault("\n".join(f"{prefix}{line}" for line in lines))
+    _refuse("\n".join(f"{prefix}{line}" for line in problems(run, facts)))
+
+
+def _refuse(problem: str | None) -> None:
+    if problem:
+        raise Fault(problem)
 
 
 def _converted(run: Run) -> int:

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import mappings
 from torch import nn
 
 from trainer.patches import versions
+from trainer.patches.shared_experts import Hidden
 
 WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
 SPLIT = MegatronPeftBridge._split_fused_fc1_linear_out_weight
@@ -40,7 +41,7 @@ class ExpertAdapter(GroupedExpertLinearAdapter):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         if self.input_is_parallel and self.expert_tp_group is not None and self.expert_tp_group.size() > 1:
-            self.activation = _Sum(self.expert_tp_group)  # fc2: Bridge's activation is between A and B
+            self.activation = Hidden(self.expert_tp_group, of_parts=True)  # fc2: Bridge's activation is between A and B
 
     def _gather_along_last_dim(self, tensor):
         group = self.expert_tp_group
@@ -60,15 +61,3 @@ def _gate_and_up(self, linear_out_weight, *, is_expert: bool):
         return SPLIT(self, linear_out_weight, is_expert=is_expert)
     parts = linear_out_weight.view(ways, 2, -1, linear_out_weight.shape[-1])
     return parts[:, 0].flatten(0, 1), parts[:, 1].flatten(0, 1)
-
-
-class _Sum(nn.Module):
-    """Sum over ranks, of values and of gradients: each rank holds a part of both."""
-
-    def __init__(self, group):
-        super().__init__()
-        self.group = group
-
-    def forward(self, x):
-        x = mappings.reduce_from_tensor_model_parallel_region(x, group=self.group)
-        return mappings.copy_to_tensor_model_parallel_region(x, group=self.group)

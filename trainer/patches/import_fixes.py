@@ -25,8 +25,11 @@ import contextlib
 import inspect
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import yaml
 
 from trainer.patches import lazy_bridge, transformers_imports, versions
 from trainer.patches.checkpoints import files
@@ -34,62 +37,8 @@ from trainer.patches.gradients import accumulation, split
 
 WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",), "torch": ("2.11.0",)}
 
-HIDDEN = (
-    "accelerate",
-    "boto3",
-    "comet_ml",
-    "fla",
-    "flashinfer",
-    "httpx._main",  # httpx's command line, which imports rich
-    "mlflow",
-    "multistorageclient",
-    "peft",
-    "scipy",
-    "sklearn",
-    "torchaudio",
-    "torchvision",
-    "vllm",
-    "wandb",
-)
-MODELOPT = {
-    "modelopt.torch.distill": (),
-    "modelopt.torch.distill.plugins.megatron": ("get_tensor_shapes_adjust_fn_for_distillation",),
-    "modelopt.torch.opt.plugins": ("restore_modelopt_state", "save_modelopt_state", "save_sharded_modelopt_state"),
-}
-PROMISED = {
-    # Loading from the Hub, with pandas and pyarrow. Bridge sets an attribute of datasets.builder, without effect here.
-    "datasets": ("builder", "concatenate_datasets", "load_dataset"),
-    # Kinds of data other than GPTSFTDatasetConfig: Energon, image processors.
-    "megatron.bridge.data.builders.direct_hf_sft": (
-        "DirectHFSFTDatasetBuilder",
-        "DirectHFSFTDatasetConfig",
-        "direct_hf_sft_train_valid_test_datasets_provider",
-    ),
-    "megatron.bridge.data.builders.energon": (
-        "EnergonDatasetBuilder",
-        "EnergonDatasetConfig",
-        "HFEnergonTaskEncoderConfig",
-        "NemotronOmniEnergonTaskEncoderConfig",
-        "QwenVLEnergonTaskEncoderConfig",
-        "energon_train_valid_test_datasets_provider",
-    ),
-    "megatron.bridge.data.builders.mock_vlm_sft": (
-        "MockVLMSFTDatasetBuilder",
-        "MockVLMSFTDatasetConfig",
-        "mock_vlm_sft_train_valid_test_datasets_provider",
-    ),
-    # Mamba's layers and, through them, the inference engine.
-    "megatron.bridge.models.hybrid.hybrid_builder": ("HybridModelConfig",),
-    "megatron.bridge.models.hybrid.hybrid_provider": ("HybridModelProvider",),
-    "megatron.training.models.hybrid": ("HybridModelBuilder", "HybridModelConfig"),
-    "torch.utils.cpp_extension": ("load_inline",),  # setuptools
-    "torch.utils.tensorboard": ("SummaryWriter",),
-    "torch.utils.tensorboard.writer": ("SummaryWriter",),
-}
-COMPILER = {
-    "torch._dynamo._trace_wrapped_higher_order_op": ("TransformGetItemToIndex",),
-    "torch.fx.experimental.symbolic_shapes": ("statically_known_true",),  # sympy
-}
+# Hidden packages, functions of modelopt, and names that are promised. (3 to 6)
+HIDDEN, MODELOPT, PROMISED, COMPILER = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).values()
 
 
 def install(compiles: bool) -> None:

@@ -21,6 +21,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -56,7 +57,7 @@ def load_family(architecture: str) -> None:
 
 
 @contextlib.contextmanager
-def promised(modules: dict[str, tuple[str, ...] | dict[str, object]]):
+def promised(modules: Mapping[str, Sequence[str] | dict[str, object]]):
     """Make `from module import name` return a promise, or the value given for the name, while the block runs.
 
     Later imports find the real modules. Reading another name of one of these modules also imports the real one.

@@ -91,7 +91,7 @@ class Adapter(ParallelLinearAdapter):
         self.ways = self.tp_group.size() if self.is_expert and self.tp_group is not None else 1
         if self.ways > 1:
             # Between A and B, ranks have parts of the gradient, and on fc2 parts of the value.
-            self.activation = _Hidden(self.tp_group, of_parts=self.input_is_parallel)
+            self.activation = Hidden(self.tp_group, of_parts=self.input_is_parallel)
             self.linear_out.gather_output = False
 
     def forward(self, x, *args, **kwargs):
@@ -103,7 +103,7 @@ class Adapter(ParallelLinearAdapter):
         return nn.functional.pad(output, (rank * width, (self.ways - 1 - rank) * width))
 
 
-class _Hidden(nn.Module):
+class Hidden(nn.Module):
     """Hidden values that the columns of B on all ranks multiply.
 
     Gradients are summed over ranks, and values too if each rank has a part.

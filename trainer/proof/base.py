@@ -26,50 +26,44 @@ def main(run: Run) -> None:
 
 
 def _prove(run: Run, findings: Findings) -> str:
-    from trainer.megatron.model import open_bridge
     from trainer.proof import packed
-    from trainer.weights import merge
-    from trainer.weights.conversion import unwritten
-    from trainer.weights.trained import CONVERT
+    from trainer.weights.trained import CONVERT, match
 
     base, model = Path(run.paths.base), released.read(Path(run.paths.model))
     mark = checkpoints.require(base, "paths.base", CONVERT)
     findings.total += sum(entry.size for entry in model.tensors.values())
     census(model, json.loads((base / released.SOURCE).read_text()), findings)
-    bridge = open_bridge(run)
-    registry, config = bridge._model_bridge.mapping_registry(), bridge.to_megatron_provider(load_weights=False)
-    computed = {name for name in model.weights if released.COMPUTED.search(name)}
-    elsewhere = {*released.repeated(model), *computed, *mark["left_out"]}
     try:
-        stored = unwritten.open_base(run, checkpoints.step_folder(base, 0))
-        values = merge.find_values(stored, registry, model, elsewhere)
+        trained = match(run, checkpoints.step_folder(base, 0))
     except Fault as fault:
         findings.add(str(fault))
         return ""
+    stored, values = trained.stored, trained.values
     of_place = defaultdict(list)
     for value in values.values():
-        for part in value.each:
+        for part in value:
             of_place[part.place.name].append(part)
     for place, parts in of_place.items():
         with findings.of(place):
-            _compare(model, stored, config, parts, findings)
-    proved = f"{len(values)} weights of {model.folder} to the last bit, {len(elsewhere)} copies or left to the release"
+            _compare(trained, parts, findings)
+    rest = len(model.weights) - len(values)
+    proved = f"{len(values)} weights of {model.folder} to the last bit, {rest} copies or left to the release"
     if mark.get("to") == "packed":
         proved += f", {packed.prove(base, mark['base'], stored, findings)} of them packed in {mark['base']}"
     return proved
 
 
-def _compare(model: released.Model, stored, config, values: list, findings: Findings) -> None:
+def _compare(trained, values: list, findings: Findings) -> None:
     """Compare one of Megatron's weights with the released weights that it contains, or with the one it is part of."""
     from trainer.weights import mapping, torch_dist
 
     place = values[0].place
-    whole = torch_dist.read(stored, place)
+    whole = torch_dist.read(trained.stored, place)
     for value in values:
         name = value.part.name
-        rows = model.weights[name].shape[0] if value.trimmed else len(whole)
-        actual = value.part.turn(value.part.rows(whole[:rows], config))
-        expected = mapping.read(model, value.part).to(place.dtype)
+        rows = trained.model.weights[name].shape[0] if value.trimmed else len(whole)
+        actual = value.part.turn(value.part.rows(whole[:rows], trained.config))
+        expected = mapping.read(trained.model, value.part).to(place.dtype)
         if not same_bits(actual, expected):
             findings.add(f"{name}: {place.name} differs from the release")
         if value.trimmed and whole[rows:].any():

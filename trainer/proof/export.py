@@ -55,15 +55,15 @@ def _merged(trained, folder: Path, as_released: bool, findings: Findings) -> Non
     for extra in sorted({path.name for path in folder.glob("*.safetensors")} - {layout.file for layout in layouts}):
         findings.add(f"{folder / extra}: this file is not part of the export")
     for layout in layouts:
-        path, header, entries = folder / layout.file, layout.header, layout.rows
-        if not path.is_file() or path.stat().st_size != len(header) + sum(entry.size for entry in entries.values()):
+        path, header = folder / layout.file, layout.header
+        if not path.is_file() or path.stat().st_size != len(header) + layout.size:
             findings.add(f"{path}: missing, or of another length")
             continue
         with path.open("rb") as f:
             if f.read(len(header)) != header:
                 findings.add(f"{path}: its header does not list the release's tensors with their places in the file")
                 continue
-        for name, place in entries.items():
+        for name, place in layout.rows.items():
             with findings.of(name):
                 if wrong := _wrong(trained, rounding if as_released else None, path, name, place):
                     findings.add(f"{path}: {name}: {wrong}")
@@ -85,28 +85,24 @@ def _other_files(model: released.Model, folder: Path, unpacked: bool, findings: 
 def _wrong(trained, rounding, path: Path, name: str, place: Entry) -> str:
     """The reason why the tensor at this place is wrong; "" if it is right."""
     from trainer.weights import released_tensors
-    from trainer.weights.exported import merged_format
 
     model, source = trained.model, trained.copies.get(name, name)
-    if rounding:
-        weight = next((whole for whole, packed in model.packed.items() if name in packed.tensors), name)
-        if weight in model.packed and trained.has(weight):
-            exported = released_tensors.at(path.parent, place)
-            same = same_bits(exported, rounding.parts(weight)[name]) if name in rounding.parts(weight) else False
-            return "" if same else f"is not the trained {weight} in the release's format"
-    if source in trained.adapters:
-        merged = merged_format.is_merged(trained, source, released_tensors.at(path.parent, place))
+    weight = rounding.weight(name) if rounding else name
+    if rounding and weight in model.packed and trained.has(weight):
+        expected, wrong = rounding.parts(weight).get(name), f"is not the trained {weight} in the release's format"
+    elif source in trained.adapters:
+        merged = trained.is_merged(source, released_tensors.at(path.parent, place))
         return "" if merged else "is not the released weight with its adapter"
-    if source in trained.values:
-        same = same_bits(released_tensors.at(path.parent, place), trained.tensor(name))
-        return "" if same else "is not the trained weight"
-    if trained.packed and trained.packed.has(source):
-        same = same_bits(released_tensors.at(path.parent, place), trained.tensor(name))
-        return "" if same else "is not the unpacked weight of the packed base"
-    if name in model.packed:
-        same = same_bits(released_tensors.at(path.parent, place), released_tensors.read(model, name))
-        return "" if same else "is not the unpacked released weight"
-    return "" if released.has_sum(path, place, trained.sums[name]) else "was not trained, but is not the released one"
+    elif source in trained.values:
+        expected, wrong = trained.tensor(name), "is not the trained weight"
+    elif trained.packed and trained.packed.has(source):
+        expected, wrong = trained.tensor(name), "is not the unpacked weight of the packed base"
+    elif name in model.packed and not rounding:
+        expected, wrong = released_tensors.read(model, name), "is not the unpacked released weight"
+    else:
+        is_right = released.has_sum(path, place, trained.sums[name])
+        return "" if is_right else "was not trained, but is not the released one"
+    return "" if same_bits(released_tensors.at(path.parent, place), expected) else wrong
 
 
 def _adapter(trained, folder: Path, findings: Findings) -> None:
@@ -115,8 +111,7 @@ def _adapter(trained, folder: Path, findings: Findings) -> None:
     from trainer.weights.exported import peft_format
 
     rows, file = peft_format.tensors(trained), peft_format.WEIGHTS
-    header = safetensors_header.read(folder / file).items()
-    entries = {name: Entry(entry.dtype, entry.shape, file, entry.start, entry.size) for name, entry in header}
+    entries = safetensors_header.read(folder / file)
     for name in sorted({row.key for row in rows} ^ entries.keys()):
         findings.add(f"{folder}: {name}: {'is not trained' if name in entries else 'missing'}")
     for row in rows:
@@ -125,7 +120,7 @@ def _adapter(trained, folder: Path, findings: Findings) -> None:
                 if not same_bits(released_tensors.at(folder, entries[row.key]), row.make()):
                     findings.add(f"{folder}: {row.key}: is not the trained weight")
                 findings.moved(entries[row.key].size)
-    alphas = {adapter.alpha for of_weight in trained.adapters.values() for adapter in of_weight.each}
+    alphas = {adapter.alpha for of_weight in trained.adapters.values() for adapter in of_weight}
     path = folder / peft_format.SETTINGS
     if (alpha := json_object.read(path).get("lora_alpha")) not in alphas:
         findings.add(f"{path}: lora_alpha is {alpha}, but the adapter was trained with {max(alphas)}")

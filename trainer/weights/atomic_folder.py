@@ -29,11 +29,11 @@ ASIDE = ".journal"  # next to an output: the journal of a complete folder, until
 
 
 @contextlib.contextmanager
-def write(folder: Path, facts: dict[str, Any], kind: Kind, state: str = "") -> Iterator[Path]:
+def write(folder: Path, facts: dict[str, Any], kind: Kind, state: str) -> Iterator[Path]:
     """Yield the folder to write into. `facts` go into the mark with their values at the end of the block on rank 0.
 
-    `state` identifies the output. With it, a killed attempt is resumed: the folder has its files, and a folder JOURNAL
-    for records of finished parts.
+    A killed attempt of the same `state` is resumed: the folder has its files, and a folder JOURNAL for records of
+    finished parts.
     """
     place, first = Path(os.path.realpath(folder)), rank() == 0
     partial, journal = place.with_name(place.name + PARTIAL), place.with_name(place.name + ASIDE)
@@ -44,19 +44,19 @@ def write(folder: Path, facts: dict[str, Any], kind: Kind, state: str = "") -> I
         if first:
             output_marks.recover(place, kind)
             _bring_back(journal, partial, kind)
-            if not state or _read(partial / JOURNAL / STATE) != state:
+            if _read(partial / JOURNAL / STATE) != state:
                 output_marks.remove(partial, kind)
                 take(partial, kind)
-            if state:
-                (partial / JOURNAL).mkdir(exist_ok=True)
-                write_atomically(partial / JOURNAL / STATE, state, durable=False)
+            (partial / JOURNAL).mkdir(exist_ok=True)
+            write_atomically(partial / JOURNAL / STATE, state, durable=False)
         barrier()
         yield partial
         barrier()
         if first:
-            _sync(partial)
-            if state:
-                _put_aside(partial, journal)
+            for file in partial.rglob("*"):
+                if file.is_file():
+                    sync(file)
+            _put_aside(partial, journal)
             checkpoints.mark(partial, **facts)
             output_marks.finished(partial)
             output_marks.put_in_place(partial, place, kind)
@@ -66,7 +66,7 @@ def write(folder: Path, facts: dict[str, Any], kind: Kind, state: str = "") -> I
         full = _is_of_the_disk(error)
         if isinstance(error, Fault) and not partial.exists():
             time.sleep(WAIT_FOR_CAUSE)  # another rank has failed; it reports the cause and ends this one
-        if full or not state or isinstance(error, Fault):  # otherwise the next attempt resumes
+        if full or isinstance(error, Fault):  # otherwise the next attempt resumes
             with contextlib.suppress(OSError, output_marks.Foreign):  # another rank may be removing it too
                 output_marks.remove(partial, kind)
                 _remove(journal)
@@ -139,11 +139,6 @@ def _read(path: Path) -> str:
         return path.read_text()
     except (OSError, ValueError):
         return ""
-
-
-def _sync(folder: Path) -> None:
-    for file in (path for path in folder.rglob("*") if path.is_file()):
-        sync(file)
 
 
 def _is_of_the_disk(error: BaseException | None) -> bool:

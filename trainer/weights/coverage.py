@@ -6,7 +6,6 @@ are compared first, from the files' headers and conf/families/, and any differen
 """
 
 import itertools
-from dataclasses import dataclass
 
 from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
 from megatron.bridge.models.conversion.utils import persistent_buffers, unwrap_model
@@ -15,44 +14,26 @@ from conf import families, model_facts
 from contract.faults import Fault
 from trainer.weights import released
 from trainer.weights.atomic_folder import gather
+from trainer.weights.mapping import released_names
 from trainer.weights.released import enumerate_names
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-@dataclass
-class Demand:
-    """Tensors that fill the Megatron model."""
+def check(bridge, chunks: list, model: released.Model, sums: dict[str, str], left_out: set[str]) -> None:
+    """Raise a Fault that lists every kind of difference between the release and the whole model.
 
-    names: set[str]  # of released tensors
-    unmapped: list[str]  # Megatron's names of parameters that no released tensor would fill
-
-
-def demand(bridge, model) -> Demand:
-    """Demand of the whole model: each rank reads its own part."""
-    registry = bridge._model_bridge.mapping_registry()
-    config, names, unmapped = unwrap_model(model)[0].config, set(), set()
-    for name, _ in named_tensors(model):
-        if config.share_embeddings_and_output_weights and "output_layer" in name:
-            continue  # a copy on the last pipeline stage
-        if mapping := registry.megatron_to_hf_lookup(name):
-            names |= {mapping.hf_param} if isinstance(mapping.hf_param, str) else {*mapping.hf_param.values()}
-        else:
-            unmapped.add(name)
-    parts = gather((names, unmapped))
-    return Demand(set().union(*(part for part, _ in parts)), sorted(set().union(*(part for _, part in parts))))
-
-
-def check(demand: Demand, model: released.Model, sums: dict[str, str], left_out: set[str]) -> None:
-    """Raise a Fault that lists every kind of difference. `left_out` are released tensors that are not converted."""
+    Each rank reads its own part of the model. `left_out` are released tensors that are not converted.
+    """
+    needed, unmapped = _demand(bridge, chunks)
     tensors, copies = model.weights, released.repeated(model)
-    used = demand.names | copies.keys() | left_out
+    used = needed | copies.keys() | left_out
     extra = [name for name in tensors if name not in used and not released.COMPUTED.search(name)]
-    missing = [name for name in demand.names if name not in tensors]
+    missing = [name for name in needed if name not in tensors]
     expected = _shapes(model)
     shapes = [
         f"{name} is {list(tensors[name].shape)} and should be {list(expected[name])}"
-        for name in demand.names & tensors.keys() & expected.keys()
+        for name in needed & tensors.keys() & expected.keys()
         if tensors[name].shape != expected[name]
     ]
     differ = [
@@ -66,14 +47,29 @@ def check(demand: Demand, model: released.Model, sums: dict[str, str], left_out:
             ("tensors that nothing in the model uses", extra),
             ("tensors missing", missing),
             ("tensors of the wrong shape", shapes),
-            ("tensors that conf/families/ lacks", demand.names - expected.keys()),
+            ("tensors that conf/families/ lacks", needed - expected.keys()),
             ("copies that differ from their original", differ),
-            ("Megatron parameters that no tensor fills", demand.unmapped),
+            ("Megatron parameters that no tensor fills", sorted(unmapped)),
         )
         if names
     ]
     if problems:
         raise Fault(f"{model.folder}: {'; '.join(problems)}")
+
+
+def _demand(bridge, chunks: list) -> tuple[set[str], set[str]]:
+    """Return the released tensors that fill the model, and Megatron's parameters that none would fill."""
+    registry = bridge._model_bridge.mapping_registry()
+    config, names, unmapped = unwrap_model(chunks)[0].config, set(), set()
+    for name, _ in named_tensors(chunks):
+        if config.share_embeddings_and_output_weights and "output_layer" in name:
+            continue  # a copy on the last pipeline stage
+        if mapping := registry.megatron_to_hf_lookup(name):
+            names |= {*released_names(mapping)}
+        else:
+            unmapped.add(name)
+    parts = gather((names, unmapped))
+    return set().union(*(part for part, _ in parts)), set().union(*(part for _, part in parts))
 
 
 def _shapes(model: released.Model) -> dict[str, tuple[int, ...]]:
@@ -85,33 +81,10 @@ def _shapes(model: released.Model) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def unfilled(model) -> list[str]:
-    """Return the names of tensors that contain a NaN: after fill_with_nan(), those that were not filled completely."""
-    model = unwrap_model(model)
-    names = [
-        _megatron_local_name_to_global(model, model[stage].config, name, stage)
-        for stage, name, tensor in _tensors(model)
-        if tensor.is_floating_point() and tensor.isnan().any()
-    ]
-    return sorted(set(itertools.chain.from_iterable(gather(names))))
-
-
-def fill_with_nan(model) -> None:
-    for _, _, tensor in _tensors(unwrap_model(model)):
-        if tensor.is_floating_point():
-            tensor.data.fill_(float("nan"))
-
-
 def named_tensors(model):
     """Yield the tensors in a checkpoint of this rank's part, by their names in the whole model."""
     model = unwrap_model(model)
-    for stage, name, tensor in _tensors(model):
-        yield _megatron_local_name_to_global(model, model[stage].config, name, stage), tensor
-
-
-def _tensors(model):
-    """Yield the tensors in a checkpoint of this rank's part, as (stage, local name, tensor)."""
     for stage, chunk in enumerate(model):
         for name, tensor in itertools.chain(chunk.named_parameters(), persistent_buffers(chunk)):
             if "_extra_state" not in name:
-                yield stage, name, tensor
+                yield _megatron_local_name_to_global(model, chunk.config, name, stage), tensor

@@ -5,7 +5,7 @@ The entries of units, small JSON objects, are in a folder next to the output, on
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from trainer.startup import heartbeat
 from trainer.weights import atomic_folder
 
 Entry = dict[str, Any]
+LARGEST, SMALLEST = 2**28, 2**20  # bytes of a unit
+COUNT = 256  # of units, if their size is between these two
 
 
 def do(
@@ -49,6 +51,24 @@ def do(
     for of_rank in atomic_folder.gather(new_entries):
         entries |= of_rank
     return entries
+
+
+def enough(size: int) -> int:
+    """Return the size of a unit in bytes, for work of this size."""
+    return min(max(size // COUNT, SMALLEST), LARGEST)
+
+
+def cut[Item](sizes: Mapping[Item, int], least: int) -> list[list[Item]]:
+    """Cut items into units, in order. All units but the last have at least this size."""
+    units: list[list[Item]] = []
+    size = least
+    for item, of_item in sizes.items():
+        if size >= least:
+            units.append([])
+            size = 0
+        units[-1].append(item)
+        size += of_item
+    return units
 
 
 def share(sizes: dict[int, int], ranks: int) -> list[list[int]]:

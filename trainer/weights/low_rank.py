@@ -7,6 +7,7 @@ Everything is computed in fp32 and rounded once, to the type of W.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import frexp
 from typing import Protocol
 
@@ -35,40 +36,49 @@ class Matrix(Protocol):
     def __getitem__(self, rows: slice, /) -> torch.Tensor: ...
 
 
-def merged(weight: Matrix, a: torch.Tensor, b: torch.Tensor, scale: float, magnitude) -> Iterator[torch.Tensor]:
-    """Yield the merged weight in blocks of rows; each block is invalid after the next is requested."""
-    a, b = a.float(), b.float()
-    changes, rounded = _room("changes", _block(weight)), _rounded(_block(weight), weight.dtype)
-    exact = frexp(scale)[0] in (0.5, -0.5)  # a power of two: multiplication does not round
-    for rows, whole in _blocks(weight):
-        change = torch.mm(b[rows], a, out=changes[: len(whole)])
-        whole = whole.add_(change, alpha=scale) if exact else whole.add_(change.mul_(scale))
-        if magnitude is not None:
-            whole *= (magnitude[rows].float() / whole.norm(dim=1)).unsqueeze(1)
-        yield rounded[: len(whole)].copy_(whole)
+@dataclass(frozen=True)
+class Change:
+    """Low-rank change of a weight."""
 
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+    magnitude: torch.Tensor | None
 
-def is_merged(found: Matrix, weight: Matrix, a, b, scale: float, magnitude) -> bool:
-    """Whether `found` is the merged weight, rounded to its type; computed again in another order.
+    def blocks(self, weight: Matrix) -> Iterator[torch.Tensor]:
+        """Yield the merged weight in blocks of rows; each block is invalid after the next is requested."""
+        a, b = self.a.float(), self.b.float()
+        changes, rounded = _room("changes", _block(weight)), _rounded(_block(weight), weight.dtype)
+        exact = frexp(self.scale)[0] in (0.5, -0.5)  # a power of two: multiplication does not round
+        for rows, whole in _blocks(weight):
+            change = torch.mm(b[rows], a, out=changes[: len(whole)])
+            whole = whole.add_(change, alpha=self.scale) if exact else whole.add_(change.mul_(self.scale))
+            if self.magnitude is not None:
+                whole *= (self.magnitude[rows].float() / whole.norm(dim=1)).unsqueeze(1)
+            yield rounded[: len(whole)].copy_(whole)
 
-    Besides rounding, a value may differ by fp32's loss relative to the largest value. Both orders give most values
-    identically, so only the others are examined.
-    """
-    a, factor, numbers = a.float(), b.float() * scale, torch.finfo(found.dtype)
-    near_zero = numbers.eps / 2 * numbers.tiny  # rounding error of subnormal numbers
-    largest, beyond = [0.0], [0.0]  # per block: largest magnitude, and largest error beyond rounding
-    rounded = _rounded(_block(weight), found.dtype)
-    for rows, released in _blocks(weight):
-        whole, block = expected(released, a, factor[rows], None if magnitude is None else magnitude[rows]), found[rows]
-        if unequal := _unequal(rounded[: len(whole)].copy_(whole), block):
-            exact = whole[unequal]
-            off = (block[unequal].float() - exact).abs_()
-            beyond.append(float(off.sub_(exact.abs_(), alpha=numbers.eps / 2).amax()))
-        largest.append(float(whole.abs_().amax()))
-    most = torch.tensor(largest).amax()
-    if not most.to(found.dtype).isfinite():  # then the merged weight is not finite either
-        return False
-    return all(error <= 1e-5 * float(most) + near_zero for error in beyond)  # false for NaN
+    def is_in(self, found: Matrix, weight: Matrix) -> bool:
+        """Whether `found` is the merged weight, rounded to its type; computed again in another order.
+
+        Besides rounding, a value may differ by fp32's loss relative to the largest value. Both orders give most values
+        identically, so only the others are examined.
+        """
+        a, factor, numbers = self.a.float(), self.b.float() * self.scale, torch.finfo(found.dtype)
+        near_zero = numbers.eps / 2 * numbers.tiny  # rounding error of subnormal numbers
+        largest, beyond = [0.0], [0.0]  # per block: largest magnitude, and largest error beyond rounding
+        rounded = _rounded(_block(weight), found.dtype)
+        for rows, released in _blocks(weight):
+            magnitude = None if self.magnitude is None else self.magnitude[rows]
+            whole, block = expected(released, a, factor[rows], magnitude), found[rows]
+            if unequal := _unequal(rounded[: len(whole)].copy_(whole), block):
+                exact = whole[unequal]
+                off = (block[unequal].float() - exact).abs_()
+                beyond.append(float(off.sub_(exact.abs_(), alpha=numbers.eps / 2).amax()))
+            largest.append(float(whole.abs_().amax()))
+        most = torch.tensor(largest).amax()
+        if not most.to(found.dtype).isfinite():  # then the merged weight is not finite either
+            return False
+        return all(error <= 1e-5 * float(most) + near_zero for error in beyond)  # false for NaN
 
 
 def _unequal(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -80,7 +90,7 @@ def _unequal(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def expected(weight: torch.Tensor, a: torch.Tensor, factor: torch.Tensor, magnitude) -> torch.Tensor:
-    """Return the merged weight, or rows of it, computed in another order than in merged().
+    """Return the merged weight, or rows of it, computed in another order than in Change.blocks().
 
     `weight` is in fp32 and is overwritten; `factor` is scaled B.
     """

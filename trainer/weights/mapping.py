@@ -78,6 +78,11 @@ def read(model: Model, part: Part) -> torch.Tensor:
     return released_tensors.read(model, part.name, slice(part.expert, part.expert + 1))[0]
 
 
+def released_names(mapping) -> list[str]:
+    """Return the released weights from which Bridge's mapping makes a parameter."""
+    return [mapping.hf_param] if isinstance(mapping.hf_param, str) else [*mapping.hf_param.values()]
+
+
 def stacks_experts(mapping) -> bool:
     """Whether the released tensor has all experts of a layer (trainer/patches/families/stacked_experts.py)."""
     return hasattr(mapping, "by_turns")

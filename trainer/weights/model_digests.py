@@ -16,6 +16,8 @@ from megatron.core.utils import unwrap_model
 from torch import distributed
 
 from trainer.weights import digests, torch_dist
+from trainer.weights.atomic_folder import gather
+from trainer.weights.torch_dist import NOT_WEIGHTS
 
 
 def metadata() -> dict:
@@ -31,9 +33,10 @@ def of_model(model, adapter) -> dict[str, str] | None:
     state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata()) for i, chunk in enumerate(unwrap_model(model))}
     state = of_adapter(state, adapter)
     apply_factories(state)
-    pieces = [value for value in nested_values(state) if _is_mine(value)]
+    pieces = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
+    own = [piece for piece in pieces if is_main_replica(piece.replica_id) and not NOT_WEIGHTS.search(piece.key)]
     of_ranks = [None] * distributed.get_world_size() if distributed.get_rank() == 0 else None
-    distributed.gather_object(_sums(pieces), of_ranks)
+    distributed.gather_object(_sums(own), of_ranks)
     if of_ranks is None:
         return None
     total: dict[str, int] = {}
@@ -50,24 +53,11 @@ def of_adapter(state: dict, adapter) -> dict:
 
 def alpha(model) -> float | None:
     """Return the numerator of the adapters' scale in use; on every rank."""
-    own = {module.adapter.alpha for chunk in unwrap_model(model) for module in chunk.modules() if _has_adapter(module)}
-    of_ranks = [None] * distributed.get_world_size()
-    distributed.all_gather_object(of_ranks, own)
-    alphas = set().union(*of_ranks)
+    modules = itertools.chain.from_iterable(chunk.modules() for chunk in unwrap_model(model))
+    adapters = (getattr(module, "adapter", None) for module in modules)
+    alphas = set().union(*gather({adapter.alpha for adapter in adapters if hasattr(adapter, "alpha")}))
     assert len(alphas) <= 1, f"adapters of several alphas: {alphas}"
     return next(iter(alphas), None)
-
-
-def _has_adapter(module) -> bool:
-    return hasattr(getattr(module, "adapter", None), "alpha")
-
-
-def _is_mine(value) -> bool:
-    return (
-        isinstance(value, ShardedTensor)
-        and is_main_replica(value.replica_id)
-        and not torch_dist.NOT_WEIGHTS.search(value.key)
-    )
 
 
 def _sums(pieces: list[ShardedTensor]) -> dict[str, int]:

@@ -33,12 +33,13 @@ SOURCE = "source.json"  # in a converted model: type, shape and checksum of each
 BLOCK = 2**18  # bytes read at once; fits into a core's cache
 CHECKSUMS = "xxh3_128"
 SHA256_DIGITS = 64  # of a checksum that an earlier version has recorded
-# Bits of the exponent, and the unsigned integer that holds them.
+# Lowest value that is not finite, without the sign, and the unsigned integer that holds it.
 EXPONENTS = {
     "F64": ("<u8", 0x7FF0000000000000),
     "F32": ("<u4", 0x7F800000),
     "F16": ("<u2", 0x7C00),
     "BF16": ("<u2", 0x7F80),
+    quantization.FP8: ("<u1", 0x7F),
 }
 _memory: list[memoryview] = []  # free blocks
 # In old checkpoints of Llama, and GPT-2's causal masks; every model class computes them.
@@ -55,10 +56,14 @@ class Model:
     @cached_property
     def weights(self) -> dict[str, Entry | Packed]:
         """Return the model's weights: the tensors, with one weight for all tensors of a quantised weight."""
-        parts = {name for one in self.packed.values() for name in one.tensors}
         weights = {one.codes: (name, one) for name, one in self.packed.items()}
-        weights |= {name: (name, entry) for name, entry in self.tensors.items() if name not in parts}
+        weights |= {name: (name, entry) for name, entry in self.tensors.items() if name not in self.weight_of}
         return dict(weights[name] for name in self.tensors if name in weights)
+
+    @cached_property
+    def weight_of(self) -> dict[str, str]:
+        """Return the names of quantised weights by the names of their codes and scales."""
+        return {part: name for name, one in self.packed.items() for part in one.tensors}
 
     def parts(self, name: str) -> tuple[str, ...]:
         """Return the tensors of a weight."""
@@ -147,8 +152,11 @@ def not_finite(model: Model, names: list[str]) -> Fault:
 
 
 def has_sum(path: Path, entry: Entry, recorded: str) -> bool:
-    """Whether the bytes at this place of a file have the recorded checksum."""
-    return checksum(path, entry, recorded) == recorded
+    """Whether a file has bytes with the recorded checksum at this place; false if it is missing or too short."""
+    try:
+        return checksum(path, entry, recorded) == recorded
+    except (OSError, Fault):
+        return False
 
 
 def checksum(path: Path, entry: Entry, recorded: str = "") -> str:
@@ -192,8 +200,6 @@ def is_finite(block: bytes | memoryview, dtype: str) -> bool:
     Values whose exponent bits are all set are infinite or NaN; in FP8's e4m3, those with all bits but the sign set.
     Integers and other kinds of FP8 always count as finite.
     """
-    if dtype == quantization.FP8:
-        return not bool(((np.frombuffer(block, np.uint8) & 0x7F) == 0x7F).any())
     if dtype not in EXPONENTS:
         return True
     width, exponent = EXPONENTS[dtype]
@@ -207,9 +213,6 @@ def is_finite(block: bytes | memoryview, dtype: str) -> bool:
 
 def _has_no_scale(block: bytes | memoryview, dtype: str) -> bool:
     """Whether a scale is 0, negative or, for one-byte exponents, NaN."""
-    if dtype == quantization.FP8:
-        numbers = np.frombuffer(block, np.uint8)
-        return bool(((numbers == 0) | (numbers > 0x7F)).any())
     if dtype not in EXPONENTS:
         return bool((np.frombuffer(block, np.uint8) == 0xFF).any())
     width, _ = EXPONENTS[dtype]

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import distributed
 
 from conf.schema.run import Run
 from contract.faults import Fault
 from trainer.megatron import adapters
 from trainer.startup.console import say
 from trainer.weights import mapping
+from trainer.weights.atomic_folder import gather
 from trainer.weights.exported import peft_format
 from trainer.weights.released import enumerate_names
 
@@ -74,9 +74,7 @@ class StartingAdapter:
 
     def require_all_used(self) -> None:
         """Check that some rank used each tensor of the file."""
-        of_ranks: list[set[str]] = [set()] * distributed.get_world_size()
-        distributed.all_gather_object(of_ranks, self.used)
-        if left := sorted(self.names - set().union(*of_ranks)):
+        if left := sorted(self.names - set().union(*gather(self.used))):
             raise Fault(f"model.adapter: {self.folder}: adapter.targets has no place for {enumerate_names(left)}")
 
     def _joined(self, matrices: dict[str | None, torch.Tensor]) -> torch.Tensor:

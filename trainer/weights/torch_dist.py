@@ -19,7 +19,7 @@ import itertools
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -64,8 +64,8 @@ class Stored:
     sums: dict[str, str] = field(default_factory=dict)  # of its pieces, or of its files
     whole: dict[str, bool] = field(default_factory=dict)  # by file: whether its checksum is correct
     looking: threading.Lock = field(default_factory=threading.Lock)  # held while a file is compared
-    make: Callable[[MetadataIndex], torch.Tensor] | None = None  # reads the release
-    make_part: Callable[[MetadataIndex, Sequence[int], Sequence[int]], torch.Tensor] | None = None  # a box of it
+    # Makes a box, by its offsets and sizes, of a piece that is in the release.
+    make: Callable[[MetadataIndex, Sequence[int], Sequence[int]], torch.Tensor] | None = None
     is_new: bool = False  # just written by this process: its checksums are not compared
 
     @property
@@ -100,23 +100,9 @@ def require_all(stored: Stored) -> None:
 
 def read(stored: Stored, place: Place) -> torch.Tensor:
     """Read one weight, assembled from its pieces."""
-    depth = len(place.index)
-    in_pieces = [chunk.sizes[depth:] for chunk in place.chunks] != [place.shape]
-    whole = torch.empty(place.shape if in_pieces else 0, dtype=place.dtype)
-    filled = 0
-    for chunk in place.chunks:
-        index = tuple(i - start for i, start in zip(place.index, chunk.offsets, strict=False))
-        piece = _load(stored, place.key, chunk.offsets, index)
-        filled += piece.numel()
-        if not in_pieces:
-            whole = piece
-            continue
-        target = tuple(slice(o, o + n) for o, n in zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True))
-        whole[target] = piece
-    if filled != whole.numel():
-        raise Fault(f"{stored.folder}: {place.name}: {filled} of its {whole.numel()} elements are stored")
+    whole = _box(stored, place, (0,) * len(place.shape), place.shape)
     stored.seen.add(place.name)
-    _check(stored, place.name, [(whole, (0,) * whole.ndim)])
+    _check(stored, place.name, [((0,) * whole.ndim, whole)])
     return whole
 
 
@@ -125,24 +111,13 @@ def rows(stored: Stored, place: Place) -> list[torch.Tensor]:
 
     Nothing is assembled, because a vocabulary exceeds the memory for a part of a file.
     """
-    depth = len(place.index)
-    if not place.shape:
+    pieces = sorted(_pieces(stored, place, (0,) * len(place.shape), place.shape), key=lambda piece: piece[0])
+    are_rows = place.shape and all(piece.shape[1:] == place.shape[1:] for _, piece in pieces)
+    if not are_rows or sum(len(piece) for _, piece in pieces) != place.shape[0]:
         return [read(stored, place)]
-    chunks = sorted(place.chunks, key=lambda chunk: chunk.offsets[depth:])
-    ends = [*itertools.accumulate((chunk.sizes[depth] for chunk in chunks), initial=0)]
-    are_rows = all(
-        (chunk.sizes[depth + 1 :], chunk.offsets[depth:]) == (place.shape[1:], (first, *(0,) * (len(place.shape) - 1)))
-        for chunk, first in zip(chunks, ends, strict=False)
-    )
-    if not are_rows or ends[-1] != place.shape[0]:
-        return [read(stored, place)]
-    blocks = []
-    for chunk, first in zip(chunks, ends, strict=False):
-        index = tuple(i - start for i, start in zip(place.index, chunk.offsets, strict=False))
-        blocks.append((_load(stored, place.key, chunk.offsets, index), (first, *(0,) * (len(place.shape) - 1))))
     stored.seen.add(place.name)
-    _check(stored, place.name, blocks)
-    return [block for block, _ in blocks]
+    _check(stored, place.name, pieces)
+    return [piece for _, piece in pieces]
 
 
 def place_of(stored: Stored, name: str) -> Place:
@@ -153,9 +128,26 @@ def place_of(stored: Stored, name: str) -> Place:
 
 def box(stored: Stored, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
     """Read a part of a weight, assembled from its pieces."""
-    place = place_of(stored, name)
-    depth, filled = len(place.index), 0
-    result = torch.empty(sizes, dtype=place.dtype)
+    return _box(stored, place_of(stored, name), offsets, sizes)
+
+
+def _box(stored: Stored, place: Place, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    result, filled = torch.empty(sizes, dtype=place.dtype), 0
+    for begins, piece in _pieces(stored, place, offsets, sizes):
+        if piece.shape == sizes:  # nothing to assemble
+            return piece
+        result[tuple(slice(begin, begin + size) for begin, size in zip(begins, piece.shape, strict=True))] = piece
+        filled += piece.numel()
+    if filled != result.numel():
+        raise Fault(f"{stored.folder}: {place.name}: {filled} of its {result.numel()} elements are stored")
+    return result
+
+
+def _pieces(
+    stored: Stored, place: Place, offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Yield the pieces that a box of a weight consists of, each with its offsets in the box."""
+    depth = len(place.index)
     for chunk in place.chunks:
         begins, lengths = chunk.offsets[depth:], chunk.sizes[depth:]
         spans = [
@@ -166,15 +158,8 @@ def box(stored: Stored, name: str, offsets: tuple[int, ...], sizes: tuple[int, .
             continue
         index = tuple(i - start for i, start in zip(place.index, chunk.offsets, strict=False))
         inside = [(first - begin, last - first) for (first, last), begin in zip(spans, begins, strict=True)]
-        piece = _load_part(stored, place.key, chunk.offsets, index, inside)
-        target = tuple(
-            slice(first - offset, last - offset) for (first, last), offset in zip(spans, offsets, strict=True)
-        )
-        result[target] = piece
-        filled += piece.numel()
-    if filled != result.numel():
-        raise Fault(f"{stored.folder}: {name}: {filled} of {result.numel()} elements are stored")
-    return result
+        piece = _load(stored, place.key, chunk.offsets, index, inside)
+        yield tuple(first - offset for (first, _), offset in zip(spans, offsets, strict=True)), piece
 
 
 def some_rows(stored: Stored, name: str, numbers: Sequence[int]) -> torch.Tensor:
@@ -183,24 +168,12 @@ def some_rows(stored: Stored, name: str, numbers: Sequence[int]) -> torch.Tensor
     return torch.cat([box(stored, name, (row, *(0,) * len(width)), (1, *width)) for row in numbers])
 
 
-def _load_part(
-    stored: Stored, key: str, offsets: Sequence[int], index: tuple[int, ...], inside: list[tuple[int, int]]
-) -> torch.Tensor:
-    """Read a part, (first, count) of each dimension, of a stored piece at this index of layer and expert."""
-    key_of_piece = MetadataIndex(key, offsets)
-    if stored.make_part and stored.metadata.storage_data[key_of_piece].relative_path == RELEASED:
-        begin, count = [*index, *(first for first, _ in inside)], [1] * len(index) + [count for _, count in inside]
-        return stored.make_part(key_of_piece, begin, count).reshape([count for _, count in inside])
-    whole = _load(stored, key, offsets, index)
-    return whole[tuple(slice(first, first + count) for first, count in inside)]
-
-
-def _check(stored: Stored, name: str, pieces: list[tuple[torch.Tensor, tuple[int, ...]]]) -> None:
+def _check(stored: Stored, name: str, pieces: list[tuple[tuple[int, ...], torch.Tensor]]) -> None:
     """Compare a weight, in pieces with their offsets, with the digest from training's memory."""
     if not stored.digests:
         return
-    actual, expected = digests.text(sum(int(digests.sums(*piece)) for piece in pieces)), stored.digests[name]
-    if actual != expected:
+    actual = digests.text(sum(int(digests.sums(piece, begins)) for begins, piece in pieces))
+    if actual != stored.digests[name]:
         same = [other for other, digest in stored.digests.items() if digest == actual]
         cause = f"it is that of {same[0]}" if same else "it is of another step or another run, or damaged"
         raise Fault(f"{stored.folder}: {name} is not the tensor that training had in memory: {cause}")
@@ -231,14 +204,18 @@ def _places(key: str, stored: TensorStorageMetadata):
         yield name, Place(name, key, index, tuple(stored.size)[count:], stored.properties.dtype, tuple(pieces))
 
 
-def _load(stored: Stored, key: str, offsets, index: tuple[int, ...]) -> torch.Tensor:
-    """Read a stored piece at this index of layer and expert."""
+def _load(
+    stored: Stored, key: str, offsets: Sequence[int], index: tuple[int, ...], inside: list[tuple[int, int]]
+) -> torch.Tensor:
+    """Read a part, (first, count) of each dimension, of a stored piece at this index of layer and expert."""
     place = stored.metadata.storage_data.get(MetadataIndex(key, offsets))
     if place is None:
         raise Fault(f"{stored.folder}: {key}: the piece at {tuple(offsets)} is in no file")
+    firsts, counts = [first for first, _ in inside], [count for _, count in inside]
     if place.relative_path == RELEASED:
         assert stored.make, f"{stored.folder} holds no weights"  # open it with trainer/weights/conversion/unwritten.py
-        return stored.make(MetadataIndex(key, offsets))[index]
+        part = stored.make(MetadataIndex(key, offsets), [*index, *firsts], [1] * len(index) + counts)
+        return part.reshape(counts)
     path = stored.folder / place.relative_path
     with regular_files.open_regular(path) as f:
         try:
@@ -247,9 +224,10 @@ def _load(stored: Stored, key: str, offsets, index: tuple[int, ...]) -> torch.Te
                 if not (stored.digests or stored.is_new or _is_sound(stored, place, f, layout)):
                     raise ValueError("other numbers than were saved")
                 stored.layouts[key, *offsets] = layout
-            return mapped_piece.read(f, layout, index)
+            piece = mapped_piece.read(f, layout, index)
         except Exception as error:  # zipfile, pickle and mmap raise many types
             raise Fault(f"{path}: damaged where {key} lies ({type(error).__name__}); take another checkpoint") from None
+    return piece[tuple(slice(first, first + count) for first, count in inside)]
 
 
 def _is_sound(stored: Stored, place: Any, file: BinaryIO, layout: Layout) -> bool:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,12 +16,13 @@ from contract.faults import Fault
 from trainer.megatron.model import open_bridge
 from trainer.weights import mapping, merge, released, released_tensors, torch_dist
 from trainer.weights.conversion import unwritten
+from trainer.weights.low_rank import Change
 from trainer.weights.mapped.read_rows import ReadRows
 from trainer.weights.mapping import Part
-from trainer.weights.merge import Adapter, Change, NewValue, StackedAdapters, StackedValues
+from trainer.weights.merge import Adapter, NewValue
 from trainer.weights.packed_base import as_trained
 from trainer.weights.packed_base.as_trained import AsTrained
-from trainer.weights.released import Model
+from trainer.weights.released import Entry, Model
 from trainer.weights.released_tensors import DTYPES
 from trainer.weights.torch_dist import Stored
 
@@ -35,10 +37,11 @@ class Trained:
     digest: str  # of the release that the base was made from
     sums: dict[str, str]  # the released checksums, recorded by the conversion
     stored: Stored
-    config: object  # Megatron's
-    adapters: dict[str, Adapter | StackedAdapters] = field(default_factory=dict)
-    values: dict[str, NewValue | StackedValues] = field(default_factory=dict)
+    config: Any  # Megatron's
+    adapters: dict[str, tuple[Adapter, ...]] = field(default_factory=dict)  # several for a stack of experts
+    values: dict[str, tuple[NewValue, ...]] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)  # copy -> original, for tensors that Megatron has once
+    registry: Any = None  # Bridge's
     packed: AsTrained | None = None  # for a merge onto the values of a packed base
     last: threading.local = field(default_factory=threading.local)  # the change that a thread read last
 
@@ -46,22 +49,21 @@ class Trained:
         """Return the tensor to write; None if it is copied from the release."""
         name = self.copies.get(name, name)
         if name in self.values:
-            return self.values[name].value(self.stored, self.config, self.model.weights[name])
-        adapter = self.adapters.get(name)
-        if isinstance(adapter, StackedAdapters):
-            return adapter.merged(self.model.weights[name], self._merged)
-        if adapter:
-            return self._merged(adapter)
-        return self._unpacked(self.packed, name) if self.packed and self.packed.has(name) else None
+            return self._assembled(name, ((value.part, self._value(value)) for value in self.values[name]))
+        if name in self.adapters:
+            return self._assembled(name, ((adapter.part, self._merged(adapter)) for adapter in self.adapters[name]))
+        if self.packed and self.packed.has(name):
+            parts = self.packed.parts[name].values()
+            return self._assembled(name, ((part, self._unpacked(self.packed, part)) for _, part in parts))
+        return None
 
     def blocks(self, name: str) -> Iterable[torch.Tensor] | None:
         """Return the same in consecutive blocks of rows; each block is invalid after the next is requested."""
         source = self.copies.get(name, name)
-        if source in self.values:
-            return self.values[source].blocks(self.stored, self.config, self.model.weights[source])
-        adapter = self.adapters.get(source)
-        if isinstance(adapter, Adapter) and (weight := self.rows(adapter.part)):
-            return self.change(adapter).blocks(weight)
+        if source in self.values and self.values[source][0].part.expert is None:
+            return self.values[source][0].blocks(self.stored, self.config, self.model.weights[source])
+        if source in self.adapters and (weight := self.rows(self.adapters[source][0].part)):
+            return self.change(self.adapters[source][0]).blocks(weight)
         return None if (whole := self.tensor(name)) is None else [whole]
 
     def before(self, part: Part) -> torch.Tensor:
@@ -86,6 +88,19 @@ class Trained:
             self.last.adapter, self.last.change = adapter, adapter.change(self.stored, self.config)
         return self.last.change
 
+    def _assembled(self, name: str, parts: Iterable[tuple[Part, torch.Tensor]]) -> torch.Tensor:
+        """Return a weight from its parts: all of it, or one expert after another."""
+        entry = self.model.weights[name]
+        result = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        for part, tensor in parts:
+            if part.expert is None:
+                return tensor
+            result[part.expert] = tensor
+        return result
+
+    def _value(self, value: NewValue) -> torch.Tensor:
+        return value.value(self.stored, self.config, self.model.weights[value.part.name])
+
     def _merged(self, adapter: Adapter) -> torch.Tensor:
         before = self.before(adapter.part)
         if self.packed is None or not self.packed.has(adapter.part.name):
@@ -95,22 +110,19 @@ class Trained:
         self.packed.measure(adapter.part, before, exact, rounded)
         return rounded
 
-    def _unpacked(self, packed: AsTrained, name: str) -> torch.Tensor:
+    def _unpacked(self, packed: AsTrained, part: Part) -> torch.Tensor:
         """Return a weight that was packed in training and had no adapter."""
-        entry = self.model.weights[name]
-        result = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        for _, part in packed.each(name):
-            before, place = self.before(part), part.of(result)
-            place.copy_(before)
-            packed.measure(part, before, before.float(), place)
-        return result
+        before = self.before(part)
+        rounded = before.to(DTYPES[self.model.weights[part.name].dtype])
+        packed.measure(part, before, before.float(), rounded)
+        return rounded
 
     def exact(self, name: str) -> torch.Tensor:
         """Return the weight in fp32; a merged one is not rounded to the release's type first."""
         name = self.copies.get(name, name)
         if name in self.values:
-            return self.values[name].value(self.stored, self.config, self.model.weights[name]).float()
-        (adapter,) = self.adapters[name].each  # stacks are never rounded to the release's format
+            return self._value(self.values[name][0]).float()
+        (adapter,) = self.adapters[name]  # stacks are never rounded to the release's format
         return adapter.merged(released_tensors.read(self.model, name).float(), self.change(adapter))
 
     def has(self, name: str) -> bool:
@@ -118,22 +130,62 @@ class Trained:
         name = self.copies.get(name, name)
         return name in self.values or name in self.adapters
 
+    def is_released(self, name: str) -> bool:
+        """Whether the release still has the weight from which the base was made."""
+        entries = {part: self.model.tensors[part] for part in self.model.parts(name)}
+        return all(released.has_sum(self.model.folder / e.file, e, self.sums[part]) for part, e in entries.items())
+
+    def is_merged(self, name: str, found: torch.Tensor) -> bool:
+        """Whether this is the released weight `name` merged with its adapter."""
+        return all(self._is_merged(adapter, adapter.part.of(found)) for adapter in self.adapters[name])
+
+    def _is_merged(self, adapter: Adapter, found: torch.Tensor) -> bool:
+        before = adapter.part.turn(self.before(adapter.part))
+        return self.change(adapter).is_in(adapter.part.turn(found), before)
+
+    def is_merged_in(self, name: str, path: Path, entry: Entry, written: str) -> bool:
+        """Whether the file has what was written here, and this is the released weight `name` merged with its adapter.
+
+        The compared bytes are the same that are checksummed: those of the file, and those of the release.
+        """
+        adapter = self.adapters[name][0]
+        before = self.rows(adapter.part)
+        if before is None:
+            if not released.has_sum(path, entry, written) or not self.is_released(name):
+                return False
+            return self.is_merged(name, released_tensors.at(path.parent, replace(entry, file=path.name)))
+        from_file = ReadRows(path, entry, DTYPES[entry.dtype], "found")
+        try:
+            is_right = self.change(adapter).is_in(from_file, before)
+        except Fault:  # one of the files ends early: exported/parts.py reports which
+            return False
+        return is_right and from_file.has_sum(written) and before.is_recorded
+
 
 def find(run: Run, folder: Path) -> Trained:
-    """Match the trained tensors with the released model; every tensor of both sides must have its counterpart."""
+    """Match the tensors to export with the released model."""
+    trained = match(run, folder)
+    if "adapter" in (run.export.formats or ()) and not trained.adapters:
+        raise Fault(f"export.formats: adapter, but {folder} holds none")
+    if packed_base.merges_onto(run):
+        numbers = as_trained.open_as_trained(run, trained.model, trained.registry, trained.config)
+        return replace(trained, packed=numbers)
+    return trained
+
+
+def match(run: Run, folder: Path) -> Trained:
+    """Match a checkpoint with the released model; every tensor of both sides must have its counterpart."""
     bridge = open_bridge(run)
     registry, config = bridge._model_bridge.mapping_registry(), bridge.to_megatron_provider(load_weights=False)
     model, stored = released.read(Path(run.paths.model)), unwritten.open_base(run, folder)
     base = Path(run.paths.base)
-    base_mark, recorded = (
-        checkpoints.require(base, "paths.base", CONVERT),
-        json.loads((base / released.SOURCE).read_text()),
-    )
+    base_mark = checkpoints.require(base, "paths.base", CONVERT)
+    recorded = json.loads((base / released.SOURCE).read_text())
     if recorded.keys() != model.tensors.keys():
         raise Fault(f"{base}: was not made from {model.folder}, whose tensors have other names")
     copies = released.repeated(model)
     sums = {name: row[2] for name, row in recorded.items()}
-    trained = Trained(model, base_mark["digest"], sums, stored, config, copies=copies)
+    trained = Trained(model, base_mark["digest"], sums, stored, config, registry=registry, copies=copies)
     torch_dist.require_all(stored)
     if any(".adapter." in name for name in stored.places | stored.digests):
         trained.adapters.update(merge.find_adapters(stored, registry, model))
@@ -141,8 +193,4 @@ def find(run: Run, folder: Path) -> Trained:
         computed = {name for name in model.weights if released.COMPUTED.search(name)}
         elsewhere = {*copies, *computed, *base_mark["left_out"]}
         trained.values.update(merge.find_values(stored, registry, model, elsewhere))
-    if "adapter" in (run.export.formats or ()) and not trained.adapters:
-        raise Fault(f"export.formats: adapter, but {folder} holds none")
-    if packed_base.merges_onto(run):
-        return replace(trained, packed=as_trained.open_as_trained(run, model, registry, config))
     return trained

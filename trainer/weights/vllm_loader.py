@@ -30,9 +30,5 @@ class Loader(DefaultModelLoader):
         config = model_config.hf_config
         if getattr(config, quantization.KEY, "") is None:
             delattr(config, quantization.KEY)  # gpt-oss's class reads it if the attribute exists
-        return _unpacked(released.read(Path(model_config.model)))
-
-
-def _unpacked(release: released.Model) -> Generator[tuple[str, torch.Tensor], None, None]:
-    for name in release.weights:
-        yield name, released_tensors.read(release, name)
+        release = released.read(Path(model_config.model))
+        return ((name, released_tensors.read(release, name)) for name in release.weights)

@@ -125,7 +125,7 @@ def with_layout(run: Run, chosen: Serving) -> Run:
     """The run with the layout of its evaluation written down."""
     way = chosen.way
     keys = {"nodes": way.hosts, "gpus": way.tp, "expert_parallel": way.expert_parallel, "eager": way.eager}
-    return run.model_copy(update={"evaluate": run.evaluate.model_copy(update=keys)})
+    return run.changed(evaluate=keys)
 
 
 def unsupported(run: Run, gpu: Gpu) -> list[str]:
@@ -160,7 +160,7 @@ def _mends(run: Run, facts: ModelFacts, gpu: Gpu) -> Iterator[str]:
         for way in ways:
             changes = {**way, "quantization": quantization}
             changes = {key: value for key, value in changes.items() if value != getattr(evaluate, key)}
-            tried = run.model_copy(update={"evaluate": evaluate.model_copy(update=changes)})
+            tried = run.changed(evaluate=changes)
             if changes and choose(tried, facts, gpu).lacks <= 0:
                 yield " ".join(f"evaluate.{key}={'null' if value is None else value}" for key, value in changes.items())
                 break
@@ -169,10 +169,8 @@ def _mends(run: Run, facts: ModelFacts, gpu: Gpu) -> Iterator[str]:
 def _nothing(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
     """How many hosts would do."""
     for nodes in range(2, min(HOSTS, facts.layers) + 1):
-        changes = {"nodes": nodes, "gpus": None}
-        tried = run.model_copy(update={"evaluate": run.evaluate.model_copy(update=changes)})
-        layout = run.layout.model_copy(update={"gpus_per_node": gpu.per_host})
-        found = choose(tried.model_copy(update={"layout": layout}), facts, gpu)
+        tried = run.changed(evaluate={"nodes": nodes, "gpus": None}, layout={"gpus_per_node": gpu.per_host})
+        found = choose(tried, facts, gpu)
         if found.lacks <= 0:
             return f"It takes {nodes} hosts of {found.way.tp}: {found.memory.weights / GB:.1f} GB of weights a GPU"
     return f"Nor do {HOSTS} hosts of {gpu.per_host} hold it"

@@ -131,18 +131,15 @@ def of(run: Run, facts: ModelFacts, gpu: Gpu) -> Rollout:
     way = replace(way, expert_parallel=way.tp > 1 and has_whole_experts(facts, way.tp))
     its_own = not in_turn(run)
     stages = training.memory(trained, facts, gpu)
-    shared = 1 if its_own else _shared(len(stages), run.layout.world, asked.engines * way.tp)
+    # Pipeline stages that share GPUs with vLLM: the first stage has the first GPUs.
+    taken, world = asked.engines * way.tp, run.layout.world
+    shared = 1 if its_own else ceil(min(taken, world) * len(stages) / world)
     beside = 0 if its_own else max(map(_kept, stages[:shared]))
     trains = max(stage.total for stage in stages[:shared])
     found = Rollout(way, memory(facts, way, gpu), run.data.seq_length, beside, trains, engines(run), its_own)
     if not gpu.cuda or found.lacks > 0:
         return found
     return replace(found, seconds=_seconds(run, trained, facts, gpu, found))
-
-
-def _shared(stages: int, gpus: int, taken: int) -> int:
-    """Number of pipeline stages that share GPUs with vLLM: the first stage has the first GPUs."""
-    return ceil(min(taken, gpus) * stages / gpus)
 
 
 def _kept(stage: training.StageMemory) -> int:
@@ -203,9 +200,8 @@ def _lack(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
         return reason
     here, trained = of(run, facts, gpu), run.layout.gpus_per_node
     if here.alone and not run.reinforce.hosts and trained + here.gpus > gpu.per_host:
-        return (
-            f"{here.gpus} GPUs of vLLM's behind the {trained} of training, and a host of {gpu.name} has {gpu.per_host}"
-        )
+        of_host = f"a host of {gpu.name} has {gpu.per_host}"
+        return f"{here.gpus} GPUs of vLLM's behind the {trained} of training, and {of_host}"
     if here.lacks <= 0:
         return ""
     each = f"each of {here.way.tp}" if here.way.tp > 1 else "one"
@@ -219,10 +215,9 @@ def _unheld(run: Run, gpu: Gpu) -> str:
     asked, bytes_ = run.reinforce, held(run) * run.layout.gpus_per_node
     if bytes_ <= gpu.memory:
         return ""
-    return (
-        f"{asked.prompts:,} prompts with {asked.samples} answers of {asked.max_tokens} tokens take "
-        f"{bytes_ / GB:.1f} GB in the processes that train, of {gpu.memory / GB:.1f} on this host"
-    )
+    answers = f"{asked.prompts:,} prompts with {asked.samples} answers of {asked.max_tokens} tokens"
+    room = f"{bytes_ / GB:.1f} GB in the processes that train, of {gpu.memory / GB:.1f} on this host"
+    return f"{answers} take {room}"
 
 
 def _mends(run: Run, facts: ModelFacts, gpu: Gpu) -> Iterator[str]:
@@ -232,7 +227,7 @@ def _mends(run: Run, facts: ModelFacts, gpu: Gpu) -> Iterator[str]:
     if adapter.kind == "none" and not run.reinforce.engine_gpus:
         lora = Adapter(experts="shared") if facts.experts else Adapter()
         named = "adapter.kind=lora adapter.experts=shared" if facts.experts else "adapter.kind=lora"
-        away = run.model_copy(update={"optimizer": optimizer.model_copy(update={"offload": 1.0})})
+        away = run.changed(optimizer={"offload": 1.0})
         ways += [("optimizer.offload=1", away, gpu)] if optimizer.offload < 1 else []
         ways.append((named, run.model_copy(update={"adapter": lora}), gpu))
     ways += [(named, tried, gpu) for named, tried in _more_gpus(run, facts, gpu)]
@@ -256,7 +251,7 @@ def _more_gpus(run: Run, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[str, Run
     for place, room, fewest in places:
         for count in range(fewest, min(gpu.per_host, room // asked.engines) + 1):
             keys = place | {"engine_gpus": count}
-            tried = run.model_copy(update={"reinforce": asked.model_copy(update=keys)})
+            tried = run.changed(reinforce=keys)
             if not _lack(tried, facts, gpu):
                 said = {"in_turn": "true", "hosts": "1"}
                 more = [f"reinforce.{key}={said[key]}" for key, value in keys.items() if value and key in said]

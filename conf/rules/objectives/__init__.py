@@ -42,14 +42,13 @@ def has_teacher(run: Run) -> bool:
 
 def of_teacher(run: Run) -> Run:
     """The run whose model is the teacher, to be fetched and converted."""
-    model = run.model.model_copy(update={"source": run.train.teacher, "tokenizer": None, "revision": "main"})
-    return run.model_copy(update={"model": model})
+    return run.changed(model={"source": run.train.teacher, "tokenizer": None, "revision": "main"})
 
 
 def at_teacher(run: Run) -> Run:
     """The run with the teacher's model and base on this host."""
     places = {"model": run.paths.teacher, "base": run.paths.teacher_base}
-    return run.model_copy(update={"paths": run.paths.model_copy(update=places)})
+    return run.changed(paths=places)
 
 
 def has_starting_adapter(run: Run) -> bool:
@@ -90,7 +89,7 @@ def as_sft(run: Run) -> Run:
         "global_batch": more * train.global_batch,
         "micro_batch": more * train.micro_batch,
     }
-    return run.model_copy(update={"train": train.model_copy(update=keys)})
+    return run.changed(train=keys)
 
 
 def kind_of(shape: str) -> str:

@@ -21,7 +21,7 @@ equal causes. The texts are in tasks/gang/diagnosis/causes.py, the next action i
 import re
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tasks.gang.diagnosis.causes import ECHO, LINK, OWN, Cause, Kind, read
 
@@ -139,9 +139,8 @@ def _by_kernel(evidence: Evidence, kinds: tuple[Kind, ...] | None) -> Failure | 
 
 def _of_host(cause: Cause, host: str, evidence: Evidence) -> Failure:
     where = f"{host}: " if host else ""
-    blamed = (host,) if host and cause.blames and _own_fault(cause, host, evidence) else ()
-    line = f"{cause.kind}: {where}{cause.means}{_quoted(cause.says, cause.means)}"
-    return Failure(cause.kind, line, cause.retry, host, None, _last_step(evidence), blamed)
+    line = f"{cause.kind}: {where}{_meaning(cause)}"
+    return Failure(cause.kind, line, cause.retry, host, None, _last_step(evidence), _blamed(cause, host, evidence))
 
 
 def _by_text(evidence: Evidence, reads: Reads | None) -> Failure | None:
@@ -166,20 +165,21 @@ def _own_cause(rank: Rank) -> Cause | None:
 
 
 def _of_rank(cause: Cause, rank: Rank, evidence: Evidence, reads: Reads | None) -> Failure:
-    what = cause.means + _quoted(cause.says, cause.means)
+    what = f": {_meaning(cause)}"
     if cause.kind == "data" and reads and rank.step:
         what += f"; step {rank.step + 1} reads {reads.after(rank.step)}"
-    blamed = (rank.host,) if cause.blames and _own_fault(cause, rank.host, evidence) else ()
-    line = f"{cause.kind}: {_place(rank)}: {what}"
-    return Failure(cause.kind, line, cause.retry, rank.host, rank.rank, rank.step, blamed)
+    return _at(rank, cause.kind, what, cause.retry, _blamed(cause, rank.host, evidence))
 
 
-def _own_fault(cause: Cause, host: str, evidence: Evidence) -> bool:
-    """Whether the host itself is at fault. A disk that is full on all hosts is the shared one."""
-    if cause.kind != "storage":
-        return True
+def _at(rank: Rank, kind: Kind, what: str, retry: bool = True, blamed: tuple[str, ...] = ()) -> Failure:
+    return Failure(kind, f"{kind}: {_place(rank)}{what}", retry, rank.host, rank.rank, rank.step, blamed)
+
+
+def _blamed(cause: Cause, host: str, evidence: Evidence) -> tuple[str, ...]:
+    """The host, if it is known and itself at fault. A disk that is full on all hosts is the shared one."""
     others = [free for other, free in evidence.free.items() if other != host]
-    return bool(others) and min(others) >= FULL
+    is_shared = cause.kind == "storage" and min(others, default=0) < FULL
+    return (host,) if host and cause.blames and not is_shared else ()
 
 
 def _by_signal(evidence: Evidence) -> Failure | None:
@@ -196,8 +196,7 @@ def _by_signal(evidence: Evidence) -> Failure | None:
         name = signal.Signals(-rank.code).name if rank.code else ""
         kind: Kind = "host" if rank.code == -signal.SIGKILL else "unknown"
         origin = " from outside the gang" if rank.code == -signal.SIGKILL else ""
-        line = f"{kind}: {_place(rank)}: killed by {name}{origin}"
-        return Failure(kind, line, True, rank.host, rank.rank, rank.step)
+        return _at(rank, kind, f": killed by {name}{origin}")
     return None
 
 
@@ -207,15 +206,13 @@ def _by_silence(evidence: Evidence) -> Failure | None:
     for rank in sorted(silent, key=lambda rank: rank.order):
         says = words.get(rank.state, "gives no sign of life, though its process exists")
         more = f" (and {len(silent) - 1} more ranks)" if len(silent) > 1 else ""
-        return Failure("hang", f"hang: {_place(rank)}: {says}{more}", True, rank.host, rank.rank, rank.step)
+        return _at(rank, "hang", f": {says}{more}")
     if not evidence.stalled:
         return None
     steps = {rank.step for rank in evidence.ranks}
     late = [rank for rank in evidence.ranks if rank.step == min(steps)]
     if len(steps) > 1 and len(late) < len(evidence.ranks) / 2:
-        rank = late[0]
-        line = f"hang: {_place(rank)}: completes no step, the others are at {max(steps)}"
-        return Failure("hang", line, True, rank.host, rank.rank, rank.step)
+        return _at(late[0], "hang", f": completes no step, the others are at {max(steps)}")
     last = max(steps, default=0)
     return Failure("hang", f"hang: no rank completes a step after {last}", True, step=last)
 
@@ -225,8 +222,7 @@ def _by_link(evidence: Evidence) -> Failure | None:
         cause = read(rank.lines)
         if cause and cause.strength == LINK:
             other = f", to {cause.peer}" if cause.peer else ""
-            line = f"network: {_place(rank)}: {cause.means}{other}{_quoted(cause.says, cause.means)}"
-            return Failure("network", line, True, rank.host, rank.rank, rank.step)
+            return _at(rank, "network", f": {cause.means}{other} ({_shortened(cause.says)})")
     return None
 
 
@@ -242,18 +238,16 @@ def _by_echo(evidence: Evidence) -> Failure:
         who = f"{_place(late)} did not join" if late else f"{_ranks(missing) or 'none'} did not report"
         line = f"hang: {_ranks(waiting)} waited for {what}; {who}"
         return Failure("hang", line, True, late.host if late else "", late.rank if late else None, step)
-    lost = sorted((rank for rank in echoes), key=lambda rank: rank.order)
-    if lost:
-        says = _shortened(echoes[lost[0]].says)
-        line = f"network: {_place(lost[0])} lost another rank, and no rank reports the cause: {says}"
-        return Failure("network", line, True, lost[0].host, lost[0].rank, step)
+    if echoes:
+        first = min(echoes, key=lambda rank: rank.order)
+        says = _shortened(echoes[first].says)
+        return replace(_at(first, "network", f" lost another rank, and no rank reports the cause: {says}"), step=step)
     ended = [rank for rank in evidence.ranks if rank.code]
     if ended and all(rank.code in TERMINATED for rank in ended):
         return Failure("preempted", "preempted: all ranks were ended by SIGTERM", True, step=step)
     if ended:
-        rank = min(ended, key=lambda rank: rank.order)
-        line = f"unknown: {_place(rank)}: ended with code {rank.code} and without a message"
-        return Failure("unknown", line, True, rank.host, rank.rank, rank.step)
+        first = min(ended, key=lambda rank: rank.order)
+        return _at(first, "unknown", f": ended with code {first.code} and without a message")
     return Failure("unknown", "unknown: the gang ended, and no rank reports the cause", True, step=step)
 
 
@@ -281,9 +275,9 @@ def _ranks(ranks: Iterable[Rank]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {shown}" if numbers else ""
 
 
-def _quoted(says: str, means: str) -> str:
-    short = _shortened(says)
-    return f" ({short})" if means else short
+def _meaning(cause: Cause) -> str:
+    short = _shortened(cause.says)
+    return f"{cause.means} ({short})" if cause.means else short
 
 
 def _shortened(line: str) -> str:

@@ -1,7 +1,5 @@
 """Evidence on the end of an attempt, from its members' messages, for tasks/gang/diagnosis/classify.py."""
 
-from dataclasses import replace
-
 from tasks.gang.controller_link import Lookout
 from tasks.gang.diagnosis.causes import OWN, read
 from tasks.gang.diagnosis.classify import Evidence, Failure, Rank, Reads, classify
@@ -21,9 +19,10 @@ def of_attempt(
     if not known and any(was_told(node) for node in nodes.values()):
         return preempted(nodes)
     for k, node in nodes.items():
-        if known:
-            break
-        if node.state in ("stopping", "stopped"):  # not by a signal: it lost its starter, the store or the controller
+        if not known and node.state in (
+            "stopping",
+            "stopped",
+        ):  # not by a signal: it lost its starter, the store or the controller
             step = max((sign.step for sign in node.ranks), default=0)
             return Failure("host", f"host: {hosts[k]}: {node.reason}", True, hosts[k], step=step)
     ranks = []
@@ -31,9 +30,8 @@ def of_attempt(
         order = lookout.order_of_failure(k)
         for trace in nodes[k].failed or nodes[k].ranks:
             code, lines = (trace.code, trace.lines) if isinstance(trace, End) else (None, ())
-            rank = Rank(trace.rank, hosts[k], code, trace.step, lines)
-            rank = replace(rank, order=order + place / 1e6, silent=trace.silent, state=trace.state)
-            ranks.append(rank)
+            place_in_order = order + place / 1e6
+            ranks.append(Rank(trace.rank, hosts[k], code, trace.step, lines, place_in_order, trace.silent, trace.state))
     stalled = any(end.stalled for node in nodes.values() for end in node.failed)
     free = {hosts[k]: node.free for k, node in nodes.items() if node.free is not None}
     kernel = {hosts[k]: node.kernel for k, node in nodes.items()}

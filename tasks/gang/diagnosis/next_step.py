@@ -5,7 +5,7 @@ This module is pure: the history goes in, a decision comes out.
     decide(attempts, run, retries=3, available=3, fits=fits) -> Decision
     fewer(run, left, fits) -> Run | None      the run on as many of the remaining hosts as it can use
 
-`fits(run, nodes)` returns the run on fewer hosts, or None if it cannot run there.
+`fits(nodes)` returns the run on fewer hosts, or None if it cannot run there.
 
 The rules, each with its reason:
 
@@ -36,10 +36,10 @@ SUSPECT = 2  # attempts in which a host was the first to fail
 WAIT, LONGEST_WAIT = 5.0, 120.0  # seconds
 RETRY_AT_ONCE = ("host", "hang", "preempted", "unknown")
 
-Fits = Callable[[Run, int], Run | None]
+Fits = Callable[[int], Run | None]
 
 
-def never(run: Run, nodes: int) -> Run | None:
+def never(nodes: int) -> Run | None:
     """Fits of a run that must keep all its hosts."""
     return None
 
@@ -134,4 +134,4 @@ def _repeats(counted: Sequence[Attempt]) -> bool:
 def fewer(run: Run, left: int, fits: Fits) -> Run | None:
     """The run on as many of the `left` hosts as it can use, but not on all that it asks for."""
     sizes = range(min(left, run.layout.nodes - 1), 0, -1)
-    return next(filter(None, (fits(run, nodes) for nodes in sizes)), None)
+    return next(filter(None, (fits(nodes) for nodes in sizes)), None)

@@ -8,13 +8,14 @@ recorded. A repeated step counts for both attempts.
 
 # pyright: reportArgumentType=false
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from tasks.gang.messages import Member
 from tasks.run.progress import newest
@@ -69,6 +70,9 @@ class History:
         first = self.attempts[0].number if self.attempts else 0
         before = [attempt for attempt in earlier.attempts if attempt.number < first] if earlier else []
         return replace(self, attempts=(*before, *self.attempts)[-KEPT:])
+
+
+HISTORY = TypeAdapter(History)
 
 
 @dataclass
@@ -129,18 +133,13 @@ def read(store: Store, gang: str) -> History | None:
     """The history of a gang; None if the store has none or it is unreadable."""
     entry = store.read(f"{FOLDER}/{gang}.json")
     try:
-        content = json.loads(entry[0]) if entry else {}
-        attempts = tuple(
-            Attempt(**attempt | {"hosts": tuple(Host(**host) for host in attempt["hosts"])})
-            for attempt in content["attempts"]
-        )
-        return History(**content | {"attempts": attempts})
-    except (ValueError, TypeError, KeyError):
+        return HISTORY.validate_json(entry[0]) if entry else None
+    except ValidationError:
         return None
 
 
 def write(store: Store, history: History) -> None:
-    store.write(f"{FOLDER}/{history.gang}.json", json.dumps(asdict(history)).encode())
+    store.write(f"{FOLDER}/{history.gang}.json", HISTORY.dump_json(history))
 
 
 def every(store: Store) -> list[History]:

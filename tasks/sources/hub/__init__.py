@@ -13,12 +13,14 @@ folder/.partial. Large files of a folder are linked if possible: replace them in
 
 # pyright: reportArgumentType=false
 
+import contextlib
+import functools
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from collections.abc import Collection, Iterator
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
@@ -28,7 +30,8 @@ from contract.amounts import unlike
 from contract.faults import Fault
 from tasks.sources.hub import api, file_choice, s3_source
 from tasks.sources.hub.digests import holds
-from tasks.store.folder import Meter, Progress
+from tasks.store import open_store
+from tasks.store.folder import Meter, Progress, work_through
 
 PARTIAL = ".partial"
 PARALLEL = 8  # files at a time, as in snapshot_download
@@ -85,7 +88,7 @@ def _resolve(source: str, revision: str, only: Collection[str]) -> Resolved:
     if source_kind == "folder":
         return _resolve_folder(source, only)
     if source_kind == "s3":
-        objects = _open_store(source).keys("")
+        objects = open_store(source).keys("")
         if not objects:
             raise Fault(f"{source}: contains no objects; check the bucket and the prefix")
         return _listed(source, objects, checksums.of_json(objects))
@@ -114,19 +117,12 @@ def fetch(
     _require_space(resolved, folder, sizes)
     meter = Meter(progress, sum(sizes.values()))
     described = [name for name in chosen if name.endswith(".json")]
-    try:
-        (folder / PARTIAL).mkdir(parents=True, exist_ok=True)
+    with _partials(resolved, folder):
         _fetch(resolved, described, folder, meter)  # a few MB, which may show that the model is unusable
         if not trust_remote_code:
             file_choice.refuse_code(resolved.source, folder, described)
         file_choice.require_shards(resolved.source, folder, described, resolved.files)
         _fetch(resolved, [name for name in chosen if name not in described], folder, meter)
-        shutil.rmtree(folder / PARTIAL)
-    except OSError as error:
-        known = api.fault(error, resolved.source, resolved.commit)
-        raise (
-            known if known is not error else Fault(f"{error.filename or folder}: {error.strerror or error}")
-        ) from None
     meter.end()
     seconds = round(time.monotonic() - started, 3)
     return {"bytes": meter.total, "files": len(chosen), "sent": meter.sent, "seconds": seconds, "left_out": left_out}
@@ -141,85 +137,90 @@ def fetch_described(resolved: Resolved, folder: Path, trust_remote_code: bool) -
         file_choice.refuse_code(resolved.source, folder, names)
 
 
-def fetch_named(resolved: Resolved, names: list[str], folder: Path) -> None:
+def fetch_named(resolved: Resolved, names: list[str], folder: Path, progress: Progress | None = None) -> None:
     """Fetch these files into the folder."""
-    try:
-        (folder / PARTIAL).mkdir(parents=True, exist_ok=True)
-        _fetch(resolved, names, folder, Meter(None, 0))
-    except OSError as error:
-        raise Fault(f"{error.filename or folder}: {error.strerror or error}") from None
-
-
-def _fetch(resolved: Resolved, names: list[str], folder: Path, meter: Meter) -> None:
-    fetch_from = {"hub": _from_hub, "folder": _from_folder, "s3": _from_s3}[resolved.kind]
-    fetch_from(resolved, names, folder, meter)
+    sizes = {name: resolved.files[name] for name in names}
+    _require_space(resolved, folder, sizes)
+    meter = Meter(progress, sum(sizes.values()))
+    with _partials(resolved, folder):
+        _fetch(resolved, names, folder, meter)
+    meter.end()
 
 
 def fetch_objects(
     uri: str, objects: dict[str, tuple[int, str]], folder: Path, progress: Progress | None = None
 ) -> None:
     """Fetch objects of S3 into the folder, if they still have the listed sizes and ETags."""
-    listed = _listed(uri, objects)
-    _require_space(listed, folder, listed.files)
-    meter = Meter(progress, sum(listed.files.values()))
+    fetch_named(_listed(uri, objects), [*objects], folder, progress)
+
+
+@contextlib.contextmanager
+def _partials(resolved: Resolved, folder: Path) -> Iterator[None]:
+    """Create the folder of partial files, and remove it at the end. Errors of the disk become one line."""
     try:
         (folder / PARTIAL).mkdir(parents=True, exist_ok=True)
-        _from_s3(listed, [*objects], folder, meter)
+        yield
         shutil.rmtree(folder / PARTIAL)
     except OSError as error:
-        raise Fault(f"{error.filename or folder}: {error.strerror or error}") from None
-    meter.end()
+        known = api.fault(error, resolved.source, resolved.commit)
+        raise (
+            known if known is not error else Fault(f"{error.filename or folder}: {error.strerror or error}")
+        ) from None
 
 
-def _from_hub(resolved: Resolved, names: list[str], folder: Path, meter: Meter) -> None:
+def _fetch(resolved: Resolved, names: list[str], folder: Path, meter: Meter) -> None:
+    """Fetch files in threads, the largest first. The first error stops the others and is raised."""
+    stopped, store = Event(), open_store(resolved.source) if resolved.kind == "s3" else None
+    if resolved.kind == "hub":
+        api.require_online(resolved.source)
+        api.keep_addresses_out_of_logs()
+
+    def fetch_file(name: str) -> None:
+        size, digest, path = resolved.files[name], resolved.digests[name], folder / name
+        part = _part(folder, name, digest)
+        if store:
+            digest = s3_source.digest(store, name, size, digest.removeprefix("etag:"))
+        if holds(path, digest, size, meter.add):
+            return
+        if store:
+            s3_source.receive(store, name, part, size, digest, meter.add, stopped)
+        elif resolved.kind == "hub":
+            _from_hub(resolved, name, part, meter, stopped)
+        else:
+            _from_folder(resolved, name, part, meter)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.rename(path)
+
+    smallest_first = sorted(names, key=resolved.files.__getitem__)
+    work_through([functools.partial(fetch_file, name) for name in smallest_first], PARALLEL, stopped)
+
+
+def _from_hub(resolved: Resolved, name: str, part: Path, meter: Meter, stopped: Event) -> None:
     from huggingface_hub import hf_hub_download, hf_hub_url
 
-    api.require_online(resolved.source)
-    api.keep_addresses_out_of_logs()
-    at = api.endpoint()
-
-    def fetch_file(name: str, stopped: Event) -> None:
-        size, digest, path = resolved.files[name], resolved.digests[name], folder / name
-        if holds(path, digest, size, meter.add):
-            return
-        part = _part(folder, name, digest)
-        try:
-            if size > HTTP_LIMIT:
-                aside = part.with_suffix(".whole")
-                whole = hf_hub_download(resolved.source, name, revision=resolved.commit, local_dir=aside, endpoint=at)
-                Path(whole).rename(part)
-                shutil.rmtree(aside)
-            url = hf_hub_url(resolved.source, name, revision=resolved.commit, endpoint=at)
-            api.receive(url, part, size, digest, meter.add, stopped)
-        except CancelledError:
-            raise
-        except Exception as error:
-            raise api.fault(error, resolved.source, resolved.commit) from None
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.rename(path)
-
-    _in_parallel(fetch_file, sorted(names, key=lambda name: -resolved.files[name]))
+    source, size, endpoint = resolved.source, resolved.files[name], api.endpoint()
+    try:
+        if size > HTTP_LIMIT:
+            aside = part.with_suffix(".whole")
+            whole = hf_hub_download(source, name, revision=resolved.commit, local_dir=aside, endpoint=endpoint)
+            Path(whole).rename(part)
+            shutil.rmtree(aside)
+        url = hf_hub_url(source, name, revision=resolved.commit, endpoint=endpoint)
+        api.receive(url, part, size, resolved.digests[name], meter.add, stopped)
+    except CancelledError:
+        raise
+    except Exception as error:
+        raise api.fault(error, source, resolved.commit) from None
 
 
-def _from_folder(resolved: Resolved, names: list[str], folder: Path, meter: Meter) -> None:
-    source = Path(resolved.source).expanduser()
-
-    def fetch_file(name: str, stopped: Event) -> None:
-        size, digest, path = resolved.files[name], resolved.digests[name], folder / name
-        if holds(path, digest, size, meter.add):
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        part = _part(folder, name, digest)
-        part.unlink(missing_ok=True)
-        original = (source / name).resolve()  # the Hub's cache contains links to blobs
-        if size < LINK_FROM or not _link(original, part):
-            shutil.copyfile(original, part)
-        if not holds(part, digest, size, meter.add):
-            raise Fault(f"{original}: it has changed since the run began; start again")
-        part.rename(path)
-
-    _in_parallel(fetch_file, names)
+def _from_folder(resolved: Resolved, name: str, part: Path, meter: Meter) -> None:
+    size = resolved.files[name]
+    original = (Path(resolved.source).expanduser() / name).resolve()  # the Hub's cache contains links to blobs
+    part.unlink(missing_ok=True)
+    if size < LINK_FROM or not _link(original, part):
+        shutil.copyfile(original, part)
+    if not holds(part, resolved.digests[name], size, meter.add):
+        raise Fault(f"{original}: it has changed since the run began; start again")
 
 
 def _link(original: Path, part: Path) -> bool:
@@ -230,55 +231,16 @@ def _link(original: Path, part: Path) -> bool:
     return True
 
 
-def _from_s3(resolved: Resolved, names: list[str], folder: Path, meter: Meter) -> None:
-    store = _open_store(resolved.source)
-
-    def fetch_file(name: str, stopped: Event) -> None:
-        size, path = resolved.files[name], folder / name
-        digest = s3_source.digest(store, name, size, resolved.digests[name].removeprefix("etag:"))
-        if holds(path, digest, size, meter.add):
-            return
-        part = _part(folder, name, resolved.digests[name])
-        s3_source.receive(store, name, part, size, digest, meter.add, stopped)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.rename(path)
-
-    _in_parallel(fetch_file, sorted(names, key=lambda name: -resolved.files[name]))
-
-
-def _open_store(uri: str):
-    from tasks.store import open_store
-
-    return open_store(uri)
-
-
 def _part(folder: Path, name: str, digest: str) -> Path:
     """File of a partial download, named by the expected content: a part of another commit is not continued."""
     return folder / PARTIAL / checksums.of(f"{name}\0{digest}")[:32]
-
-
-def _in_parallel(work: Callable[[str, Event], None], names: Iterable[str]) -> None:
-    """Call work(name, stopped) for each name, some at a time. The first error stops the others and is raised."""
-    stopped = Event()
-    with ThreadPoolExecutor(PARALLEL, thread_name_prefix="fetch") as pool:
-        try:
-            futures = [pool.submit(work, name, stopped) for name in names]
-            wait(futures, return_when=FIRST_EXCEPTION)
-        finally:  # also after Ctrl-C and the cancellation of a task
-            stopped.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-    errors = [error for future in futures if not future.cancelled() and (error := future.exception())]
-    for error in sorted(
-        errors, key=lambda error: isinstance(error, CancelledError)
-    ):  # first the one that stopped others
-        raise error
 
 
 def _resolve_folder(source: str, only: Collection[str]) -> Resolved:
     folder = Path(source).expanduser()
     sizes, digests = {}, {}
 
-    def read(name: str, stopped: Event) -> None:
+    def read(name: str) -> None:
         path = folder / name
         if path.is_symlink() and not path.exists():
             raise Fault(f"{path}: a link to {path.readlink()}, which does not exist; fetch the model again")
@@ -290,7 +252,8 @@ def _resolve_folder(source: str, only: Collection[str]) -> Resolved:
             raise Fault(f"{path}: {error.strerror}") from None
 
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
-    _in_parallel(read, [name for name in names if not re.search(r"(^|/)\.", name) and (not only or name in only)])
+    names = [name for name in names if not re.search(r"(^|/)\.", name) and (not only or name in only)]
+    work_through([functools.partial(read, name) for name in names], PARALLEL)
     if not sizes and not only:
         raise Fault(f"{source}: an empty folder; it must contain the model's config.json and weights")
     return Resolved("folder", source, checksums.of_json(digests), sizes, digests)

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 from contract.faults import Fault
 from contract.waits import within
-from tasks.sources.hub.digests import CHUNK, Check
+from tasks.sources.hub.digests import Partial, complete
 
 WAITS = (0.5, 1, 2, 4, 8, 16)  # seconds before each further attempt; after progress the first one applies again
 LONGEST_WAIT = 330  # the Hub counts requests over windows of 300 s
@@ -87,13 +87,8 @@ def describe(name: str, revision: str) -> tuple[str, dict[str, int], dict[str, s
 
 def receive(url: str, part: Path, size: int, digest: str, count: Callable, stopped: Event) -> None:
     """Complete `part` with the file at the url. Its bytes are kept if the server supports ranges."""
-    for last in (False, True):
-        if _receive(url, part, size, digest, count, stopped):
-            return
-        count(-part.stat().st_size)
-        part.unlink()  # the bytes of an earlier process may be damaged; try once more from the start
-        if last:
-            raise Fault(f"{_shown(url)}: twice the content differed from its commit; try later")
+    if not complete(part, digest, size, count, stopped, lambda partial: _receive_rest(url, partial)):
+        raise Fault(f"{_shown(url)}: twice the content differed from its commit; try later")
 
 
 def fault(error: Exception, name: str, revision: str) -> Exception:
@@ -120,64 +115,46 @@ def fault(error: Exception, name: str, revision: str) -> Exception:
     return error
 
 
-def _receive(url: str, part: Path, size: int, digest: str, count: Callable, stopped: Event) -> bool:
+def _receive_rest(url: str, partial: Partial) -> None:
     import httpx
     from huggingface_hub import constants, get_session
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
     attempt = 0
-    with part.open("a+b") as out:
-        if out.tell() > size:
-            out.truncate(0)
-        out.seek(0)
-        check, done = Check(digest, size), 0
-        while chunk := out.read(CHUNK):
-            check.update(chunk)
-            done += len(chunk)
-            count(len(chunk))
-        while done < size:
-            before, mark = done, (time.monotonic(), done)
-            # gzip excludes Range; the token is read at each attempt, and is not sent to other hosts
-            headers = {**build_hf_headers(), "Accept-Encoding": "identity"} | (
-                {"Range": f"bytes={done}-"} if done else {}
-            )
-            try:
-                with contextlib.ExitStack() as stack:
-                    seconds = constants.HF_HUB_DOWNLOAD_TIMEOUT
-                    stream = get_session().stream("GET", url, headers=headers, timeout=seconds)
-                    answer = _answer(lambda stream=stream: stack.enter_context(stream))
-                    hf_raise_for_status(answer)
-                    if done and answer.status_code != 206:  # the server ignores the range and sends the whole file
-                        count(-done)
-                        out.truncate(0)
-                        check, done = Check(digest, size), 0
-                    for chunk in answer.iter_bytes():  # 64 KiB each: a broken connection loses none of them
-                        if stopped.is_set():
-                            raise CancelledError  # another file failed; this one stays partial
-                        out.write(chunk)
-                        check.update(chunk)
-                        done += len(chunk)
-                        count(len(chunk), sent=True)
-                        if done > size:
-                            return False
-                        if time.monotonic() - mark[0] > ANSWERS_WITHIN:
-                            if done - mark[1] < SLOWEST * ANSWERS_WITHIN:
-                                before = done  # too slow counts as no progress
-                                raise httpx.ReadTimeout(f"slower than {SLOWEST} bytes a second")
-                            mark = time.monotonic(), done
-                if done < size:
-                    raise httpx.RemoteProtocolError("ended early")
-            except Exception as error:
-                attempt = 0 if done > before else attempt
-                seconds = _pause(error, attempt)
-                if seconds is None:
-                    raise
-                attempt += 1
-                if stopped.wait(seconds):
-                    raise CancelledError from None
-        out.flush()
-        os.fsync(out.fileno())
-    return check.right()
+    while partial.done < partial.size:
+        before, mark = partial.done, (time.monotonic(), partial.done)
+        # gzip excludes Range; the token is read at each attempt, and is not sent to other hosts
+        headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
+        headers |= {"Range": f"bytes={partial.done}-"} if partial.done else {}
+        try:
+            with contextlib.ExitStack() as stack:
+                seconds = constants.HF_HUB_DOWNLOAD_TIMEOUT
+                stream = get_session().stream("GET", url, headers=headers, timeout=seconds)
+                answer = _answer(lambda stream=stream: stack.enter_context(stream))
+                hf_raise_for_status(answer)
+                if partial.done and answer.status_code != 206:  # the server ignores the range and sends the whole file
+                    partial.restart()
+                for chunk in answer.iter_bytes():  # 64 KiB each: a broken connection loses none of them
+                    partial.write(chunk)
+                    if partial.done > partial.size:
+                        return
+                    if time.monotonic() - mark[0] > ANSWERS_WITHIN:
+                        if partial.done - mark[1] < SLOWEST * ANSWERS_WITHIN:
+                            before = partial.done  # too slow counts as no progress
+                            raise httpx.ReadTimeout(f"slower than {SLOWEST} bytes a second")
+                        mark = time.monotonic(), partial.done
+            if partial.done < partial.size:
+                raise httpx.RemoteProtocolError("ended early")
+        except Exception as error:
+            attempt = 0 if partial.done > before else attempt
+            seconds = _pause(error, attempt)
+            if seconds is None:
+                raise
+            attempt += 1
+            if partial.stopped.wait(seconds):
+                raise CancelledError from None
+    partial.file.flush()
+    os.fsync(partial.file.fileno())
 
 
 def patiently[T](call: Callable[[], T]) -> T:

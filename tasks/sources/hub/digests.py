@@ -1,4 +1,4 @@
-"""Digests of the Hub and S3 for a file's content, each as one text. Downloads are checked against them.
+"""Digests of the Hub and S3 for a file's content, each as one text, and partial files that are checked against them.
 
 sha256:HEX            large files of the Hub; metadata of objects that tasks.store wrote
 git:HEX               the SHA-1 of a git blob: small files of the Hub
@@ -8,7 +8,11 @@ size:N                only the size is known
 """
 
 import hashlib
+from collections.abc import Callable
+from concurrent.futures import CancelledError
 from pathlib import Path
+from threading import Event
+from typing import BinaryIO
 
 CHUNK = 2**20
 
@@ -51,6 +55,54 @@ class Check:
     def _add(self, view: memoryview) -> None:
         self._hash.update(view)
         self.size += len(view)
+
+
+class Partial:
+    """Partial file of a download: its content is counted and checked as it grows."""
+
+    def __init__(self, file: BinaryIO, digest: str, size: int, count: Callable, stopped: Event) -> None:
+        self.file, self.digest, self.size, self.count, self.stopped = file, digest, size, count, stopped
+        self.check, self.done = Check(digest, size), 0
+        if file.tell() > size:
+            file.truncate(0)
+        file.seek(0)
+        while chunk := file.read(CHUNK):
+            self._add(chunk)
+
+    def write(self, chunk: bytes) -> None:
+        if self.stopped.is_set():
+            raise CancelledError  # another file failed; this one stays partial
+        self.file.write(chunk)
+        self._add(chunk, sent=True)
+
+    def restart(self) -> None:
+        """Forget the content."""
+        self.count(-self.done)
+        self.file.truncate(0)
+        self.check, self.done = Check(self.digest, self.size), 0
+
+    def _add(self, chunk: bytes, **how: bool) -> None:
+        self.check.update(chunk)
+        self.done += len(chunk)
+        self.count(len(chunk), **how)
+
+
+def complete(
+    path: Path, digest: str, size: int, count: Callable, stopped: Event, receive: Callable[[Partial], None]
+) -> bool:
+    """Complete a partial file by receive(partial). Returns False if its content is wrong twice.
+
+    The bytes of an earlier attempt are kept. They may be damaged, so wrong content is fetched once more from the start.
+    """
+    for _ in range(2):
+        with path.open("a+b") as file:
+            partial = Partial(file, digest, size, count, stopped)
+            receive(partial)
+        if partial.check.right():
+            return True
+        count(-partial.done)
+        path.unlink()
+    return False
 
 
 def holds(path: Path, digest: str, size: int, count) -> bool:

@@ -3,19 +3,19 @@
 import contextlib
 import re
 from collections.abc import Callable
-from concurrent.futures import CancelledError
 from pathlib import Path
 from threading import Event
 
 from contract.faults import Fault
-from tasks.sources.hub.digests import CHUNK, Check
+from tasks.sources.hub.digests import Partial, complete
+from tasks.store import open_store
+from tasks.store.s3_bucket import S3Bucket, tag_of
+from tasks.store.s3_download import stream
+from tasks.store.s3_errors import Refused, plainly
 
 
 def look(uri: str) -> tuple[str, dict[str, tuple[int, str]]]:
     """Find the object at the URI, or all below it. Returns their parent URI, and sizes and ETags by relative name."""
-    from tasks.store import open_store
-    from tasks.store.s3_errors import Refused
-
     store = open_store(uri)
     folder, _, name = store.uri.rpartition("/")
     if folder != "s3:/" and not uri.endswith("/"):
@@ -26,9 +26,6 @@ def look(uri: str) -> tuple[str, dict[str, tuple[int, str]]]:
 
 
 def _size_and_tag(store, name: str) -> tuple[int, str]:
-    from tasks.store.s3_bucket import tag_of
-    from tasks.store.s3_errors import plainly
-
     with plainly(store):
         head = store.client.head_object(Bucket=store.bucket, Key=store.at(name))
         return head["ContentLength"], tag_of(head)
@@ -36,8 +33,6 @@ def _size_and_tag(store, name: str) -> tuple[int, str]:
 
 def digest(store, name: str, size: int, tag: str) -> str:
     """The digest of the object's content. Raises a Fault if the object has changed since it was listed."""
-    from tasks.store.s3_errors import plainly
-
     where = {"Bucket": store.bucket, "Key": store.at(name)}
     with plainly(store):
         head = store.client.head_object(**where)
@@ -56,31 +51,15 @@ def digest(store, name: str, size: int, tag: str) -> str:
     return f"size:{size}"
 
 
-def receive(store, name: str, part: Path, size: int, digest: str, count: Callable, stopped: Event) -> None:
-    """Complete `part` with the object. The bytes of an earlier attempt are kept."""
-    from tasks.store.s3_download import stream
-    from tasks.store.s3_errors import plainly
+def receive(store: S3Bucket, name: str, part: Path, size: int, digest: str, count: Callable, stopped: Event) -> None:
+    """Complete `part` with the object."""
 
-    for last in (False, True):
-        check = Check(digest, size)
-        with part.open("a+b") as out, plainly(store):
-            if out.tell() > size:
-                out.truncate(0)
-            out.seek(0)
-            while chunk := out.read(CHUNK):
-                check.update(chunk)
-                count(len(chunk))
-            for chunk in stream(store, store.at(name), out.tell(), size, size):
-                if stopped.is_set():
-                    raise CancelledError  # another file failed; this one stays partial
-                out.write(chunk)
-                check.update(chunk)
-                count(len(chunk), sent=True)
-        if check.right():
-            return
-        count(-size)
-        part.unlink()
-        if last:
+    def receive_rest(partial: Partial) -> None:
+        for chunk in stream(store, store.at(name), partial.done, size, size):
+            partial.write(chunk)
+
+    with plainly(store):
+        if not complete(part, digest, size, count, stopped, receive_rest):
             raise changed(store, name)
 
 

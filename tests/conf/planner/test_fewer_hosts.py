@@ -45,6 +45,6 @@ def test_advice_is_a_configuration_that_takes_less():
 
 
 def test_a_run_shrinks_only_down_to_min_nodes():
-    assert [nodes for nodes in range(1, 5) if fewer_hosts(GLM)(GLM, nodes)] == []
-    assert [nodes for nodes in range(1, 5) if fewer_hosts(load("glm47", ["gang.min_nodes=1"]))(GLM, nodes)] == [2]
-    assert [nodes for nodes in range(1, 5) if fewer_hosts(load("glm47", ["gang.min_nodes=3"]))(GLM, nodes)] == []
+    assert [nodes for nodes in range(1, 5) if fewer_hosts(GLM)(nodes)] == []
+    assert [nodes for nodes in range(1, 5) if fewer_hosts(load("glm47", ["gang.min_nodes=1"]))(nodes)] == [2]
+    assert [nodes for nodes in range(1, 5) if fewer_hosts(load("glm47", ["gang.min_nodes=3"]))(nodes)] == []

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from conf.schema.run import Run
 from trainer.weights import atomic_folder, journal
-from trainer.weights.conversion import shards
-from trainer.weights.exported import parts
 from trainer.weights.packed_base import conversion as packed
 
 SIZE = 2**14  # bytes, so that a tiny model has many units
@@ -25,7 +23,7 @@ SLOWER = 0.005  # seconds a unit
 def main(run: Run) -> None:
     folder = Path(run.paths.output)
     wish = json.loads((folder / "kill.json").read_text())
-    parts.SMALLEST = shards.SMALLEST = packed.LARGEST = SIZE
+    journal.SMALLEST = packed.LARGEST = SIZE
     do, dies = journal.do, wish.get("rank") in (None, atomic_folder.rank())
 
     def do_and_die(noted, sizes, is_whole, make, ahead):

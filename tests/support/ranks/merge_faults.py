@@ -23,7 +23,7 @@ def main(run: Run) -> None:
 
     torch.set_num_threads(1)
     low_rank.AT_ONCE = 64 * WIDTH  # several blocks are one weight
-    folder, write, merged = Path(run.paths.output), parts._write, low_rank.merged
+    folder, write, merged = Path(run.paths.output), parts._write, low_rank.Change.blocks
     found = {}
     for fault in FAULTS:
         place = folder / fault
@@ -31,7 +31,7 @@ def main(run: Run) -> None:
         model, stored = released.read(place / "model"), torch_dist.open_checkpoint(folder / "checkpoint")
         names, sums = list(model.weights), released.checksums(model, model.weights)[0]
         a, b = (stored.places[f"linear_{part}"] for part in ("in", "out"))
-        adapters = {name: merge.Adapter(a, b, None, Part(name, None), 16) for name in names}
+        adapters = {name: (merge.Adapter(a, b, None, Part(name, None), 16),) for name in names}
         trained = Trained(model, "", sums, stored, None, adapters)
 
         def fail(name, blocks, entry, new, place=place, fault=fault, model=model, spoilt=names[1]):
@@ -47,13 +47,13 @@ def main(run: Run) -> None:
                     change(place / "model" / entry.file, model.tensors[name].start + 2)
             return checksum
 
-        def other(weight, a, b, scale, magnitude, fault=fault):
+        def other(change, weight, fault=fault):
             """The merged weight, with a number of the last block that is two steps of bf16 off."""
-            for block in merged(weight, a, b, scale, magnitude):
+            for block in merged(change, weight):
                 block[-1, -1] *= 1 + 2**-5 if fault == "other product" else 1
                 yield block
 
-        parts._write, low_rank.merged = fail, other
+        parts._write, low_rank.Change.blocks = fail, other
         if fault == "written elsewhere":
             parts._write = lambda name, blocks, entry, new: write(
                 name, list(map(torch.clone, blocks))[::-1], entry, new
@@ -61,7 +61,7 @@ def main(run: Run) -> None:
         (place / JOURNAL).mkdir()
         found[fault] = "written"
         try:
-            parts.write(merged_format.Merged(trained), merged_format.layouts(model), place / "merged", place / JOURNAL)
+            parts.write(parts.Merged(trained), merged_format.layouts(model), place / "merged", place / JOURNAL)
         except Fault as error:
             found[fault] = str(error)
     (folder / "answer.json").write_text(json.dumps(found))

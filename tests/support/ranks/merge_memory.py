@@ -28,11 +28,11 @@ def main(run: Run) -> None:
         model, stored = released.read(place / "model"), torch_dist.open_checkpoint(place / "checkpoint")
         names, sums = list(model.weights), released.checksums(model, model.weights)[0]
         a, b = (stored.places[f"linear_{part}"] for part in ("in", "out"))
-        adapters = {name: merge.Adapter(a, b, None, Part(name, None), 16) for name in names}
+        adapters = {name: (merge.Adapter(a, b, None, Part(name, None), 16),) for name in names}
         trained = Trained(model, "", sums, stored, None, adapters)
         (place / JOURNAL).mkdir()
         before = _most()
-        parts.write(merged_format.Merged(trained), merged_format.layouts(model), place / "merged", place / JOURNAL)
+        parts.write(parts.Merged(trained), merged_format.layouts(model), place / "merged", place / JOURNAL)
         found[count] = _most() - before
     (folder / "answer.json").write_text(json.dumps(found))
     os._exit(0)

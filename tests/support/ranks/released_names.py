@@ -19,15 +19,14 @@ def main() -> None:
 
 
 def names(run, config) -> tuple[list[str], int]:
-    from trainer.weights import coverage
+    from trainer.weights import coverage, mapping
 
     with meta_model._world(run, 0), meta_model._on_meta(), contextlib.redirect_stdout(None):
         chunks, _ = meta_model._build(run, config)
         registry = meta_model.open_bridge(config)._model_bridge.mapping_registry()
         found, count = set(), 0
         for name, tensor in coverage.named_tensors(chunks):
-            released = registry.megatron_to_hf_lookup(name).hf_param
-            found |= {released} if isinstance(released, str) else {*released.values()}
+            found |= {*mapping.released_names(registry.megatron_to_hf_lookup(name))}
             count += tensor.numel()
     return sorted(found), count
 

@@ -28,9 +28,8 @@ from typing import Any
 from conf.load import load
 from conf.schema.run import Run
 from contract.faults import Fault
-from tasks.gang import attempt, controller, controller_link, member_link, previous_attempt
+from tasks.gang import attempt, controller, controller_link, member_link
 from tasks.gang import board as boards
-from tasks.gang import context as gang_module
 from tasks.gang.board import Board
 from tasks.gang.engines import Demand
 from tasks.gang.job import training
@@ -46,9 +45,7 @@ TIMES = {
     boards: ("RENEWED", "POLLED", "STALE"),
     member_link: ("RENEWED", "POLLED", "STALE", "SHIPPED", "WITNESS_AFTER"),
     controller_link: ("AWAY",),
-    previous_attempt: ("STALE", "ENDED_BY_ITSELF"),
-    gang_module: ("TICK",),
-    attempt: ("TICK", "CAPACITY_POLL", "STALE"),
+    attempt: ("TICK", "CAPACITY_POLL", "STALE", "ENDED_BY_ITSELF"),
     controller: ("TICK", "SETTLE", "ENDED_BY_ITSELF"),
     lease: ("RENEWED", "EXPIRES", "POLLED"),
 }

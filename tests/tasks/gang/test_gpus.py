@@ -86,7 +86,7 @@ def test_a_member_joins_once_its_gpu_is_free_and_not_where_its_attempt_is_over(r
         monkeypatch.delenv(name)
 
     def join() -> bool:
-        return member._take_gpus(board, threading.Event(), [])
+        return member._take_gpus(board, member.Ending([]))
 
     with gpu_locks.taken("train of a", pytest.fail):
         threading.Timer(1.0, lambda: board.write("gang.json", Word("me", "stop").to_json())).start()

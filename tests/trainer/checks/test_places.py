@@ -226,7 +226,7 @@ def work(command: Command, place: Path) -> None:
     if command.kind in (BASE, EXPORT):
         facts = json.loads(command.of_before["complete.json"])
         del facts["files"]
-        with atomic_folder.write(place, facts, command.kind) as partial:
+        with atomic_folder.write(place, facts, command.kind, "new") as partial:
             (partial / "new").write_text("new")
     elif command.kind is DATA:
         place = Path(os.path.realpath(place))

@@ -24,10 +24,10 @@ def test_blocks_are_the_whole_weight_to_the_last_bit(monkeypatch, shape, rank, d
     weight, a, b = factors(shape, rank)
     weight = weight.to(dtype)
     before = weight.clone()
-    found = torch.cat([block.clone() for block in low_rank.merged(weight, a, b, 1.7, None)])
+    found = torch.cat([block.clone() for block in low_rank.Change(a, b, 1.7, None).blocks(weight)])
     assert torch.equal(found, (weight.float() + 1.7 * (b @ a)).to(dtype)) and found.dtype == dtype
     assert torch.equal(weight, before)  # it lies in the release's file
-    assert low_rank.is_merged(found, weight, a, b, 1.7, None)
+    assert low_rank.Change(a, b, 1.7, None).is_in(found, weight)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -35,21 +35,21 @@ def test_blocks_have_the_magnitudes_of_their_rows(monkeypatch, shape):
     monkeypatch.setattr(low_rank, "AT_ONCE", 2**15)
     weight, a, b = factors(shape, 8)
     magnitude = 1 + torch.rand(shape[0], generator=torch.Generator().manual_seed(1))
-    found = torch.cat([block.clone() for block in low_rank.merged(weight.bfloat16(), a, b, 2.0, magnitude)])
+    found = torch.cat([block.clone() for block in low_rank.Change(a, b, 2.0, magnitude).blocks(weight.bfloat16())])
     whole = weight.bfloat16().float() + 2.0 * (b @ a)
     assert torch.allclose(found.float(), magnitude[:, None] * whole / whole.norm(dim=1, keepdim=True), rtol=2**-8)
-    assert low_rank.is_merged(found, weight.bfloat16(), a, b, 2.0, magnitude)
+    assert low_rank.Change(a, b, 2.0, magnitude).is_in(found, weight.bfloat16())
 
 
 @pytest.mark.parametrize("row, column", [(0, 0), (700, 2047), (767, 1)])
 def test_one_number_that_is_off_is_seen_in_any_block(monkeypatch, row, column):
     monkeypatch.setattr(low_rank, "AT_ONCE", 2**17)
     weight, a, b = factors((768, 2048), 8)
-    found = torch.cat([block.clone() for block in low_rank.merged(weight.bfloat16(), a, b, 2.0, None)])
+    found = torch.cat([block.clone() for block in low_rank.Change(a, b, 2.0, None).blocks(weight.bfloat16())])
     found[row, column] *= 1 + 2**-5
-    assert not low_rank.is_merged(found, weight.bfloat16(), a, b, 2.0, None)
+    assert not low_rank.Change(a, b, 2.0, None).is_in(found, weight.bfloat16())
     found[row, column] = float("nan")
-    assert not low_rank.is_merged(found, weight.bfloat16(), a, b, 2.0, None)
+    assert not low_rank.Change(a, b, 2.0, None).is_in(found, weight.bfloat16())
 
 
 TYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -69,13 +69,13 @@ class Drawn:
         self.magnitude = 1 + torch.rand(rows, generator=drawn) if dora else None
 
     def whole(self) -> torch.Tensor:
-        blocks = low_rank.merged(self.weight, self.a, self.b, self.scale, self.magnitude)
+        blocks = low_rank.Change(self.a, self.b, self.scale, self.magnitude).blocks(self.weight)
         return torch.cat([block.clone() for block in blocks])
 
     def holds(self, found: torch.Tensor, **other) -> bool:
         """Whether it is merged."""
         asked = {"scale": self.scale, "magnitude": self.magnitude} | other
-        return low_rank.is_merged(found, self.weight, self.a, self.b, **asked)
+        return low_rank.Change(self.a, self.b, **asked).is_in(found, self.weight)
 
 
 @pytest.fixture

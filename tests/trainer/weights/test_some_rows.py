@@ -28,6 +28,10 @@ def pieces() -> list[MetadataIndex]:
     return []
 
 
+def box(whole: torch.Tensor, offsets, sizes) -> torch.Tensor:
+    return whole[tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))]
+
+
 @pytest.fixture
 def stored(pieces) -> Stored:
     rows = {0: 3, 3: 4, 7: 3}
@@ -36,10 +40,11 @@ def stored(pieces) -> Stored:
     places = {MetadataIndex(NAME, one.offsets): _StorageInfo(torch_dist.RELEASED, 0, 0) for one in chunks}
     place = Place(NAME, NAME, (), tuple(WHOLE.shape), torch.float32, tuple(chunks))
 
-    def make(index: MetadataIndex) -> torch.Tensor:
+    def make(index: MetadataIndex, offsets, sizes) -> torch.Tensor:
         pieces.append(index)
         first = index.offset[0] if index.offset else 0
-        return WHOLE[first : first + rows[first]]
+        assert offsets[0] + sizes[0] <= rows[first]
+        return box(WHOLE[first:], offsets, sizes)
 
     return Stored(Path("base"), Metadata({NAME: tensor}, storage_data=places), {NAME: place}, make=make)
 
@@ -55,7 +60,7 @@ def test_pieces_without_one_of_them_are_left_alone(stored, pieces):
 
 
 def test_a_row_that_is_not_stored_is_told(stored):
-    with pytest.raises(Fault, match="0 of 4 elements are stored"):
+    with pytest.raises(Fault, match="0 of its 4 elements are stored"):
         torch_dist.some_rows(stored, NAME, [10])
 
 
@@ -87,7 +92,7 @@ def test_what_is_cut_by_columns_comes_whole(stored):
     cut = replace(
         stored,
         metadata=replace(stored.metadata, storage_data=places),
-        make=lambda index: WHOLE[:, index.offset[1] : index.offset[1] + 2],
+        make=lambda index, offsets, sizes: box(WHOLE[:, index.offset[1] :], offsets, sizes),
     )
     (whole,) = torch_dist.rows(cut, replace(stored.places[NAME], chunks=tuple(columns)))
     assert torch.equal(whole, WHOLE)

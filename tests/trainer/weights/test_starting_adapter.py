@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from contract.faults import Fault
-from trainer.checks import adapters
+from trainer.checks import inputs
 from trainer.data import references
 from trainer.data.tickets import tickets, with_worse
 
@@ -61,9 +61,9 @@ def same(one, other) -> bool:
 def test_another_rank_or_scale_is_one_line(exported, configure, changes, says):
     name, folder = exported
     with pytest.raises(Fault, match=f"^{says}"):
-        adapters.check(configure(name, f"model.adapter={folder}", *changes))
+        inputs.check_adapter(configure(name, f"model.adapter={folder}", *changes))
     with pytest.raises(Fault, match=r"^model\.adapter: nowhere: no adapter_config\.json; it is a folder"):
-        adapters.check(configure(name, "model.adapter=nowhere"))
+        inputs.check_adapter(configure(name, "model.adapter=nowhere"))
 
 
 @pytest.mark.parametrize(("alpha", "rooted"), [(16, False), (16, True), (16 * 8**0.5, False)])
@@ -73,9 +73,9 @@ def test_the_scale_that_is_proposed_is_taken(configure, tmp_path, alpha, rooted)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     (tmp_path / "adapter_model.safetensors").touch()
     with pytest.raises(Fault) as refused:
-        adapters.check(configure("llama", f"model.adapter={tmp_path}", "adapter.alpha=3"))
+        inputs.check_adapter(configure("llama", f"model.adapter={tmp_path}", "adapter.alpha=3"))
     proposed = str(refused.value).rpartition("; ")[2].split()
-    adapters.check(configure("llama", f"model.adapter={tmp_path}", *proposed))
+    inputs.check_adapter(configure("llama", f"model.adapter={tmp_path}", *proposed))
 
 
 def test_layers_without_a_place_are_one_line(exported, configure, ranks, work):
@@ -111,7 +111,7 @@ def test_another_trainers_unlike_matrices_are_refused(exported, configure, ranks
     assert refused.code == 2 and "differ, but Megatron has one for all" in refused.output
     (foreign / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
     with pytest.raises(Fault, match="is IA3, but only LoRA can be continued"):
-        adapters.check(configure(name, f"model.adapter={foreign}"))
+        inputs.check_adapter(configure(name, f"model.adapter={foreign}"))
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+from megatron.bridge.models.hf_pretrained.state import StateDict
 from megatron.bridge.training import checkpointing
 from megatron.bridge.training.config import CheckpointConfig, ConfigContainer, LoggerConfig
 from megatron.bridge.training.state import GlobalState
@@ -22,7 +23,8 @@ from conf.schema.sections import Layout
 from trainer.megatron.model import make_provider
 from trainer.weights import atomic_folder, coverage, journal, model_digests, released
 from trainer.weights.conversion import megatron_tensors, shards
-from trainer.weights.conversion.megatron_tensors import Values
+from trainer.weights.conversion.megatron_tensors import Piece, Values
+from trainer.weights.mapping import released_names
 
 _CHECKPOINT = CheckpointConfig(
     async_save=False, save_optim=False, save_rng=False, ckpt_format="torch_dist", dist_ckpt_optim_fully_reshardable=True
@@ -34,12 +36,12 @@ class Conversion:
 
     def __init__(self, run: Run, bridge, model: released.Model, known: dict[str, str] | None):
         self.model, self.bridge, self.known = model, bridge, known  # checksums of the tensors, or None
-        megatron_tensors.show_weights(bridge, model)
+        if model.packed:  # give Bridge the names of weights; the release stores codes under other names
+            bridge.hf_pretrained._state_dict_accessor = StateDict(dict.fromkeys(model.weights))
         self.chunks = megatron_tensors.build(_provider(run, bridge))
         self.work: shards.Work | None = None  # set when writing begins
-        demand = coverage.demand(bridge, self.chunks)
         left_out = set() if run.model.mtp else released.of_mtp(model)
-        coverage.check(demand, model, known or _sums_of_copies(model), left_out)
+        coverage.check(bridge, self.chunks, model, known or _sums_of_copies(model), left_out)
         self.left_out = sorted(left_out)
         tasks = self.tasks = megatron_tensors.tasks(bridge, self.chunks)
         self.state = _state(self.chunks)
@@ -49,7 +51,7 @@ class Conversion:
 
     @cached_property
     def shards(self) -> list[shards.Shard]:
-        sources = {name: _released_names(task, self.model) for name, task in self.tasks.items()}
+        sources = {name: _released_tensors(task, self.model) for name, task in self.tasks.items()}
         return shards.cut(self.pieces, sources, self.model)
 
     @property
@@ -72,15 +74,14 @@ class Conversion:
         sums: dict[str, str] = {}
 
         def write(state: dict, folder: Path) -> None:
-            objects = [value for value in nested_values(state) if isinstance(value, ShardedObject)]
-            tensors = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
-            keys = {(tensor.key, tensor.global_offset) for tensor in tensors}
+            stored = [*nested_values(state)]
+            objects = [value for value in stored if isinstance(value, ShardedObject)]
+            keys = {(value.key, value.global_offset) for value in stored if isinstance(value, ShardedTensor)}
             assert keys == self.stored, "Megatron-Bridge saves other tensors than the model has"
             work = self.work = shards.Work(folder, self.shards, objects, self.values() if weights else None)
-            sizes = {shard.number: shard.size + sum(map(self._size, shard.tensors)) for shard in self.shards}
             entries = journal.do(
                 noted,
-                sizes,
+                {shard.number: self._size(shard.pieces, shard.tensors) for shard in self.shards},
                 work.is_whole,
                 make=lambda number: work.make(number, self.model, self.known),
                 ahead=lambda number: released.read_ahead(self.model, self.shards[number].tensors),
@@ -97,8 +98,8 @@ class Conversion:
         if self.work:
             self.work.wait()
 
-    def _size(self, name: str) -> int:
-        return self.model.tensors[name].size
+    def _size(self, pieces: tuple[Piece, ...], tensors: tuple[str, ...]) -> int:
+        return sum(piece.size for piece in pieces) + sum(self.model.tensors[name].size for name in tensors)
 
 
 def _provider(run: Run, bridge):
@@ -117,10 +118,9 @@ def _sums_of_copies(model: released.Model) -> dict[str, str]:
     return released.checksums(model, {part for name in names for part in model.parts(name)})[0]
 
 
-def _released_names(task, model: released.Model) -> list[str]:
+def _released_tensors(task, model: released.Model) -> list[str]:
     """Return the released tensors from which the parameter is made, including scales."""
-    names = task.mapping.hf_param
-    return [part for name in ([names] if isinstance(names, str) else names.values()) for part in model.parts(name)]
+    return [part for name in released_names(task.mapping) for part in model.parts(name)]
 
 
 class _Strategy(TorchDistSaveShardedStrategy):

@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 from megatron.bridge.models.conversion.utils import unwrap_model
-from megatron.bridge.models.hf_pretrained.state import StateDict
 from megatron.bridge.utils.common_utils import extract_expert_number_from_param
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding
@@ -61,12 +60,6 @@ def build(provider) -> list:
     return chunks
 
 
-def show_weights(bridge, model: Model) -> None:
-    """Give Bridge the names of weights if the release stores codes under other names; it skips absent names."""
-    if model.packed:
-        bridge.hf_pretrained._state_dict_accessor = StateDict(dict.fromkeys(model.weights))
-
-
 def tasks(bridge, chunks: list) -> dict:
     """Return Bridge's conversion of each parameter, by Megatron's name."""
     every_task = bridge._model_bridge.build_conversion_tasks(bridge.hf_pretrained, unwrap_model(chunks))
@@ -77,10 +70,10 @@ def pieces(tasks: dict, stored: list[ShardedTensor]) -> list[Piece]:
     """Return the entries of a checkpoint, each as a part of a parameter. They are matched by their (unallocated)
     storage.
     """
-    names = {_storage(task.param_weight): name for name, task in tasks.items()}
+    names = {storage(task.param_weight): name for name, task in tasks.items()}
     result = []
     for tensor in stored:
-        name = names.get(_storage(tensor.data))
+        name = names.get(storage(tensor.data))
         assert name, f"{tensor.key} belongs to no parameter of the model"
         assert tensor.dtype == tasks[name].param_weight.dtype, (
             f"{tensor.key} is stored in a type other than its parameter's"
@@ -231,7 +224,8 @@ def _are_rows(piece: Piece, width: int) -> bool:
     return bool(piece.shape) and contiguous and piece.shape[1:] != () and piece.start % max(1, width) == 0
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage, allocated or not."""
     return tensor.untyped_storage()._cdata
 
 

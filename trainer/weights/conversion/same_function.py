@@ -38,8 +38,9 @@ from conf.schema.run import Layout, Run
 from contract.amounts import unlike
 from contract.faults import Fault
 from trainer.megatron.model import make_provider, open_bridge, trusted
-from trainer.weights import atomic_folder, coverage, merge, released, released_tensors, torch_dist
+from trainer.weights import atomic_folder, coverage, released, released_tensors, torch_dist
 from trainer.weights.conversion import unwritten
+from trainer.weights.mapping import released_names
 from trainer.weights.torch_dist import Stored
 
 BOUND = 1e-4  # both agree to 2e-6; with queries and keys changed over they differ by 0.1 and more
@@ -191,8 +192,7 @@ def _types(stored: Stored, bridge) -> dict[str, torch.dtype]:
     found: dict[str, torch.dtype] = {}
     for name, place in stored.places.items():
         if mapping := registry.megatron_to_hf_lookup(name):
-            names = mapping.hf_param
-            found |= dict.fromkeys([names] if isinstance(names, str) else names.values(), place.dtype)
+            found |= dict.fromkeys(released_names(mapping), place.dtype)
     return found
 
 
@@ -328,7 +328,7 @@ def _fill(cut: Cut, chunks, stored: Stored) -> None:
         place = stored.places.get(name) or stored.places.get(name.replace(".mtp_model_layer.", ".transformer_layer."))
         if place is None:
             raise Fault(f"{stored.folder}: holds no {name}")
-        if name in merge.VOCABULARY:
+        if name in coverage.VOCABULARY:
             tensor.data.zero_()
             tensor.data[: len(cut.rows)] = torch_dist.some_rows(stored, place.name, cut.rows.tolist())
         else:

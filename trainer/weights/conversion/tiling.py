@@ -11,31 +11,18 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
+import torch
+from torch.distributed.checkpoint.default_planner import _check_box_bounds, _check_box_overlap
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 
 def is_tiled(size: Sequence[int], pieces: Sequence[ChunkStorageMetadata]) -> bool:
     """Whether the pieces are within a tensor of this size, fill it, and do not overlap."""
-    inside = all(
-        first >= 0 and count >= 0 and first + count <= length
-        for piece in pieces
-        for first, count, length in zip(piece.offsets, piece.sizes, size, strict=True)
-    )
+    inside = all(_check_box_bounds(torch.Size(size), piece) for piece in pieces)
     whole = sum(math.prod(piece.sizes) for piece in pieces) == math.prod(size)
-    return inside and whole and not _overlap(len(size), pieces)
-
-
-def _overlap(dimensions: int, pieces: Sequence[ChunkStorageMetadata]) -> bool:
-    single = [dim for dim in range(dimensions) if all(piece.sizes[dim] == 1 for piece in pieces)]
-    rest = [dim for dim in range(dimensions) if dim not in single]
+    single = [dim for dim in range(len(size)) if all(piece.sizes[dim] == 1 for piece in pieces)]
     together: dict[tuple[int, ...], list[ChunkStorageMetadata]] = defaultdict(list)
     for piece in pieces:
         together[tuple(piece.offsets[dim] for dim in single)].append(piece)
     pairs = (pair for group in together.values() for pair in itertools.combinations(group, 2))
-    return any(all(_meet(left, right, dim) for dim in rest) for left, right in pairs)
-
-
-def _meet(left: ChunkStorageMetadata, right: ChunkStorageMetadata, dim: int) -> bool:
-    """Whether two pieces overlap in this dimension."""
-    first, second = left.offsets[dim], right.offsets[dim]
-    return first < second + right.sizes[dim] and second < first + left.sizes[dim]
+    return inside and whole and not any(_check_box_overlap(*pair) for pair in pairs)

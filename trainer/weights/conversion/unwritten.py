@@ -53,10 +53,6 @@ class Pieces:
         self.by_index = {piece.item.index: piece for piece in conversion.pieces}
         self.lock = threading.Lock()
 
-    def whole(self, index: MetadataIndex) -> torch.Tensor:
-        with self.lock:
-            return self.values.of(self.by_index[index])
-
     def part(self, index: MetadataIndex, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         with self.lock:
             return self.values.part(self.by_index[index], offsets, lengths)
@@ -85,34 +81,16 @@ class Reader(FileSystemReader):
 def open_base(run: Run, folder: Path) -> Stored:
     """Open a checkpoint, which may be a base without weights."""
     stored = torch_dist.open_checkpoint(folder)
-    if not _is_unwritten(stored):
-        return stored
-    pieces = Pieces(run, folder.parent)
-    return replace(stored, make=pieces.whole, make_part=pieces.part)
+    is_written = all(place.relative_path != RELEASED for place in (stored.metadata.storage_data or {}).values())
+    return stored if is_written else replace(stored, make=Pieces(run, folder.parent).part)
 
 
-def prepare(run: Run) -> bool:
-    """Make Megatron read the run's base from the release if the base has no weights. Return whether that is so."""
+def prepare(run: Run) -> None:
+    """Make Megatron read the run's base from the release if the base has no weights."""
     base = Path(run.paths.base)
     folder = checkpoints.step_folder(base, 0)
-    if not require_release(run):
-        return False
-    files.read_by(Reader(folder, Pieces(run, base)), folder)
-    return True
-
-
-def require_release(run: Run) -> bool:
-    """Check the release against the run's base if that has no weights. Return whether that is so."""
-    base = Path(run.paths.base)
-    mark = checkpoints.read_mark(base) or {}
-    if "to" not in mark:
-        return False
-    _require_same(released.read(Path(run.paths.model)), mark, base)
-    return True
-
-
-def _is_unwritten(stored: Stored) -> bool:
-    return any(place.relative_path == RELEASED for place in (stored.metadata.storage_data or {}).values())
+    if require_release(run):
+        files.read_by(Reader(folder, Pieces(run, base)), folder)
 
 
 def _as_converted(run: Run, mark: dict) -> Run:
@@ -124,8 +102,16 @@ def _as_converted(run: Run, mark: dict) -> Run:
     return run.model_copy(update={"layout": layout, "train": train, "model": model, "moe": moe})
 
 
-def _require_same(model: released.Model, mark: dict, base: Path) -> None:
-    """Check that the base was made from this release. If tensors must be read, the ranks of a host share the work."""
+def require_release(run: Run) -> bool:
+    """Check that the run's base was made from this release, if the base has no weights. Return whether it has none.
+
+    If tensors must be read, the ranks of a host share the work.
+    """
+    base = Path(run.paths.base)
+    mark = checkpoints.read_mark(base) or {}
+    if "to" not in mark:
+        return False
+    model = released.read(Path(run.paths.model))
     changed = released.unlike(base, model.tensors)
     if not changed and model.stamps() != mark["stamps"]:
         recorded = json.loads((base / released.SOURCE).read_text())
@@ -138,6 +124,7 @@ def _require_same(model: released.Model, mark: dict, base: Path) -> None:
         text = f"{len(changed)} tensors are not those that {base} was made from"
         remedy = "download that release again, or make a base of this one: python -m trainer.convert"
         raise Fault(f"{model.folder}: {text}: {released.enumerate_names(sorted(changed))}; {remedy}")
+    return True
 
 
 @contextlib.contextmanager

@@ -6,23 +6,22 @@ Tensors are drawn and written in blocks: memory holds a few megabytes, whatever 
 import json
 import math
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
 
 from conf.families.parts.family import Config
 from conf.model_facts import shapes
 from conf.model_files import config_json, tokenizer_files, weights
+from conf.model_files.safetensors_header import BITS
 from contract.faults import Fault
 from trainer.patches import families
 from trainer.patches.transformers_imports import import_transformers
+from trainer.weights import new_safetensors
 from trainer.weights.drawn import values
 from trainer.weights.drawn.new_folder import new_folder
 
 SHARD = 4 * 10**9  # bytes of a file, at most, but for a larger tensor
 TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 ENDS = ("bos_token", "eos_token", "pad_token")
 
 
@@ -75,28 +74,20 @@ def with_ends(config: Config, tokenizer: Path) -> Config:
 def _write_shards(config: Config, dtype: str, folder: Path, seed: int, told: Callable[[int, int], None]) -> None:
     tensors = shapes(config)
     types = {name: "F32" if name.endswith(values.CORRECTION) else dtype for name in tensors}
-    sizes = {name: math.prod(shape) * BYTES[types[name]] for name, shape in tensors.items()}
+    sizes = {name: math.prod(shape) * BITS[types[name]] // 8 for name, shape in tensors.items()}
     parts, total = _parts(sizes), sum(sizes.values())
-    names = (
-        {weights.SINGLE: parts[0]}
-        if len(parts) == 1
-        else {f"model-{number:05}-of-{len(parts):05}.safetensors": part for number, part in enumerate(parts, 1)}
-    )
-    done = 0
-    for file, part in names.items():
+    names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
+    files, done = dict(zip(names if len(parts) > 1 else [weights.SINGLE], parts, strict=True)), 0
+    for file, part in files.items():
         with (folder / file).open("wb") as f:
-            _write_header(f, {name: (types[name], tensors[name], sizes[name]) for name in part})
+            f.write(new_safetensors.header(file, {name: (types[name], tensors[name]) for name in part})[0])
             for name in part:
                 for block in values.blocks(config, name, tensors[name], seed):
                     f.write(values.encode(block, types[name]))
                 done += sizes[name]
                 told(done, total)
     if len(parts) > 1:
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {one: file for file, part in names.items() for one in part},
-        }
-        (folder / weights.INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        new_safetensors.write_index(folder, total, {name: file for file, part in files.items() for name in part})
 
 
 def _parts(sizes: dict[str, int]) -> list[list[str]]:
@@ -110,14 +101,3 @@ def _parts(sizes: dict[str, int]) -> list[list[str]]:
         parts[-1].append(name)
         room -= size
     return parts
-
-
-def _write_header(f: BinaryIO, tensors: dict[str, tuple[str, tuple[int, ...], int]]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (dtype, shape, size) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
-        end += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    f.write(struct.pack("<Q", len(text)) + text)

@@ -13,9 +13,11 @@ import re
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 
 from conf import families
 from conf.families.parts.family import Config
+from trainer.weights.released_tensors import DTYPES
 
 BLOCK = 1 << 20  # numbers
 USUAL = 0.02  # initializer_range, if config.json lacks it
@@ -67,10 +69,5 @@ def _generator(seed: int, name: str, block: int) -> np.random.Generator:
 
 
 def encode(numbers: np.ndarray, dtype: str) -> bytes:
-    """Bytes of fp32 numbers in a type of safetensors; bf16 is rounded to the nearest, to even at halves."""
-    if dtype == "F32":
-        return numbers.astype("<f4", copy=False).tobytes()
-    if dtype == "F16":
-        return numbers.astype("<f2").tobytes()
-    bits = numbers.view(np.uint32)
-    return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2").tobytes()
+    """Bytes of fp32 numbers in a type of safetensors, rounded to the nearest, to even at halves."""
+    return torch.from_numpy(numbers).to(DTYPES[dtype]).view(torch.uint8).numpy().tobytes()

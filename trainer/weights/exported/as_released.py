@@ -10,32 +10,29 @@ weight must be within one code of a second computation from the adapter's factor
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainer.weights import low_rank, released, released_tensors
-from trainer.weights.exported import merged_format, parts
-from trainer.weights.exported.parts import Layout
+from trainer.weights.exported import merged_format
+from trainer.weights.exported.parts import Layout, Merged
 from trainer.weights.quantised import pack, unpack
 from trainer.weights.quantised.pack import Loss
 from trainer.weights.released import Entry, Model
-from trainer.weights.trained import Trained
 
 Parts = dict[str, torch.Tensor]  # codes and scales, by name
 
 
 @dataclass
-class Rounding:
+class Rounding(Merged):
     """Trained weights in the release's format, one at a time, and the losses of rounding."""
 
-    trained: Trained
+    threads: int = 1  # `last` serves one thread
     losses: dict[str, Loss] = field(default_factory=dict)
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
     last: tuple[str, Parts] = ("", {})
-    threads: int = 1  # `last` serves one thread
 
     def blocks(self, name: str) -> Iterable[torch.Tensor] | None:
         weight = self.weight(name)
@@ -44,12 +41,7 @@ class Rounding:
         return [self.parts(weight)[name]] if weight in self.trained.model.packed else self.trained.blocks(name)
 
     def weight(self, name: str) -> str:
-        return self.weights.get(name, name)
-
-    @cached_property
-    def weights(self) -> dict[str, str]:
-        """Return the names of quantised weights by the names of their codes and scales."""
-        return {part: name for name, one in self.trained.model.packed.items() for part in one.tensors}
+        return self.trained.model.weight_of.get(name, name)
 
     def is_right(self, path: Path, name: str, entry: Entry, written: str) -> bool:
         trained, weight = self.trained, self.weight(name)
@@ -57,8 +49,8 @@ class Rounding:
             return released.has_sum(path, entry, trained.sums[name])
         source = trained.copies.get(weight, weight)
         if source in trained.adapters and weight not in trained.model.packed:
-            return merged_format.holds_merged(trained, source, path, entry, written)
-        if not parts.holds(path, entry, written) or not parts.is_released(trained, weight):
+            return trained.is_merged_in(source, path, entry, written)
+        if not released.has_sum(path, entry, written) or not trained.is_released(weight):
             return False
         if source not in trained.adapters or name != trained.model.packed[weight].codes:
             return True
@@ -82,7 +74,7 @@ class Rounding:
 
     def is_near(self, name: str, codes: torch.Tensor) -> bool:
         """Whether these codes represent the merged weight, computed again in another order."""
-        (adapter,) = self.trained.adapters[self.trained.copies.get(name, name)].each  # FP8 has no stacks
+        (adapter,) = self.trained.adapters[self.trained.copies.get(name, name)]  # FP8 has no stacks
         packed = self.trained.model.packed[name]
         change = self.trained.change(adapter)
         before, scales = released_tensors.read(self.trained.model, name), self.scales[name]

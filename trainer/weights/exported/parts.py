@@ -5,7 +5,7 @@ cut into parts does not depend on the number of ranks. Small weights are made in
 limit memory. Finished parts are recorded with their checksum (trainer/weights/journal.py); a later attempt keeps parts
 whose checksum matches.
 
-A format (merged_format.py or as_released.py) determines the contents of the files, and checks what is read back.
+A format (Merged, or Rounding of as_released.py) determines the contents of the files, and checks what is read back.
 """
 
 # pyright: reportArgumentType=false
@@ -13,9 +13,9 @@ A format (merged_format.py or as_released.py) determines the contents of the fil
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch
 import xxhash
@@ -23,38 +23,34 @@ import xxhash
 from contract.faults import Fault
 from trainer.startup import device
 from trainer.startup.console import say
-from trainer.weights import atomic_folder, journal, released, short_writes
+from trainer.weights import atomic_folder, journal, released, released_tensors, short_writes
 from trainer.weights.exported.storing import Storing
 from trainer.weights.released import Entry, enumerate_names
 from trainer.weights.trained import Trained
 
 READABLE = 0o644  # safetensors makes files readable only by their owner
-LARGEST, SMALLEST = 2**28, 2**20  # bytes of a part
-COUNT = 256  # of parts, if their size is between these two
 SIDE_BY_SIDE = 64 * 2**20  # bytes of weights made in parallel
 THREADS = 8  # at most
 _writing = threading.Lock()  # only one thread at a time can write into a file; others would spin in the kernel
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A file: its header, and the places of its tensors in order."""
-
-    file: str
-    header: bytes
-    rows: dict[str, Entry]
-
-
-@dataclass(frozen=True)
 class Part:
-    """Consecutive tensors of a file."""
+    """Consecutive tensors of a file, and their places."""
 
     file: str
-    rows: dict[str, Entry] = field(default_factory=dict)
+    rows: dict[str, Entry]
 
     @property
     def size(self) -> int:
         return sum(entry.size for entry in self.rows.values())
+
+
+@dataclass(frozen=True)
+class Layout(Part):
+    """All tensors of a file, and its header."""
+
+    header: bytes
 
 
 @dataclass(frozen=True)
@@ -65,41 +61,46 @@ class Written:
     is_right: bool
 
 
-class Format(Protocol):
-    """Contents of the files of a merged model."""
+@dataclass
+class Merged:
+    """Contents of the files in the release's types; as_released.py has those in the release's format."""
 
-    @property
-    def trained(self) -> Trained: ...
-
-    @property
-    def threads(self) -> int:
-        """Number of threads that may request tensors in parallel."""
-        ...
+    trained: Trained
+    threads: int = THREADS  # that may request tensors in parallel
 
     def blocks(self, name: str) -> Iterable[torch.Tensor] | None:
         """Return the tensor to write, in blocks of rows; None if it is copied from the release.
 
         Each block is invalid after the next is requested.
         """
-        ...
+        blocks = self.trained.blocks(name)
+        unpacked = blocks is None and name in self.trained.model.packed
+        return [released_tensors.read(self.trained.model, name)] if unpacked else blocks
 
     def is_right(self, path: Path, name: str, entry: Entry, written: str) -> bool:
         """Whether the file, read back, has the correct tensor; `written` is the checksum of what was written.
 
         A copied tensor must have the checksum that the conversion recorded.
         """
-        ...
+        trained, source = self.trained, self.weight(name)
+        if source in trained.values:
+            return released.has_sum(path, entry, written)
+        if source in trained.adapters:
+            return trained.is_merged_in(source, path, entry, written)
+        if source in trained.model.packed or (trained.packed and trained.packed.has(source)):
+            return released.has_sum(path, entry, written) and trained.is_released(source)
+        return released.has_sum(path, entry, trained.sums[name])
 
     def weight(self, name: str) -> str:
         """Return the weight to which the tensor belongs."""
-        ...
+        return self.trained.copies.get(name, name)
 
     def notes(self, names: Iterable[str]) -> dict[str, Any]:
         """Return facts to record with these tensors."""
-        ...
+        return self.trained.packed.notes(names) if self.trained.packed else {}
 
 
-def write(contents: Format, layouts: list[Layout], folder: Path, journal_folder: Path) -> list[journal.Entry]:
+def write(contents: Merged, layouts: list[Layout], folder: Path, journal_folder: Path) -> list[journal.Entry]:
     """Write all files over all ranks, except parts that an earlier attempt recorded. Return the entries."""
     if atomic_folder.rank() == 0:
         for layout in layouts:
@@ -114,7 +115,10 @@ def write(contents: Format, layouts: list[Layout], folder: Path, journal_folder:
 
         def is_whole(number: int, entry: journal.Entry) -> bool:
             part = cut[number]
-            found = {name: _checksum(folder / part.file, row) for name, row in part.rows.items()}
+            try:
+                found = {name: released.checksum(folder / part.file, row) for name, row in part.rows.items()}
+            except (OSError, Fault):  # the file is missing or too short
+                return False
             return _sum(found) == entry.get("sum")
 
         def make(number: int) -> journal.Entry:
@@ -130,26 +134,21 @@ def write(contents: Format, layouts: list[Layout], folder: Path, journal_folder:
                 say(f"export: about {tenths[1]}0 % is written and read back")
             return entry
 
-        entries = journal.do(
-            journal_folder, sizes, is_whole, make, lambda number: _read_ahead(contents.trained, cut[number])
-        )
+        def read_ahead(number: int) -> None:
+            released.read_ahead(model, _released(contents.trained, cut[number]))
+
+        entries = journal.do(journal_folder, sizes, is_whole, make, read_ahead)
     contents.trained.stored.seen.update(name for entry in entries.values() for name in entry["seen"])
     return [entries[number] for number in sorted(entries)]
 
 
 def parts(layouts: list[Layout]) -> list[Part]:
-    whole = sum(entry.size for layout in layouts for entry in layout.rows.values())
-    enough, result = min(max(whole // COUNT, SMALLEST), LARGEST), []
-    for layout in layouts:
-        result.append(Part(layout.file))
-        end = len(layout.header)
-        for name, entry in layout.rows.items():
-            assert entry.start == end, f"{layout.file}: {name} does not follow the previous tensor"
-            if result[-1].size >= enough:
-                result.append(Part(layout.file))
-            result[-1].rows[name] = entry
-            end += entry.size
-    return result
+    enough = journal.enough(sum(layout.size for layout in layouts))
+    return [
+        Part(layout.file, {name: layout.rows[name] for name in names})
+        for layout in layouts
+        for names in journal.cut({name: entry.size for name, entry in layout.rows.items()}, enough)
+    ]
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -161,11 +160,11 @@ def _begin(layout: Layout, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("r+b" if path.exists() else "wb") as file:
         file.write(layout.header)
-        file.truncate(len(layout.header) + sum(entry.size for entry in layout.rows.values()))
+        file.truncate(len(layout.header) + layout.size)
     path.chmod(READABLE)
 
 
-def _make(contents: Format, part: Part, path: Path, pool: ThreadPoolExecutor) -> journal.Entry:
+def _make(contents: Merged, part: Part, path: Path, pool: ThreadPoolExecutor) -> journal.Entry:
     """Write a part and check it. Return its entry: a checksum, and the trained tensors that were read for it."""
     stored, results = contents.trained.stored, dict[str, Written]()
     before = {*stored.seen}
@@ -181,7 +180,7 @@ def _make(contents: Format, part: Part, path: Path, pool: ThreadPoolExecutor) ->
     return {"sum": _sum(sums), "seen": seen} | contents.notes(part.rows)
 
 
-def _put(contents: Format, name: str, entry: Entry, path: Path, new: BinaryIO) -> Written:
+def _put(contents: Merged, name: str, entry: Entry, path: Path, new: BinaryIO) -> Written:
     """Write a tensor and read it back at once, while its sources are in the processor's cache."""
     blocks = contents.blocks(name)
     written = _copy(contents.trained.model, name, entry, new) if blocks is None else _write(name, blocks, entry, new)
@@ -227,11 +226,6 @@ def _sum(sums: dict[str, str]) -> str:
     return xxhash.xxh3_128_hexdigest("".join(f"{name}={one};" for name, one in sorted(sums.items())).encode())
 
 
-def _read_ahead(trained: Trained, part: Part) -> None:
-    """Make the kernel read the released tensors of the part."""
-    released.read_ahead(trained.model, _released(trained, part))
-
-
 def _released(trained: Trained, part: Part) -> set[str]:
     """Return the released tensors from which the part is made."""
     model = trained.model
@@ -240,8 +234,8 @@ def _released(trained: Trained, part: Part) -> set[str]:
     return tensors | {name for name in known if name in model.tensors}
 
 
-def _require_right(contents: Format, path: Path, wrong: list[str]) -> None:
-    edited = [name for name in wrong if not is_released(contents.trained, contents.weight(name))]
+def _require_right(contents: Merged, path: Path, wrong: list[str]) -> None:
+    edited = [name for name in wrong if not contents.trained.is_released(contents.weight(name))]
     if edited:
         raise Fault(
             f"{contents.trained.model.folder}: {len(edited)} tensors are not those that the base was converted from: "
@@ -249,28 +243,6 @@ def _require_right(contents: Format, path: Path, wrong: list[str]) -> None:
         )
     if wrong:
         raise Fault(f"{path}: read back, {len(wrong)} tensors are wrong: {enumerate_names(wrong)}")
-
-
-def is_released(trained: Trained, name: str) -> bool:
-    """Whether the release still has the weight from which the base was made."""
-    model = trained.model
-    entries = {part: model.tensors[part] for part in model.parts(name)}
-    return all(
-        released.has_sum(model.folder / entry.file, entry, trained.sums[part]) for part, entry in entries.items()
-    )
-
-
-def holds(path: Path, entry: Entry, written: str) -> bool:
-    """Whether the file has, at this place, bytes with the checksum of what was written."""
-    return _checksum(path, entry) == written
-
-
-def _checksum(path: Path, entry: Entry) -> str:
-    """Return the checksum of the file at this place; "" if the file is missing or too short."""
-    try:
-        return released.checksum(path, entry)
-    except (OSError, Fault):
-        return ""
 
 
 def _batches(rows: dict[str, Entry]) -> Iterator[list[str]]:

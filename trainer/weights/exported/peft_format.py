@@ -19,7 +19,6 @@ transformers does not build multi-token-prediction layers, so their adapters can
 
 import json
 import re
-import struct
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -28,9 +27,9 @@ from typing import NamedTuple
 import torch
 
 from contract.faults import Fault
-from trainer.weights import released
+from trainer.weights import new_safetensors, released
 from trainer.weights.exported.parts import READABLE, as_bytes
-from trainer.weights.merge import Adapter, StackedAdapters
+from trainer.weights.merge import Adapter
 from trainer.weights.released_tensors import DTYPES
 from trainer.weights.trained import Trained
 
@@ -44,7 +43,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-Adapters = dict[str, Adapter | StackedAdapters]
+Adapters = dict[str, tuple[Adapter, ...]]
 
 
 class Row(NamedTuple):
@@ -59,7 +58,7 @@ class Row(NamedTuple):
 def check(trained: Trained) -> None:
     """Raise a Fault for an adapter that PEFT cannot represent."""
     moe = _has_experts(trained)
-    bad = [name for name, one in _expressible(trained).items() if one.each[0].magnitude and _as_parameter(name, moe)]
+    bad = [name for name, one in _expressible(trained).items() if one[0].magnitude and _as_parameter(name, moe)]
     if bad:
         raise Fault(
             f"export.formats: PEFT has no DoRA for {released.enumerate_names(bad, 3)}; export as merged only, "
@@ -77,7 +76,7 @@ def write(trained: Trained, folder: Path, source: str) -> list[str]:
     modules = _shortest({name.removesuffix(".weight") for name in plain if not _as_parameter(name, moe)}, trained, 1)
     parameters = _shortest({name for name in plain if _as_parameter(name, moe)}, trained, 3)
     parameters += sorted({f"mlp.experts.{leaf}" for of_layer in experts.values() for leaf in _leaves(of_layer[0])})
-    text = json.dumps(_config(next(iter(adapters.values())).each[0], modules, parameters, source), indent=2)
+    text = json.dumps(_config(next(iter(adapters.values()))[0], modules, parameters, source), indent=2)
     (folder / SETTINGS).write_text(text + "\n")
     for path in folder.iterdir():
         path.chmod(READABLE)
@@ -87,8 +86,9 @@ def write(trained: Trained, folder: Path, source: str) -> list[str]:
 def tensors(trained: Trained) -> list[Row]:
     """Return the tensors of the file, in order."""
     adapters, rows = _expressible(trained), []
-    for name, adapter in adapters.items():
-        if isinstance(adapter, Adapter) and not EXPERT.match(name):
+    for name, of_weight in adapters.items():
+        if not _is_of_expert(name):
+            (adapter,) = of_weight  # transformers expects a stack of experts in mlp.experts
             rows += _module_rows(trained, name, adapter)
     for name, of_layer in _experts(adapters).items():
         rows += _expert_rows(trained, name, [of_layer[number] for number in range(len(of_layer))])
@@ -98,15 +98,13 @@ def tensors(trained: Trained) -> list[Row]:
 def _experts(adapters: Adapters) -> dict[str, dict[int, dict[str, Adapter]]]:
     """Return the adapters of experts, by transformers' name of their module, their number and their part."""
     by_module: dict[str, dict[int, dict[str, Adapter]]] = defaultdict(dict)
-    for name, adapter in adapters.items():
-        if isinstance(adapter, StackedAdapters):
-            stack = STACK.match(name)
-            assert stack, f"{name} has experts, which transformers expects in mlp.experts"
-            for number, expert_adapter in enumerate(adapter.each):
-                by_module[stack["module"]].setdefault(number, {})[stack["leaf"]] = expert_adapter
+    for name, of_weight in adapters.items():
+        if stack := STACK.match(name):
+            for number, adapter in enumerate(of_weight):
+                by_module[stack["module"]].setdefault(number, {})[stack["leaf"]] = adapter
         elif match := EXPERT.match(name):
             module = f"{match['layer']}.mlp.experts"  # transformers' name; Mixtral's releases use another
-            by_module[module].setdefault(int(match["number"]), {})[LEAVES[match["leaf"]]] = adapter
+            by_module[module].setdefault(int(match["number"]), {})[LEAVES[match["leaf"]]] = of_weight[0]
     return by_module
 
 
@@ -130,16 +128,12 @@ def _as_parameter(name: str, moe: bool) -> bool:
 def _module_rows(trained: Trained, name: str, adapter: Adapter) -> list[Row]:
     prefix, rank = PREFIX + module(name), adapter.a.shape[0]
     out, width = adapter.part.shape(trained.model.weights[name].shape)
-
-    def factor(which: int) -> torch.Tensor:
-        return adapter.factors(trained.stored, trained.config)[which]
-
     rows = [
-        Row(f"{prefix}.lora_A.weight", (rank, width), adapter.a.dtype, lambda: factor(0)),
-        Row(f"{prefix}.lora_B.weight", (out, rank), adapter.b.dtype, lambda: factor(1)),
+        Row(f"{prefix}.lora_A.weight", (rank, width), adapter.a.dtype, lambda: trained.change(adapter).a),
+        Row(f"{prefix}.lora_B.weight", (out, rank), adapter.b.dtype, lambda: trained.change(adapter).b),
     ]
     if adapter.magnitude:
-        magnitudes = lambda: adapter.magnitudes(trained.stored, trained.config)  # noqa: E731
+        magnitudes = lambda: trained.change(adapter).magnitude  # noqa: E731
         rows.append(Row(f"{prefix}.lora_magnitude_vector", (out,), adapter.magnitude.dtype, magnitudes))
     return rows
 
@@ -157,13 +151,10 @@ def _expert_rows(trained: Trained, name: str, experts: list[dict[str, Adapter]])
         rank, width, out, count = a.shape[0], a.shape[1], b.shape[0], len(experts)
 
         def stack_a(parts=parts) -> torch.Tensor:
-            return torch.cat([expert[parts[0]].factors(trained.stored, trained.config)[0] for expert in experts])
+            return torch.cat([trained.change(expert[parts[0]]).a for expert in experts])
 
         def stack_b(parts=parts) -> torch.Tensor:
-            whole = [
-                torch.cat([expert[part].factors(trained.stored, trained.config)[1] for part in parts])
-                for expert in experts
-            ]
+            whole = [torch.cat([trained.change(expert[part]).b for part in parts]) for expert in experts]
             return torch.stack(whole).permute(1, 2, 0).flatten(1)
 
         rows.append(Row(f"{PREFIX}{name}{inner}.lora_A.weight", (count * rank, width), a.dtype, stack_a))
@@ -216,14 +207,9 @@ def _config(adapter: Adapter, modules: list[str], parameters: list[str], source:
 
 
 def _write_safetensors(path: Path, rows: list[Row]) -> None:
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for row in rows:
-        start, end = end, end + torch.Size(row.shape).numel() * row.dtype.itemsize
-        header[row.key] = {"dtype": NAMES[row.dtype], "shape": row.shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    header, _ = new_safetensors.header(path.name, {row.key: (NAMES[row.dtype], row.shape) for row in rows})
     with path.open("wb") as f:
-        f.write(struct.pack("<Q", len(text)) + text)
+        f.write(header)
         for row in rows:
             tensor = row.make()
             assert tensor.shape == row.shape, f"{row.key}: {tensor.shape} instead of {row.shape}"

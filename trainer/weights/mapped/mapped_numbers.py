@@ -26,10 +26,7 @@ def _copy(file: BinaryIO, start: int, dtype: torch.dtype, count: int) -> torch.T
     buffer = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
     whole = memoryview(buffer.numpy())
     file.seek(start)
-    filled = 0
-    while filled < len(whole):
-        size = file.readinto(whole[filled:])  # pyright: ignore[reportAttributeAccessIssue]
-        if not size:
-            raise ValueError(f"ends {len(whole) - filled} bytes early")
-        filled += size
+    filled = file.readinto(whole)  # pyright: ignore[reportAttributeAccessIssue]
+    if filled < len(whole):
+        raise ValueError(f"ends {len(whole) - filled} bytes early")
     return buffer.view(dtype)

@@ -30,10 +30,6 @@ class Layout:
     first: int  # index of its first element in its storage
     size: int  # of the storage, in bytes
 
-    @property
-    def elements(self) -> int:
-        return self.first + 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
-
 
 class _Window(io.RawIOBase):
     """`length` bytes of a file from `start` on, presented as a file. Reads bypass the file's buffer."""
@@ -97,7 +93,8 @@ def layout(file: BinaryIO, start: int, length: int) -> Layout:
     offset = archive.get_record_offset("data/0")
     described = _Description(io.BytesIO(archive.get_record("data.pkl"))).load()
     result = Layout(start + offset, *described)
-    if result.elements * result.dtype.itemsize > result.size or offset + result.size > length:
+    last = result.first + sum((n - 1) * step for n, step in zip(result.shape, result.stride, strict=True))
+    if (last + 1) * result.dtype.itemsize > result.size or offset + result.size > length:
         raise ValueError("the values are not in the archive")
     return result
 

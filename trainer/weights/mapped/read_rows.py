@@ -3,7 +3,6 @@
 Mapping rows that are read once costs the kernel as much as copying them, and they would be read again for the checksum.
 """
 
-import os
 from pathlib import Path
 
 import torch
@@ -34,7 +33,13 @@ class ReadRows:
         buffer = kept_memory.take(self.use, (stop - first) * width, torch.uint8)
         content = buffer.numpy().data
         with regular_files.open_regular(self.path) as file:
-            _fill(content, file.fileno(), self.entry.start + first * width, self.path)
+            try:
+                file.seek(self.entry.start + first * width)
+                filled = file.readinto(content)  # pyright: ignore[reportAttributeAccessIssue]
+            except OSError as error:
+                raise Fault(f"{self.path}: {error.strerror}") from None
+        if filled < len(content):
+            raise Fault(f"{self.path}: ends {len(content) - filled} bytes early")
         self.sum.update(content)
         self.read = stop
         return buffer.view(self.dtype).view(stop - first, *self.shape[1:])
@@ -46,15 +51,3 @@ class ReadRows:
     @property
     def is_recorded(self) -> bool:
         return self.has_sum(self.recorded)
-
-
-def _fill(content: memoryview, descriptor: int, start: int, path: Path) -> None:
-    done = 0
-    while done < len(content):
-        try:
-            count = os.preadv(descriptor, [content[done:]], start + done)
-        except OSError as error:
-            raise Fault(f"{path}: {error.strerror}") from None
-        if not count:
-            raise Fault(f"{path}: ends {len(content) - done} bytes early")
-        done += count

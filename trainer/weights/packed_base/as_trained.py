@@ -8,10 +8,9 @@ The distance of the merged model from the trained one is summed, both for this m
 weights.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,14 @@ from conf.rules.packed_base import Format, format_of
 from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Fault
-from contract.files import write_atomically
 from trainer.megatron import precision
-from trainer.megatron.packed_base.weight import Store
 from trainer.weights import mapping
 from trainer.weights.conversion import unwritten
 from trainer.weights.packed_base import files, packing
 from trainer.weights.packed_base.loading import Source
-from trainer.weights.packed_base.part import Part
+from trainer.weights.packed_base.part import Part, unpacked
 from trainer.weights.quantised import report
+from trainer.weights.quantised.pack import Squares
 from trainer.weights.released import Model, enumerate_names
 
 NAME = "from-training.jsonl"  # in an export: a line for all matrices, then one for each, the farthest first
@@ -37,7 +35,7 @@ BOUND, LEAST = 0.01, 2.0**-8  # tolerance of errors: the base may have another t
 
 
 @dataclass(frozen=True)
-class Sums:
+class Sums(Squares):
     """Sums of squares over a matrix, in fp32."""
 
     weight: float = 0.0
@@ -45,9 +43,6 @@ class Sums:
     trained: float = 0.0
     packed: float = 0.0  # of the merged weight minus the trained one
     released: float = 0.0  # of a merge onto the released weight, minus the trained one
-
-    def __add__(self, other: "Sums") -> "Sums":
-        return Sums(*(left + right for left, right in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -66,10 +61,6 @@ class AsTrained:
 
     def has(self, name: str) -> bool:
         return name in self.parts
-
-    def each(self, name: str) -> list[tuple[str, mapping.Part]]:
-        """Return Megatron's matrices of a released weight, and the part of the weight that each is."""
-        return [*self.parts.get(name, {}).values()]
 
     def read(self, part: mapping.Part) -> torch.Tensor | None:
         """Return the weight as in training, in the release's orientation; None if it was not packed."""
@@ -104,13 +95,9 @@ class AsTrained:
         return {"sums": {name: {key: asdict(one) for key, one in each.items()} for name, each in of_names.items()}}
 
     def _matrix(self, name: str, number: int, count: int) -> torch.Tensor:
-        rows, columns = self.source.shape(name)
-        first, each = rows // count * number, rows // count
-        part = Part(first, name, (first, 0), (each, columns), (number, count))
+        part = Part.of_matrix(name, self.source.shape(name), number, count)
         block = (self.source.height(part), self.form.block[1])
-        codes, scales, factor = self.source.of_part(part, block)
-        factors = None if factor is None else factor.view(1, 1)
-        return Store(codes[None].contiguous(), scales[None], block, torch.float32, factors).unpack()[0]
+        return unpacked(*self.source.of_part(part, block), block)
 
 
 def open_as_trained(run: Run, model: Model, registry: Any, config: Any) -> AsTrained:
@@ -139,7 +126,7 @@ def recorded(run: Run) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the rows that training wrote about its packed base: the summary, and those of each matrix."""
     path = Path(run.paths.output) / report.NAME
     try:
-        whole, *rows = map(json.loads, path.read_text().splitlines())
+        whole, *rows = report.read_lines(path)
     except (OSError, ValueError) as error:
         text = f"{path}: {getattr(error, 'strerror', None) or 'damaged'}; training on a packed base writes it"
         raise Fault(f"export.merge_onto: packed, but {text}; released") from None
@@ -169,10 +156,6 @@ def lines_of_training(run: Run) -> list[dict[str, Any]]:
     of_all, rows = recorded(run)
     whole = {"onto": "released", "base": of_all["base"], "matrices": len(rows), "released": of_all["error"]}
     return [whole, *({"tensor": row["tensor"], "released": row["error"]} for row in rows)]
-
-
-def write(folder: Path, found: list[dict[str, Any]]) -> None:
-    write_atomically(folder / NAME, "".join(json.dumps(line) + "\n" for line in found), durable=False)
 
 
 def summary(whole: dict[str, Any]) -> str:

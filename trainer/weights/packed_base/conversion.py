@@ -21,7 +21,9 @@ from contract.faults import Fault
 from trainer.megatron.packed_base import weight
 from trainer.weights import atomic_folder, file_sums, journal, released
 from trainer.weights.conversion import unwritten
-from trainer.weights.packed_base import files, packing, parts
+from trainer.weights.conversion.megatron_tensors import storage
+from trainer.weights.packed_base import files, packing
+from trainer.weights.packed_base.loading import of_chunk
 from trainer.weights.packed_base.part import Part
 from trainer.weights.quantised import report
 
@@ -46,8 +48,9 @@ def write(run: Run, chunks: list, base: Path, journal_folder: Path) -> None:
     assert form, "model.base names a format"
     atomic_folder.barrier()  # until rank 0 has written the index of the pieces
     stored = unwritten.open_base(run, checkpoints.step_folder(base, 0))
-    units, release = cut(tensors(run, unwrap_model(chunks))), packing.release(run, form, chunks[0].config)
-    described = {tensor.name for unit in units for tensor in unit}
+    every, release = tensors(run, unwrap_model(chunks)), packing.release(run, form, chunks[0].config)
+    units = journal.cut({tensor: tensor.size for tensor in every}, LARGEST)
+    described = {tensor.name for tensor in every}
     if described != stored.places.keys():
         odd = released.enumerate_names(sorted(described ^ stored.places.keys()))
         raise Fault(f"{base}: the packed files and the base would have different tensors: {odd}")
@@ -76,40 +79,24 @@ def write(run: Run, chunks: list, base: Path, journal_folder: Path) -> None:
     if atomic_folder.rank() == 0:
         indexes = [entry["index"] for _, entry in sorted(entries.items())]
         files.write_index(folder, {name: row for index in indexes for name, row in index.items()})
-        rows = [report.row_of(row) for entry in entries.values() for row in entry["rows"]]
-        report.store(base, run.model.base, rows, sum(entry["bytes"] for entry in entries.values()))
+        rows = [report.Row(**row) for entry in entries.values() for row in entry["rows"]]
+        count = sum(entry["bytes"] for entry in entries.values())
+        report.store(base, report.summary(run.model.base, rows, [count]))
 
 
 def tensors(run: Run, chunks: list) -> list[Tensor]:
     """Return all tensors of a base, in the model's order."""
     result = []
     for chunk in chunks:
-        of_chunk = parts.of_chunk(chunk)
         layers = [(layer, names) for _, layer, names in weight.layers(chunk, run) if _is_of_transformer_engine(layer)]
-        packed = {parts.storage(layer._parameters[name]) for layer, names in layers for name in names}
-        result += [
-            Tensor(tensor_parts[0].name, tuple(tensor_parts), place in packed)
-            for place, tensor_parts in of_chunk.items()
-        ]
+        packed = {storage(getattr(layer, name)) for layer, names in layers for name in names}
+        result += [Tensor(parts[0].name, tuple(parts), place in packed) for place, parts in of_chunk(chunk).items()]
     return result
 
 
 def _is_of_transformer_engine(layer: Any) -> bool:
     """Whether the layer can use a packed weight. Routers, which have no memory here either, cannot."""
     return any(kind.__module__ == transformer_engine.__name__ for kind in type(layer).__mro__)
-
-
-def cut(all_tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Divide the tensors into files."""
-    result: list[list[Tensor]] = []
-    size = LARGEST
-    for tensor in all_tensors:
-        if size >= LARGEST:
-            result.append([])
-            size = 0
-        result[-1].append(tensor)
-        size += tensor.size
-    return result
 
 
 def _packed(

@@ -18,8 +18,7 @@ import torch
 import xxhash
 
 from conf.model_files import safetensors_header
-from conf.model_files.safetensors_header import Tensor
-from conf.model_files.weights import Entry
+from conf.model_files.safetensors_header import Entry
 from conf.rules.packed_base import Format
 from contract import json_object
 from contract.faults import Fault
@@ -38,7 +37,7 @@ class Packed:
     form: Format
     folder: Path
     index: dict[str, dict[str, Any]]
-    headers: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # of files opened so far
+    headers: dict[str, dict[str, Entry]] = field(default_factory=dict)  # of files opened so far
     sound: set[str] | None = field(default_factory=set)  # tensors with verified checksums; None: no verification
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -77,12 +76,6 @@ class Packed:
         factor = self._read(part.name, part.name + FACTORS)[number] if self.form.factor_bytes else None
         return codes, scales, factor
 
-    def whole(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return codes, scales of each matrix, and their factors, as stored."""
-        parts = (CODES, SCALES, *([FACTORS] if self.form.factor_bytes else []))
-        codes, scales, *factors = (self._read(name, name + part) for part in parts)
-        return codes, scales, factors[0] if factors else None
-
     def _row(self, name: str) -> dict[str, Any]:
         if name not in self.index:
             raise Fault(f"{self.folder}: holds no {name}")
@@ -98,7 +91,7 @@ class Packed:
         found = self.headers[file].get(tensor)
         if found is None or found.dtype not in released_tensors.DTYPES | released_tensors.CODES:
             raise Fault(f"{self.folder / file}: holds no {tensor}; {AGAIN}")
-        return Entry(found.dtype, found.shape, file, found.start, found.size)
+        return found
 
     def _read(self, name: str, tensor: str, rows: slice = slice(None)) -> torch.Tensor:
         entry = self._entry(name, tensor)

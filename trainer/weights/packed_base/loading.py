@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
 from megatron.core.utils import unwrap_model
 
 from conf.rules.packed_base import Format, format_of
@@ -24,9 +26,11 @@ from trainer.megatron import precision
 from trainer.megatron.packed_base import weight
 from trainer.megatron.packed_base.codes import SCALES
 from trainer.patches.checkpoints import base_loading
+from trainer.weights import model_digests, torch_dist
 from trainer.weights.conversion import unwritten
+from trainer.weights.conversion.megatron_tensors import storage
 from trainer.weights.coverage import VOCABULARY
-from trainer.weights.packed_base import files, packing, parts
+from trainer.weights.packed_base import files, packing
 from trainer.weights.packed_base.part import Found, Part
 from trainer.weights.quantised import report
 from trainer.weights.torch_dist import Stored
@@ -75,17 +79,43 @@ def load(form: Format, run: Run, source: Source, chunks: list) -> int:
     dtype, count = precision.dtype(run.train.precision), 0
     for chunk in chunks:
         # storages are identified by address, so the tensors must stay alive
-        of_chunk, _held = parts.of_chunk(chunk), [*chunk.parameters(), *chunk.buffers()]
+        parts_of, _held = of_chunk(chunk), [*chunk.parameters(), *chunk.buffers()]
         for _, layer, names in [*weight.layers(chunk, run)]:
-            matrices = [of_chunk.pop(parts.storage(layer._parameters[name])) for name in names]
+            matrices = [parts_of.pop(storage(layer._parameters[name])) for name in names]
             weight.attach(layer, names, held := store(form, dtype, source, matrices))
             count += held.bytes
         for old, new in weight.fill(chunk):
-            of_chunk[parts.storage(new)] = of_chunk.pop(parts.storage(old))
-        for tensor, of_tensor in _others(chunk, of_chunk):
+            parts_of[storage(new)] = parts_of.pop(storage(old))
+        for tensor, of_tensor in _others(chunk, parts_of):
             for part in of_tensor:
                 _copy(source, part, tensor)
     return count
+
+
+def of_chunk(chunk: Any) -> dict[int, list[Part]]:
+    """Return the parts of the base in each tensor of the chunk, by the tensor's storage."""
+    result: dict[int, list[Part]] = {}
+    for value in nested_values(chunk.sharded_state_dict(metadata=model_digests.metadata())):
+        if not isinstance(value, ShardedTensor | ShardedTensorFactory) or torch_dist.NOT_WEIGHTS.search(value.key):
+            continue
+        state = {"tensor": value}
+        apply_factories(state)
+        tensors = [tensor for tensor in nested_values(state) if isinstance(tensor, ShardedTensor)]
+        numbers = ((i, len(tensors)) for i in range(len(tensors)))
+        result[storage(value.data)] = [
+            _part(tensor, value.data, number) for tensor, number in zip(tensors, numbers, strict=True)
+        ]
+    return result
+
+
+def _part(tensor: ShardedTensor, whole: torch.Tensor, matrix: tuple[int, int]) -> Part:
+    depth = torch_dist.depth(tensor.key)
+    assert tensor.prepend_axis_num == depth, f"{tensor.key} is not stacked like in a base"
+    stride = whole.stride(0) if whole.ndim else 1
+    start = int(tensor.data.storage_offset() - whole.storage_offset()) // max(1, stride)
+    assert tensor.data.shape[1:] == whole.shape[1:], f"{tensor.key} is not cut by rows"
+    name = torch_dist.name_of(tensor.key, tensor.global_offset[:depth])
+    return Part(start, name, tuple(tensor.global_offset[depth:]), tuple(tensor.data.shape), matrix)
 
 
 def store(form: Format, dtype: torch.dtype, source: Source, matrices: list[list[Part]]) -> weight.Store:
@@ -127,10 +157,10 @@ def _copy(source: Source, part: Part, tensor: torch.Tensor) -> None:
     tensor[rows].copy_(source.box(part.name, part.offsets, (count, *part.sizes[1:])))
 
 
-def _others(chunk: Any, of_chunk: dict[int, list[Part]]) -> Iterator[tuple[torch.Tensor, list[Part]]]:
+def _others(chunk: Any, parts_of: dict[int, list[Part]]) -> Iterator[tuple[torch.Tensor, list[Part]]]:
     """Yield tensors that are loaded unpacked, each with its parts."""
     for tensor in itertools.chain(chunk.parameters(), chunk.buffers()):
-        if not isinstance(tensor, weight.PackedWeight) and parts.storage(tensor) in of_chunk:
-            yield tensor.detach(), of_chunk.pop(parts.storage(tensor))
-    left = [part.name for of_tensor in of_chunk.values() for part in of_tensor]
+        if not isinstance(tensor, weight.PackedWeight) and storage(tensor) in parts_of:
+            yield tensor.detach(), parts_of.pop(storage(tensor))
+    left = [part.name for of_tensor in parts_of.values() for part in of_tensor]
     assert not left, f"{left} belong to no tensor of the model"

@@ -16,11 +16,10 @@ from conf.model_files.quantization import Packed, Scheme
 from conf.rules.packed_base import Format
 from conf.schema.run import Run
 from trainer.megatron.model import open_bridge
-from trainer.megatron.packed_base import weight
 from trainer.megatron.packed_base.codes import SCALES
 from trainer.weights import released, torch_dist
 from trainer.weights.packed_base import released_scales
-from trainer.weights.packed_base.part import Found, Part, cut
+from trainer.weights.packed_base.part import Found, Part, cut, unpacked
 from trainer.weights.quantised import e2m1, pack, report
 from trainer.weights.torch_dist import Stored
 
@@ -49,15 +48,26 @@ class Packing:
 
     def of_part(self, part: Part, block: tuple[int, int]) -> Found:
         """Return codes of a part, scales of its blocks (within those of the matrix), and the matrix's factor."""
+        as_released = self._as_released(part, block)
+        read, found = as_released or self._packed(part, block)
+        if self.rows is not None:
+            numbers = unpacked(*found, block)
+            self.rows.append(report.row(part.name, part.offsets, read, numbers, as_released is not None))
+        return found
+
+    def _as_released(self, part: Part, block: tuple[int, int]) -> tuple[torch.Tensor, Found] | None:
+        """Return the part and its released codes; None if the release has none, or they do not fit."""
         scales = self._released(part)
         factor = scales.factor(*part.matrix) if scales else None
-        if scales and (factor is not None or not self.form.factor_bytes):
-            read = self._read(part.name, part.offsets, part.sizes)
-            factor = None if factor is None else factor.to(read.device)
-            released = released_scales.codes(self.form, scales, read, (part.offsets[0], part.offsets[1]), block, factor)
-            if released:
-                self._note(part, read, *released, factor, block, as_released=True)
-                return *released, factor
+        if not scales or (factor is None and self.form.factor_bytes):
+            return None
+        read = self._read(part.name, part.offsets, part.sizes)
+        factor = None if factor is None else factor.to(read.device)
+        released = released_scales.codes(self.form, scales, read, (part.offsets[0], part.offsets[1]), block, factor)
+        return (read, (*released, factor)) if released else None
+
+    def _packed(self, part: Part, block: tuple[int, int]) -> tuple[torch.Tensor, Found]:
+        """Return the part and its codes, from those of whole blocks."""
         form, (height, width) = self.form, self.shape(part.name)
         begin, whole = part.begin(height), (height // part.matrix[1], width)
         inside = (part.offsets[0] - begin, part.offsets[1])
@@ -74,30 +84,13 @@ class Packing:
         each = 8 // form.bits
         codes = codes[top : top + rows, left // each : (left + columns) // each]
         of_blocks = cut(of_blocks, (top, left), (rows, columns), block, form.block)
-        self._note(part, read[top : top + rows, left : left + columns], codes, of_blocks, factor, block)
-        return codes, of_blocks, factor
+        return read[top : top + rows, left : left + columns], (codes, of_blocks, factor)
 
     def _released(self, part: Part) -> released_scales.Scales | None:
         return self.release and self.release.scales(part.name, self.shape(part.name)[0])
 
     def _read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
         return self.box(name, offsets, sizes).to(self.device)
-
-    def _note(
-        self,
-        part: Part,
-        read: torch.Tensor,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        factor: torch.Tensor | None,
-        block: tuple[int, int],
-        as_released: bool = False,
-    ) -> None:
-        if self.rows is None:
-            return
-        factors = None if factor is None else factor.view(1, 1)
-        (unpacked,) = weight.Store(codes[None].contiguous(), scales[None], block, torch.float32, factors).unpack()
-        self.rows.append(report.row(part.name, part.offsets, read, unpacked, as_released))
 
 
 def release(run: Run, form: Format, config: Any) -> released_scales.Release | None:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer.megatron.packed_base.weight import Store
+
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # codes, scales of blocks, and the matrix's factor
 
 
@@ -17,6 +19,12 @@ class Part:
     sizes: tuple[int, ...]
     # Index and number of stacked matrices, for example gate and up.
     matrix: tuple[int, int] = (0, 1)
+
+    @classmethod
+    def of_matrix(cls, name: str, shape: tuple[int, ...], number: int, count: int) -> "Part":
+        """Return one whole matrix of those stacked in a stored tensor."""
+        rows = shape[0] // count
+        return cls(rows * number, name, (rows * number, 0), (rows, shape[1]), (number, count))
 
     def begin(self, rows: int) -> int:
         """Return the first row of the part's matrix in the stored tensor of `rows` rows."""
@@ -37,3 +45,12 @@ def cut(
         for count, small, begin, size in zip(sizes, block, offsets, of_scales, strict=True)
     ]
     return scales[places[0]][:, places[1]]
+
+
+def unpacked(
+    codes: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor | None, block: tuple[int, int]
+) -> torch.Tensor:
+    """Return the values of a part's codes, in fp32."""
+    factors = None if factor is None else factor.view(1, 1)
+    (numbers,) = Store(codes[None].contiguous(), scales[None], block, torch.float32, factors).unpack()
+    return numbers

@@ -46,7 +46,7 @@ def next_to(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _codes(weight: torch.Tensor, scales: torch.Tensor, group: int) -> torch.Tensor:
-    scaled = weight.float() / _spread(scales, group, weight.shape[1])
+    scaled = weight.float() / scales.repeat_interleave(group, 1)[:, : weight.shape[1]]
     return next_to(torch.where(scaled == 0, 0.0, scaled))  # a zero has no sign
 
 
@@ -60,7 +60,3 @@ def _largest(weight: torch.Tensor, group: int) -> torch.Tensor:
     rows, columns = weight.shape
     whole = torch.nn.functional.pad(weight.float().abs(), (0, -columns % group))
     return whole.view(rows, -1, group).amax(-1)
-
-
-def _spread(scales: torch.Tensor, group: int, columns: int) -> torch.Tensor:
-    return scales.repeat_interleave(group, 1)[:, :columns]

@@ -18,6 +18,7 @@ The random numbers depend on the weight's name, so the same training gives the s
 
 import zlib
 from dataclasses import astuple, dataclass
+from typing import Self
 
 import torch
 
@@ -28,17 +29,21 @@ FP8 = torch.finfo(torch.float8_e4m3fn)
 MANTISSA, LOWEST = 3, -6  # bits of FP8's mantissa, and its smallest normal exponent
 
 
+class Squares:
+    """Sums of squares, in a dataclass, that are added one by one."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*(left + right for left, right in zip(astuple(self), astuple(other), strict=True)))
+
+
 @dataclass(frozen=True)
-class Loss:
+class Loss(Squares):
     """Sums of squares over the values of trained weights, in fp32."""
 
     weight: float = 0.0
     error: float = 0.0  # of the codes' values minus the trained weight
     change: float = 0.0  # of the trained weight minus the released one
     kept: float = 0.0  # product of that change and of the codes'
-
-    def __add__(self, other: "Loss") -> "Loss":
-        return Loss(*(left + right for left, right in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def relative(self) -> float:

@@ -8,17 +8,17 @@ the same of the base's values. A matrix distributed over several ranks counts on
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
 
 from contract.amounts import size
 from contract.files import write_atomically
 from trainer.startup.console import say
+from trainer.weights import atomic_folder
 
 NAME = "packed-base.jsonl"
 
@@ -28,7 +28,7 @@ class Row:
     """A part of a matrix: its place, and sums of squares over its values."""
 
     name: str  # Megatron's
-    offsets: tuple[int, ...]
+    offsets: Sequence[int]
     numbers: int
     weight: float
     error: float
@@ -42,48 +42,38 @@ def row(name: str, offsets: tuple[int, ...], original: torch.Tensor, packed: tor
     return Row(name, offsets, original.numel(), weight, error, as_released)
 
 
-def row_of(record: dict[str, Any]) -> Row:
-    """Return a row from its JSON form."""
-    return Row(**{**record, "offsets": tuple(record["offsets"])})
-
-
 def write(folder: Path, base: str, own: list[Row], packed_bytes: int) -> None:
     """Write the file and log the line, on rank 0, after all ranks have sent their rows."""
-    if of_ranks := _gathered((own, packed_bytes)):
-        _write(folder, summary(base, [row for rows, _ in of_ranks for row in rows], [count for _, count in of_ranks]))
-
-
-def store(folder: Path, base: str, rows: Iterable[Row], packed_bytes: int) -> None:
-    """Write the file of a base packed once, and log the line. Only one rank calls this."""
-    _write(folder, summary(base, rows, [packed_bytes]))
+    of_ranks = atomic_folder.gather((own, packed_bytes))
+    store(folder, summary(base, [row for rows, _ in of_ranks for row in rows], [count for _, count in of_ranks]))
 
 
 def repeat(base: Path, folder: Path, packed_bytes: int) -> None:
     """Write the file of a base packed once again, with the bytes of these ranks, and log the line."""
-    if of_ranks := _gathered(packed_bytes):
-        whole, *rows = map(json.loads, (base / NAME).read_text().splitlines())
-        _write(folder, [whole | {"bytes_of_ranks": of_ranks}, *rows])
+    whole, *rows = read_lines(base / NAME)
+    store(folder, [whole | {"bytes_of_ranks": atomic_folder.gather(packed_bytes)}, *rows])
 
 
-def _gathered(own: Any) -> list[Any]:
-    """Return all ranks' values on rank 0; an empty list on the others."""
-    if not distributed.is_initialized():
-        return [own]
-    values: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(values, own)
-    return [] if distributed.get_rank() else values
+def store(folder: Path, found: list[dict[str, Any]]) -> None:
+    """Write the file and log the line, on rank 0."""
+    if atomic_folder.rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_lines(folder / NAME, found)
+        say(line(found))
 
 
-def _write(folder: Path, found: list[dict[str, Any]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / NAME, "".join(json.dumps(line) + "\n" for line in found), durable=False)
-    say(line(found))
+def write_lines(path: Path, found: list[dict[str, Any]]) -> None:
+    write_atomically(path, "".join(json.dumps(line) + "\n" for line in found), durable=False)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def summary(base: str, rows: Iterable[Row], packed_bytes: list[int]) -> list[dict[str, Any]]:
     """Return sums over all matrices, and those of each. Copies of a part on several ranks count once."""
     matrices: dict[str, list[Row]] = {}
-    for part_row in {(row.name, row.offsets): row for row in rows}.values():
+    for part_row in {(row.name, *row.offsets): row for row in rows}.values():
         matrices.setdefault(part_row.name, []).append(part_row)
     lines = [
         {

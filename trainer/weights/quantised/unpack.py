@@ -13,6 +13,7 @@ from math import prod
 import torch
 
 from conf.model_files.quantization import E2M1, MX, Packed, Scheme, blocks
+from trainer.megatron.packed_base import codes as of_codes
 
 AT_ONCE = 2**24  # fp32 values at a time
 
@@ -65,9 +66,7 @@ def integers(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 
 
 def _numbers(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    if scheme.kind == "nvfp4":
-        return torch.tensor(E2M1)[torch.stack((codes & 15, codes >> 4), -1).flatten(1).int()]
-    return (integers(codes, scheme) if scheme.kind == "int" else codes).float()
+    return integers(codes, scheme).float() if scheme.kind == "int" else of_codes.numbers(codes, scheme.kind)
 
 
 def _unpack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
