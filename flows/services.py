@@ -219,19 +219,8 @@ def _done(environment: dict[str, str], *command: str) -> str:
 
 
 def _start(name: str, command: list, address: str, environment: dict[str, str]) -> dict:
-    path = _folder() / f"{name}.log"
-    with path.open("a") as log:
-        begin = log.tell()
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=environment | {MARK: str(_folder())},
-            start_new_session=True,
-        )
-    place = {"address": address, "log": str(path), "log_from": begin}
-    return {"pid": process.pid, "started": started(process.pid)} | place
+    marked = environment | {MARK: str(_folder())}
+    return prefect_server.spawn(command, _folder() / f"{name}.log", address, marked)[1]
 
 
 def _running() -> dict[str, dict]:

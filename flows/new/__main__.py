@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment
 from pydantic import ValidationError
 
 from conf import noise
@@ -38,6 +39,7 @@ from flows.new.planned import Settled
 from tasks.run.launch import Broken
 
 DEPLOYMENTS = home() / deployment.NAME
+TOLD = Path(__file__).with_name("told.txt.j2")
 LONGEST = 60  # characters of a name that is made up
 
 OTHERWISE = {"name": "--name names it", "model.source": "MODEL says so", "data.source": "DATA says so"}
@@ -248,37 +250,22 @@ def _write(path: Path, text: str, settled: Settled, found: model.Model) -> None:
 
 def _tell(settled: Settled, first: FirstRows, path: Path, printed: bool) -> None:
     """Print the choices and the next commands."""
-    where = sys.stderr if printed else sys.stdout
-    run, deployed = settled.run, path.parent == OWN
-    wrote = "would write" if printed else "wrote"
-    say = partial(print, file=where)
-    entry = f", and the deployment finetune/{path.stem} into {DEPLOYMENTS.name}" if deployed else ""
-    say(f"{wrote} {_shown(path)}{entry}")
-    say(f"  rows   {settled.choices.made['data.source'].why}")
-    if first.guessed:
-        say(f"         guessed from {first.guessed}; data.input=COLUMN data.output=COLUMN says otherwise")
-    say(f"  runs   {run.train.steps} steps of {run.train.global_batch} sequences on {settled.machine.shown}")
-    say(f"  plan   {planned.told(settled)}")
-    if few := noise.warning(run, None if first.rows is None else round(first.rows * run.data.test)):
-        say(f"  note   {few.removeprefix('warning: ')}")
-    if not run.evaluate.tasks:
-        say(f"  note   no evaluation: {settled.choices.made['evaluate.tasks'].why}")
-    name = path.stem if path.parent in (OWN, FOLDER) else _shown(path)
-    say("next:")
-    following = [
-        (f"python -m flows.plan {name}", "memory, time and price of each stage; --gpu h200 --gpus 4 for others"),
-        (f"python -m flows.finetune {name} --dry-run", "what would run"),
-        (f"python -m flows.finetune {name}", "runs it; results are kept, and the same line resumes"),
-    ]
-    if run.evaluate.tasks:
-        following.append(
-            (f"python -m flows.serve {run.promote.model}", "serves the tuned model, and prints how to ask it")
-        )
-    if deployed:
-        following.append((f"python -m flows.deploy {name}", "puts it on Prefect's server; make up starts one here"))
-    commands = [arguments.spoken(command).replace("python", _python(), 1) for command, _ in following]
-    for command, (_, what) in zip(commands, following, strict=True):
-        say(f"  {command.ljust(max(map(len, commands)))}  # {what}")
+    words = Environment(trim_blocks=True, lstrip_blocks=True)
+    words.filters["command"] = lambda command: arguments.spoken(command).replace("python", _python(), 1)
+    text = words.from_string(TOLD.read_text("utf-8")).render(
+        printed=printed,
+        file=_shown(path),
+        name=path.stem if path.parent in (OWN, FOLDER) else _shown(path),
+        deployed=path.parent == OWN,
+        deployments=DEPLOYMENTS.name,
+        made=settled.choices.made,
+        first=first,
+        run=settled.run,
+        machine=settled.machine,
+        plan=planned.told(settled),
+        few=noise.warning(settled.run, None if first.rows is None else round(first.rows * settled.run.data.test)),
+    )
+    print(text, end="", file=sys.stderr if printed else sys.stdout)
 
 
 def _shown(path: Path) -> str:

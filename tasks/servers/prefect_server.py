@@ -148,29 +148,31 @@ def _start(database: Path, log: Path) -> subprocess.Popen | None:
             return None
         with plainly(log.parent):
             log.parent.mkdir(parents=True, exist_ok=True)
-        with free_port(PORT) as listening, log.open("a") as output:
+        with free_port(PORT) as listening:
             listening.listen(128)
-            address, begin = f"http://{HOST}:{listening.getsockname()[1]}", output.tell()
+            address, users = f"http://{HOST}:{listening.getsockname()[1]}", str(_lock_file(database, "users"))
             inherited = [lock, listening.fileno()]
             command = [sys.executable, "-m", "tasks.servers.prefect_process", *map(str, inherited)]
-            command += [str(_lock_file(database, "users")), str(log.parent / "processes.json")]
-            process = subprocess.Popen(
-                command,
-                cwd=installation.FILES,  # Prefect reads prefect.toml there
-                env=_environment(database, address),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=inherited,
-                start_new_session=True,
-            )
-        record = {"pid": process.pid, "started": started(process.pid), "address": address, "log": str(log)}
-        record |= {"log_from": begin, "users": str(_lock_file(database, "users"))}
+            command += [users, str(log.parent / "processes.json")]
+            environment, folder = _environment(database, address), installation.FILES  # with Prefect's prefect.toml
+            process, record = spawn(command, log, address, environment, cwd=folder, pass_fds=inherited)
         os.ftruncate(lock, 0)
-        os.pwrite(lock, json.dumps(record).encode(), 0)
+        os.pwrite(lock, json.dumps(record | {"users": users}).encode(), 0)
         return process
     finally:
         os.close(lock)
+
+
+def spawn(
+    command: list, log: Path, address: str, environment: dict[str, str], **options: Any
+) -> tuple[subprocess.Popen, dict]:
+    """Start a service in a separate session. Its record has its process, its address, and where its log begins."""
+    with log.open("a") as output:
+        begin, null = output.tell(), subprocess.DEVNULL
+        to_log = {"stdin": null, "stdout": output, "stderr": output, "start_new_session": True}
+        process = subprocess.Popen(command, env=environment, **to_log, **options)
+    place = {"address": address, "log": str(log), "log_from": begin}
+    return process, {"pid": process.pid, "started": started(process.pid)} | place
 
 
 def _environment(database: Path, address: str) -> dict[str, str]:
