@@ -14,7 +14,7 @@ from tasks.stages.run_page import Made
 from tasks.store import Store
 from tasks.tracking.address import public
 
-# Names in MLflow, whose sections are in alphabetical order: evaluation, then the loss (tasks/tracking/tail.py).
+# Names in MLflow, whose sections are in alphabetical order: evaluation, then the loss (tasks/tracking/metrics.yaml).
 TRAINED = {
     "loss": "loss/training",
     "validation_loss": "loss/validation",

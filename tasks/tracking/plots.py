@@ -8,11 +8,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import yaml
+from tasks.tracking.tail import METRICS, parse
 
-from tasks.tracking.tail import parse
-
-FIGURES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text())
+FIGURES = METRICS["figures"]
 TOGETHER = {  # in one picture; the first is the largest
     "training": ("loss", "learning_rate", "gradient_norm"),
     "reinforcement": ("reward", "mismatch", "length"),
