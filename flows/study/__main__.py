@@ -21,6 +21,7 @@ import json
 import shlex
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,28 @@ from contract.amounts import clock
 from contract.faults import Fault
 from contract.files import write_atomically
 from flows import arguments
-from flows.study import figures, measured, page, rows, tracked
+from flows.study import figures, measured, page, rows
 from flows.study.measured import How
 from flows.study.rows import Row
+from tasks import tracking
 from tasks.run.places import runs_folder
 
 PAGE, RESULT = "study.html", "study.json"
 FOR_A_CPU = 100e6  # weights
 WARM = 2  # steps of a trial that are not measured
+TRACKED = (  # under the names of a training's curves in MLflow if such a curve exists
+    ("ms", "study/ms_a_step"),
+    ("planned_ms", "study/planned_ms"),
+    ("of_planned_ms", "study/times_of_planned"),
+    ("tokens_per_second_per_gpu", "speed/tokens_per_second_per_gpu"),
+    ("tflops", "speed/tflops"),
+    ("product_tflops", "study/product_tflops"),
+    ("share_of_product", "study/share_of_product"),
+    ("gb", "study/gb_of_the_fullest"),
+    ("planned_gb", "study/planned_gb"),
+)
+LOSS = "loss/training"
+SHARES = ("computing", "exposed", "hidden", "idle")
 
 
 @arguments.reports_faults
@@ -61,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_atomically(folder / PAGE, page.of(report, folder), durable=False)
     print("\n".join(table(report["rows"])))
     if options.track:
-        print(tracked.tell(runs_folder(), experiment, report, [folder / RESULT, folder / PAGE]))
+        print(track(runs_folder(), experiment, report, [folder / RESULT, folder / PAGE]))
     print(f"study: {folder / PAGE}")
     return 1 if any("failed" in row["figures"] for row in report["rows"]) else 0
 
@@ -179,6 +194,34 @@ def table(told: Sequence[dict[str, Any]]) -> list[str]:
         )
         for line in lines
     ]
+
+
+def track(runs: Path, experiment: str, report: dict[str, Any], files: Sequence[Path]) -> str:
+    """Hand the report's rows to a process that ships them. Returns a line that says what became of them."""
+    if find_spec("mlflow") is None:
+        return "tracking: MLflow is not installed here; run --report on a host that has it, with this folder"
+    name, now = report["name"], time.strftime("%Y%m%d-%H%M%S")
+    whole = tracking.start(runs, None, experiment, f"study-{name}-{now}", f"study {name}", tags={"study": name})
+    for row in report["rows"]:
+        if "failed" not in row["figures"]:
+            _track_row(whole, row, {"study": name, **report["versions"]})
+    for file in files:
+        whole.file(file, file.name)
+    whole.end()
+    whole.close()
+    return f"tracking: experiment {experiment} gets a run for each layout, and study {name} with this report"
+
+
+def _track_row(whole: tracking.Tracking, row: dict[str, Any], tags: dict[str, str]) -> None:
+    figures = row["figures"]
+    params = dict(text.split("=", 1) for text in row["overrides"]) | {"configuration": row["configuration"]}
+    stage = whole.stage(row["title"], tags=tags, params=params)
+    stage.metrics({name: figures[key] for key, name in TRACKED})
+    if "time" in figures:
+        stage.metrics({f"study/{share}": figures["time"][share] for share in SHARES})
+    for step, loss in enumerate(figures["losses"], 1):
+        stage.metrics({LOSS: loss}, step)
+    stage.end()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from conf.rules import reinforcement as rules
 from conf.schema import identity
 from conf.schema.run import Run
 from contract.faults import Fault
-from tasks.pages import reinforcement_page
+from tasks.pages import learning_pages
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.places import kernels_folder
 from tasks.run.session import OPTIONS, StageRun, may_pass
@@ -49,10 +49,12 @@ def reinforce(
         steps, updates, samples = run.reinforce.steps, run.reinforce.updates, work.files / "samples.jsonl"
 
         def page(lines: list[Line], picture: bytes | None) -> Page | None:
-            if not (line := reinforcement_page.headline(lines, steps, updates)):
+            if not (line := learning_pages.reinforcement_headline(lines, steps, updates)):
                 return None
             links = stage_run.tracking.links_of_reinforcement()
-            return reinforcement_page.page(run.name, lines, _samples(samples), steps, updates, picture, links), line
+            return learning_pages.reinforcement(
+                run.name, lines, _samples(samples), steps, updates, picture, links
+            ), line
 
         lines = learn(stage_run, work, run, "reinforcement", steps * updates, page)
         require_unchanged(stage_run.run, stage_run.asked)

@@ -13,7 +13,7 @@ from conf.schema import identity
 from conf.schema.run import Run
 from contract.faults import Fault, Stopped
 from tasks.gang.job import Job, training
-from tasks.pages import training_page
+from tasks.pages import learning_pages
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.places import runs_folder
@@ -81,12 +81,12 @@ def train(
             tracked.dataset(f"{run.name}-{split}", data.digest, link(f"{data.key}/files"), split, rows)
 
         def page(lines: list[Line], picture: bytes | None) -> Page | None:
-            if not (line := training_page.headline(lines, run.train.steps)):
+            if not (line := learning_pages.training_headline(lines, run.train.steps)):
                 return None
-            if left := training_page.seconds_left(lines, run.train.steps):  # next to the curves on MLflow's page
+            if left := learning_pages.seconds_left(lines, run.train.steps):  # next to the curves on MLflow's page
                 tracked.metrics({"progress/hours_left": left / 3600}, step=lines[-1]["step"])
             links = stage_run.tracking.links_of_training()
-            return training_page.page(run.name, lines, run.train.steps, picture, links), line
+            return learning_pages.training(run.name, lines, run.train.steps, picture, links), line
 
         say, stop = _Thinned(work.say), lambda: bool(stage_run.pointless)
         try:

@@ -187,12 +187,12 @@ class MlflowSink:
         self._upload(runs[event["run"]], Path(event["file"]), event["name"])
 
     def _plots(self, event: dict, runs: dict, attempt: str) -> None:
-        from tasks.tracking import data_plots, plan_plots, plots
+        from tasks.tracking import plots, report_plots
 
-        reports = {"data": data_plots, "plan": plan_plots}
+        reports = {"data": report_plots.of_data, "plan": report_plots.of_plan}
         try:
             file, of = Path(event["file"]), event.get("of")
-            drawn = reports[of].figures(json.loads(file.read_text())) if of else plots.figures(plots.read(file))
+            drawn = reports[of](json.loads(file.read_text())) if of else plots.figures(plots.read(file))
         except Exception as error:
             raise Refused(f"no figures: {line_of(error)}") from None
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The page of a running training: its step, speed, remaining time and curves."""
+"""Pages of a running training and of reinforcement learning: step, speed, remaining time, figures and curves."""
 
 from typing import Any
 
@@ -6,11 +6,12 @@ from contract.amounts import clock
 from tasks.pages.markdown import as_of, embedded, render
 
 LATEST = 20  # latest steps that give the speed, without the first step and the pause of a resume
+SHOWN = 4  # answers of the last step
 
-Line = dict[str, Any]  # of metrics.jsonl
+Line = dict[str, Any]  # of metrics.jsonl, or of samples.jsonl
 
 
-def headline(lines: list[Line], steps: int) -> str:
+def training_headline(lines: list[Line], steps: int) -> str:
     """The training in one line; "" before its first step."""
     trained, validated = _of("train", lines), _of("validation", lines)
     if not trained:
@@ -38,7 +39,7 @@ def seconds_left(lines: list[Line], steps: int) -> float | None:
     return max(0.0, each * (steps - latest[-1]["step"]))
 
 
-def page(name: str, lines: list[Line], steps: int, image: bytes | None, links: dict[str, str]) -> str:
+def training(name: str, lines: list[Line], steps: int, image: bytes | None, links: dict[str, str]) -> str:
     """The page in Markdown."""
     trained, validated = _of("train", lines), _of("validation", lines)
     return render(
@@ -63,3 +64,53 @@ def _loss(line: Line) -> float:
 def _of(kind: str, lines: list[Line]) -> list[Line]:
     """Lines of a kind, without skipped steps of fp16, which may have no loss."""
     return [line for line in lines if line["kind"] == kind and line["lm_loss"] is not None]
+
+
+def reinforcement_headline(lines: list[Line], steps: int, updates: int) -> str:
+    """The learning in one line; "" before its first step. `updates` is the number of updates of a step."""
+    finished = _steps(lines)
+    if not finished:
+        return ""
+    last = finished[-1]
+    parts = [f"step {last['step'] // updates} of {steps}", f"reward {last['reward']:.3f}"]
+    parts += [f"mismatch {last['mismatch']:.1e}", f"length {last['length']:.1f}"]
+    return ", ".join(parts) + left(lines, steps * updates)
+
+
+def reinforcement(
+    name: str,
+    lines: list[Line],
+    samples: list[Line],
+    steps: int,
+    updates: int,
+    image: bytes | None,
+    links: dict[str, str],
+) -> str:
+    """The page in Markdown."""
+    finished = _steps(lines)
+    last = finished[-1]
+
+    def seconds(*parts: str) -> str:
+        """Seconds of these parts of the last step in total, and of each."""
+        each = {part: last[f"seconds_{part}"] for part in parts if f"seconds_{part}" in last}
+        return f"{sum(each.values()):.3g} | {', '.join(f'{part} {value:.2g}' for part, value in each.items())}"
+
+    return render(
+        "reinforcement",
+        name=name,
+        steps=steps,
+        updates=updates,
+        left=left(lines, steps * updates),
+        first=finished[0],
+        last=last,
+        best=max(finished, key=lambda line: line["reward"]),
+        worst=max(line["mismatch"] for line in finished),
+        seconds=seconds,
+        samples=samples[-SHOWN:],
+        image=image and embedded("rewards", image),
+        end="\n".join(as_of(last["time"], links)),
+    )
+
+
+def _steps(lines: list[Line]) -> list[Line]:
+    return [line for line in lines if line["kind"] == "reinforce"]
