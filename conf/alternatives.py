@@ -1,5 +1,6 @@
-"""The supported release of the nearest size, as an alternative to an unsupported model.
+"""Unsupported models: the reason, and the supported release of the nearest size as an alternative.
 
+    reason(architecture) -> "Megatron-Bridge 0.6 has no bridge for it"       conf/tables/unsupported.yaml has others
     closest(config) -> "the closest supported model ... is Qwen/Qwen3-4B"
 
 Sizes are rounded billions of parameters. The size of the unsupported model is an estimate from its config.json.
@@ -8,8 +9,26 @@ Sizes are rounded billions of parameters. The size of the unsupported model is a
 from math import log
 from typing import Any
 
-from conf import families
+from conf import families, strict_yaml
 from conf.model_facts import facts_from_hf
+
+_TABLE = strict_yaml.table("unsupported")
+REFUSED = {architecture: row["reason"] for row in _TABLE["refused"] for architecture in row["architectures"]}
+BRIDGED = set(_TABLE["bridged"])
+UNTRIED = (
+    "Megatron-Bridge 0.6 has a bridge for it, but nobody compared the trained and exported model with transformers"
+)
+
+
+def reason(architecture: str) -> str:
+    """The reason why a model of this architecture is not converted or trained here."""
+    if known := REFUSED.get(architecture):
+        return known
+    if architecture.endswith("ForConditionalGeneration"):
+        return "it reads more than text, and models of text alone are trained here"
+    if architecture in BRIDGED:
+        return UNTRIED
+    return "Megatron-Bridge 0.6 has no bridge for it" if architecture else "its family is unknown"
 
 
 def closest(config: dict[str, Any]) -> str:

@@ -36,9 +36,8 @@ def facts_from_hf(config: dict[str, Any]) -> ModelFacts:
     family, architecture = families.of(config), config_json.architecture(config)
     for key, value in family.fixed.items():
         if config.get(key, value) not in (value, None):
-            raise ValueError(
-                f"config.json: {key} is {config[key]!r}, and Megatron-Bridge builds {architecture} only with {value!r}"
-            )
+            builds = f"Megatron-Bridge builds {architecture} only with {value!r}"
+            raise ValueError(f"config.json: {key} is {config[key]!r}, and {builds}")
     facts = family.facts(Keys(config))
     check(facts)
     check_rotations(config, facts)

@@ -76,7 +76,8 @@ def settings(run: Run, gpu: str | None) -> list[Setting]:
     """Settings of a run, each with its reason. A later one replaces an earlier one of the same name."""
     if gpu is None:
         return []
-    all_of_run = [*_of_any(run), *_of_model(run.layout, is_blackwell(gpu))]
+    blackwell = any(name in gpu.lower() for name in BLACKWELL)
+    all_of_run = [*_of_any(run), *_of_model(run.layout, blackwell)]
     if run.gang.network and run.layout.nodes > 1:
         all_of_run += PRESETS[run.gang.network].settings
         if run.moe.dispatcher == "flex":
@@ -95,21 +96,15 @@ def meeting(nodes: int, node: int, address: str, port: int) -> list[str]:
     return [*options, "--rdzv-endpoint", f"{address}:{port}", "--max-restarts", "0"]
 
 
-def is_blackwell(gpu: str) -> bool:
-    return any(name in gpu.lower() for name in BLACKWELL)
-
-
 def _of_any(run: Run) -> Iterator[Setting]:
     """Settings of every run on GPUs, with which failures are noticed quickly, once, and with their cause."""
     # [torch] 3 = SkipCleanUp, torch's default; torchrun would set 1, which first calls ncclCommAbort
-    yield Setting(
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", "end at an error at once: aborting NCCL first may hang itself"
-    )
+    why = "end at an error at once: aborting NCCL first may hang itself"
+    yield Setting("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", why)
     # [torch] default 480; longer than gang.stall_seconds, as that watch names the late rank
     beat = str(round(max(300, 2 * run.gang.stall_seconds)))
-    yield Setting(
-        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", beat, "end a rank that hangs in a CUDA call, if nothing else notices it"
-    )
+    why = "end a rank that hangs in a CUDA call, if nothing else notices it"
+    yield Setting("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", beat, why)
     # [torch] the flight recorder, by the names that torch 2.11 wants; an entry takes about 1 KB
     yield Setting("TORCH_FR_BUFFER_SIZE", "2000", "remember the last collectives of each rank")
     yield Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "write them at a timeout: they show the missing rank")

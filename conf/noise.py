@@ -57,7 +57,5 @@ def warning(run: Run, rows: int | None) -> str:
     shown = f"only a gain of {least / count:.2g} or more" if count >= least else "no gain"
     enough = ", ".join(f"{needed(gain, confidence)} rows for {gain}" for gain in (0.2, NOTABLE, 0.05))
     larger = "evaluate.rows" if count < rows else "data.test"
-    return (
-        f"warning: about {count} held-out rows can show {shown} of {metric} (promote.confidence {confidence:g}); "
-        f"needed are at least {enough if of_answers else least}: a larger {larger}"
-    )
+    rows_show = f"about {count} held-out rows can show {shown} of {metric} (promote.confidence {confidence:g})"
+    return f"warning: {rows_show}; needed are at least {enough if of_answers else least}: a larger {larger}"

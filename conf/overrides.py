@@ -57,11 +57,8 @@ def marked(text: str) -> str:
 def _optional(kind: type[BaseModel]) -> type[BaseModel]:
     fields: dict[str, Any] = {}
     for key, field in kind.model_fields.items():
-        annotation = field.rebuild_annotation()
-        fields[key] = (
-            annotation | None,
-            Field(None, title=key, description=field.description, json_schema_extra=plain),
-        )
+        shown = Field(None, title=key, description=field.description, json_schema_extra=plain)
+        fields[key] = (field.rebuild_annotation() | None, shown)
     return create_model(kind.__name__, __doc__=kind.__doc__, __config__=CLOSED, **fields)
 
 

@@ -21,7 +21,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -46,58 +46,39 @@ class Kind:
 
     what: str
     maker: str  # the module that makes it
-    mark: str = ""  # a JSON file that marks complete output
-    keys: frozenset[str] = frozenset()  # of that file
+    marks: Mapping[str, Set[str]]  # keys of the first line of files that show it; the first marks complete output
     whole: bool = True  # replaced as a whole, by a folder that is made next to it
     names: tuple[str, ...] = ()  # patterns of the maker's files at the top, if the mark does not list them
-    other_marks: tuple[tuple[str, frozenset[str]], ...] = ()  # pattern, and keys of the first line
+
+    @property
+    def mark(self) -> str:
+        return next(iter(self.marks))
 
 
-BASE = Kind("a converted model", "trainer.convert", "complete.json", frozenset({"architecture", "files"}))
-EXPORT = Kind("an exported model", "trainer.export", "complete.json", frozenset({"formats", "files"}))
-DATA = Kind("prepared data", "trainer.prepare", "prepared.json", frozenset({"settings", "sources", "files"}))
+BASE = Kind("a converted model", "trainer.convert", {"complete.json": {"architecture", "files"}})
+EXPORT = Kind("an exported model", "trainer.export", {"complete.json": {"formats", "files"}})
+DATA = Kind("prepared data", "trainer.prepare", {"prepared.json": {"settings", "sources", "files"}})
 PREPARING = Kind(
     "an unfinished preparation",
     "trainer.prepare",
-    "identity.json",
-    frozenset({"settings", "sources"}),
+    {"identity.json": {"settings", "sources"}},
     names=("identity.json", "progress.jsonl", "files", "old", "*.chunk", "*-[0-9]*-[0-9]*.[0-9]*"),
 )
-TRAINING = Kind(
-    "a training run",
-    "trainer.train",
-    whole=False,
-    other_marks=(
-        ("metrics.jsonl", frozenset({"kind", "step"})),
-        ("checkpoints/iter_*/complete.json", frozenset({"step", "files"})),
-        ("data/prepared.json", DATA.keys),
-        ("data-preparing/identity.json", PREPARING.keys),
-    ),
-)
-REFERENCE = Kind(
-    "what a reference says of rows",
-    "trainer.reference",
-    "references.json",
-    frozenset({"objective", "rows", "base"}),
-    whole=False,
-    other_marks=(("progress.jsonl", frozenset({"split", "done", "total"})),),
-)
-REINFORCEMENT = Kind(
-    "a reinforcement learning",
-    "trainer.reinforce",
-    whole=False,
-    other_marks=(*TRAINING.other_marks, ("rollouts/of.json", frozenset({"steps", "samples"}))),
-)
-EVALUATION = Kind(
-    "an evaluation",
-    "trainer.evaluate",
-    "results.json",
-    frozenset({"metrics", "rows", "samples"}),
-    whole=False,
-    other_marks=(("progress.jsonl", frozenset({"done", "total", "what"})),),
-)
-LOGS = Kind("logs", "", whole=False)  # only ever appended to
-PARITY = Kind("what training says of fixed prompts", "trainer.train", keys=frozenset({"step", "asked", "rows"}))
+_OF_TRAINING = {
+    "metrics.jsonl": {"kind", "step"},
+    "checkpoints/iter_*/complete.json": {"step", "files"},
+    "data/prepared.json": DATA.marks["prepared.json"],
+    "data-preparing/identity.json": PREPARING.marks["identity.json"],
+}
+TRAINING = Kind("a training run", "trainer.train", _OF_TRAINING, whole=False)
+_OF_REINFORCEMENT = {**_OF_TRAINING, "rollouts/of.json": {"steps", "samples"}}
+REINFORCEMENT = Kind("a reinforcement learning", "trainer.reinforce", _OF_REINFORCEMENT, whole=False)
+_OF_REFERENCE = {"references.json": {"objective", "rows", "base"}, "progress.jsonl": {"split", "done", "total"}}
+REFERENCE = Kind("what a reference says of rows", "trainer.reference", _OF_REFERENCE, whole=False)
+_OF_EVALUATION = {"results.json": {"metrics", "rows", "samples"}, "progress.jsonl": {"done", "total", "what"}}
+EVALUATION = Kind("an evaluation", "trainer.evaluate", _OF_EVALUATION, whole=False)
+LOGS = Kind("logs", "", {}, whole=False)  # only ever appended to
+PARITY = Kind("what training says of fixed prompts", "trainer.train", {"parity.json": {"step", "asked", "rows"}})
 
 
 class Foreign(Fault):
@@ -204,11 +185,9 @@ def remove(folder: Path, kind: Kind) -> None:
 
 def is_made(folder: Path, kind: Kind) -> bool:
     """Whether the folder has a mark of this kind, of this version or an earlier one."""
-    if _holds(folder / MARKER, frozenset({"what"})).get("what") == kind.what:
+    if _holds(folder / MARKER, {"what"}).get("what") == kind.what:
         return True
-    if kind.mark and _holds(folder / kind.mark, kind.keys):
-        return True
-    return any(_holds(path, keys) for pattern, keys in kind.other_marks for path in folder.glob(pattern))
+    return any(_holds(path, keys) for pattern, keys in kind.marks.items() for path in folder.glob(pattern))
 
 
 def _unusable(place: Path) -> list[str]:
@@ -236,7 +215,8 @@ def _in_the_way(place: Path, kind: Kind) -> list[str]:
     if not os.path.lexists(real):
         return []
     if kind is PARITY:
-        return [] if real.is_file() and _holds(real, kind.keys) else [f"is there, and is not {kind.what}; {_CHOOSE}"]
+        made = real.is_file() and _holds(real, kind.marks[kind.mark])
+        return [] if made else [f"is there, and is not {kind.what}; {_CHOOSE}"]
     mode = real.lstat().st_mode
     if not stat.S_ISDIR(mode):
         return [f"{'a file' if stat.S_ISREG(mode) else 'something'} that is no folder stands there; {_CHOOSE}"]
@@ -271,7 +251,7 @@ def _beside(folder: Path, kind: Kind) -> list[str]:
         known = (*kind.names, f"{MARKER}*")
         names = (entry.name for entry in folder.iterdir() if not is_partial(entry.name))
         return sorted(name for name in names if not any(fnmatch(name, pattern) for pattern in known))
-    mark = _holds(folder / kind.mark, kind.keys)
+    mark = _holds(folder / kind.mark, kind.marks[kind.mark])
     if not mark or (folder / MARKER).exists():
         return []  # unfinished: its files are not known yet
     files = mark["files"] if isinstance(mark["files"], list | dict) else ()  # a damaged mark lists no files
@@ -279,17 +259,13 @@ def _beside(folder: Path, kind: Kind) -> list[str]:
     present = []
     for here, _, names in os.walk(folder):
         present += [os.path.relpath(os.path.join(here, name), folder) for name in names]
-    return sorted(name for name in present if name not in listed and not name.startswith(MARKER) and not _is_rest(name))
+    foreign = (name for name in present if name not in listed and not name.startswith(MARKER))
+    return sorted(name for name in foreign if not is_partial(os.path.basename(name)))  # of a process that was killed
 
 
 def _is_ours(name: str) -> bool:
     """Whether a file of an output's folder is an internal file of this project."""
     return name.startswith((MARKER, OWNER)) or is_partial(name)
-
-
-def _is_rest(path: str) -> bool:
-    """Whether a process that was killed has left this file."""
-    return is_partial(os.path.basename(path))
 
 
 def _read_only(place: Path, kind: Kind) -> list[str]:
@@ -340,7 +316,7 @@ def _existing(path: Path) -> Path:
     return next(there for there in (path, *path.parents) if os.path.lexists(there))
 
 
-def _holds(file: Path, keys: frozenset[str]) -> dict[str, Any]:
+def _holds(file: Path, keys: Set[str]) -> dict[str, Any]:
     """The JSON object in the file, or in its first line, if it has these keys; else an empty one."""
     try:
         with file.open("rb") as stream:

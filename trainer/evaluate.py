@@ -49,6 +49,7 @@ from trainer.serving import agreement, engine, full_memory, held_out, held_out_t
 from trainer.startup import entry
 from trainer.startup.console import say
 
+TOOLS = ("vllm", "lm_eval", "torch", "transformers")
 SAY_EVERY = 5.0  # seconds
 LOG_LINES = 15  # last lines of log.txt, shown after a failure
 
@@ -78,7 +79,8 @@ def _score(run: Run, folder: Path) -> None:
         _show_failure(error, log, begin)
         sys.exit(1)
     write_atomically(folder / "scores.json", json.dumps(results.pop("scores")), durable=True)
-    results |= {"seconds": round(time.monotonic() - started, 1), "versions": _versions()}
+    results |= {"seconds": round(time.monotonic() - started, 1)}
+    results["versions"] = {name: importlib.metadata.version(name) for name in TOOLS}
     write_atomically(folder / "results.json", json.dumps(results, indent=1, ensure_ascii=False), durable=True)
     output_marks.finished(folder)
     for name, value in results["metrics"].items():
@@ -126,7 +128,8 @@ def evaluate(run: Run, progress: "Progress") -> dict:
     results["parity"], results["parity_not_compared"] = agreement.compare(run, served, computed)
     if may_be_apart(run) and results["parity"] is None:
         agreement.write_base(run, served)
-    results["chat_template"] = _chat_template(unmerged.model(run))
+    template = unmerged.model(run) / "chat_template.jinja"
+    results["chat_template"] = checksums.of(template.read_bytes()) if template.exists() else None
     return results
 
 
@@ -156,15 +159,6 @@ class Progress:
         if done == total or now - self.printed >= SAY_EVERY:
             self.printed = now
             say(f"evaluate: {self.task} {what}: {done} of {total} rows")
-
-
-def _chat_template(folder: Path) -> str | None:
-    template = folder / "chat_template.jinja"
-    return checksums.of(template.read_bytes()) if template.exists() else None
-
-
-def _versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in ("vllm", "lm_eval", "torch", "transformers")}
 
 
 def _output_since(log: Path, begin: int) -> str:

@@ -39,6 +39,7 @@ from trainer.hosts import products
 from trainer.profiling.recorder import recorder
 from trainer.startup import device, entry
 from trainer.startup.console import megatron_to
+from trainer.weights import atomic_folder
 
 RESULT, EXHAUSTED = "measured.json", "out-of-memory.json"
 LOSS = "lm loss"  # Megatron-Bridge's name for the mean over the step's tokens
@@ -67,7 +68,9 @@ def main(run: Run) -> None:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.has_gpu() and here > torch.cuda.device_count():
         raise Fault(f"layout.gpus_per_node: {here}, but this host has {torch.cuda.device_count()}")
-    logging.getLogger(SILENCED).addFilter(lambda record: not _is_exhausted(record.exc_info))
+    logging.getLogger(SILENCED).addFilter(
+        lambda record: not (record.exc_info and isinstance(record.exc_info[1], torch.OutOfMemoryError))
+    )
     output = Path(run.paths.output)
     output.mkdir(parents=True, exist_ok=True)
     callbacks = [local_norms.install(), _clock(output / RESULT), *([recorder(run)] if run.log.profile_every else [])]
@@ -132,7 +135,6 @@ def _clock(file: Path):
     """Return a callback that times steps and, at the end, writes the measurements of all ranks."""
     import torch
     from megatron.bridge.training.callbacks import Callback
-    from torch import distributed
 
     class Clock(Callback):
         def on_train_start(self, context) -> None:
@@ -162,9 +164,8 @@ def _clock(file: Path):
             torch.cuda.empty_cache()
             weight = next(context.model[0].parameters())
             of_rank["product"] = products.speed(weight.device, weight.dtype)
-            of_ranks: list[Any] = [None] * distributed.get_world_size()
-            distributed.all_gather_object(of_ranks, of_rank)
-            if distributed.get_rank() == 0:
+            of_ranks = atomic_folder.gather(of_rank)
+            if atomic_folder.rank() == 0:
                 file.write_text(json.dumps(of_ranks))
 
     return Clock()
@@ -229,12 +230,6 @@ def _states(optimizer):
             waiting += value.values()
         elif isinstance(value, list | tuple):
             waiting += value
-
-
-def _is_exhausted(exc_info) -> bool:
-    import torch
-
-    return bool(exc_info) and isinstance(exc_info[1], torch.OutOfMemoryError)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from trainer.patches import store_address
 from trainer.startup import entry
 from trainer.startup.console import say
 from trainer.startup.device import has_gpu
+from trainer.weights import atomic_folder
 
 WITHIN = 60.0  # seconds that a rank waits for another
 ROUNDS = 15  # of pairs: all pairs of 16 hosts; with more hosts, each meets 15 others
@@ -116,9 +117,7 @@ def _measure(run: Run, kind: str, device, rank: dict[str, Any]) -> dict[str, Any
         seconds = _timed(torch, device, lambda: distributed.all_to_all_single(got, sent))
         rank["all_to_all"] = sent.nbytes * (world - 1) / world / seconds
     rank["pairs"] = _pairs(torch, device, tensor(SWAPPED[kind]), node, local, per_host, world)
-    of_ranks: list[Any] = [None] * world
-    distributed.all_gather_object(of_ranks, (rank, of_this_host))
-    return _judged(run, of_ranks, per_host)
+    return _judged(run, atomic_folder.gather((rank, of_this_host)), per_host)
 
 
 def _timed(torch, device, operation) -> float:

@@ -51,8 +51,6 @@ def main(configured: Run) -> None:
 def _train(configured: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
     device.start()
     from trainer.megatron.model import open_bridge
-    from trainer.patches import resharding
-    from trainer.patches.checkpoints import exchanged_states
     from trainer.reinforcement.journal import Journal, facts
     from trainer.reinforcement.loop import Reinforcement
     from trainer.reinforcement.policy.policy_step import Feed, FromOutside, PolicyStep
@@ -61,8 +59,6 @@ def _train(configured: Run, run: Run, rollouts: Rollouts | None, start: int) -> 
     from trainer.training.metrics import Metrics
     from trainer.training.parity import Parity
 
-    resharding.install()
-    exchanged_states.install()
     settings, feed = run.reinforce, Feed()
     if rollouts:
         Journal(Path(run.paths.output)).begin(facts(configured))

@@ -45,8 +45,6 @@ def main(run: Run) -> None:
     from trainer.megatron import next_batch
     from trainer.megatron.model import open_bridge
     from trainer.megatron.next_batch import NextBatch
-    from trainer.patches import resharding
-    from trainer.patches.checkpoints import exchanged_states
     from trainer.training.learning_check import LearningCheck
     from trainer.training.loss_scaling import LossScaling
     from trainer.training.mark_checkpoints import MarkCheckpoints
@@ -56,8 +54,6 @@ def main(run: Run) -> None:
     from trainer.training.weight_means import WeightMeans
     from trainer.weights import starting_adapter
 
-    resharding.install()
-    exchanged_states.install()
     start = done[-1] if done else 0
     with megatron_to(Path(run.paths.logs)):
         bridge = open_bridge(run)

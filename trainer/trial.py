@@ -51,7 +51,7 @@ from conf.load import dump, load
 from conf.model_facts import ModelFacts, facts_from_hf
 from conf.planner import hardware, verdict
 from conf.planner.hardware import GPUS, Gpu, by_device, read
-from conf.planner.memory import StageMemory, memory
+from conf.planner.memory import memory
 from conf.planner.timing import Timing, timing
 from conf.rules import objectives, schedule
 from conf.rules.function import FIRST_DENSE, OF_LAYERS
@@ -60,6 +60,7 @@ from conf.rules.layout import grid, problems
 from conf.schema.run import Run
 from contract import closed_pipe
 from contract.faults import Fault
+from contract.installation import runs_folder
 from contract.processes import end_with_parent
 from trainer.data.identity import MANIFEST
 from trainer.data.write import sequences_file
@@ -203,7 +204,8 @@ def _measure(
     dump(run, folder / "run.yaml")
     command = [sys.executable, "-m", "trainer.measure", str(folder / "run.yaml")]
     code = subprocess.run(command, env=os.environ | environment, preexec_fn=end_with_parent).returncode
-    ranks, exhausted = (_read(Path(run.paths.output) / name) for name in (RESULT, EXHAUSTED))
+    files = (Path(run.paths.output) / name for name in (RESULT, EXHAUSTED))
+    ranks, exhausted = (json.loads(file.read_text()) if file.exists() else None for file in files)
     return (min(code, 2) if code >= 0 else 128 - code), ranks or [], exhausted
 
 
@@ -218,8 +220,7 @@ def _profile_folder(options: argparse.Namespace) -> Path:
 
 def _place(what: str, options: argparse.Namespace) -> Path:
     """Return the default path of a result: in the folder of runs, by configuration and time."""
-    runs = Path(os.environ.get("FINETUNE_RUNS") or "runs").expanduser()
-    return runs / f"{what}-{Path(options.conf).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return runs_folder() / f"{what}-{Path(options.conf).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _profiled(run: Run, facts: ModelFacts, ranks: list[dict[str, Any]], keeps: Path) -> dict[str, Any]:
@@ -232,19 +233,16 @@ def _profiled(run: Run, facts: ModelFacts, ranks: list[dict[str, Any]], keeps: P
     return report.report(keeps, {"name": run.name, "seconds": usual, "layers_times_microbatches": each})
 
 
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text()) if path.exists() else None
-
-
 def compare(run: Run, facts: ModelFacts, gpu: Gpu | None, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return planned and measured seconds of a step, and bytes, of every rank."""
-    stages = memory(run, facts, gpu or GPUS["h200"])
-    time = timing(run, facts, gpu or GPUS["h200"])
-    rows = []
+    assumed, rows = gpu or GPUS["h200"], []
+    stages, time = memory(run, facts, assumed), timing(run, facts, assumed)
     for rank in range(run.world):
         stage = stages[rank * run.layout.pp // run.world]
-        planned = _planned(stage) if gpu else {key: getattr(stage, key) for key in STATES}
-        planned |= {"seconds": time.likely} if gpu else {}
+        planned: dict[str, float] = {key: getattr(stage, key) for key in STATES}
+        if gpu:
+            planned |= {"allocated": stage.allocated, "reserved": stage.allocated + stage.margin}
+            planned |= {"device": stage.total, "seconds": time.likely}
         figures = ranks[rank] if ranks else {}
         measured = {key: figures[key] for key in (*STATES, "host_states") if figures}
         if figures:
@@ -253,14 +251,9 @@ def compare(run: Run, facts: ModelFacts, gpu: Gpu | None, ranks: list[dict[str, 
             measured |= {"allocated": figures["peak"], "reserved": figures["reserved"], "device": figures["used"]}
             measured |= {"resting": figures["resting"]}
         ratios = {key: measured[key] / planned[key] for key in measured if planned.get(key)}
-        row: dict[str, Any] = {
-            "rank": rank,
-            "stage": stage.rank,
-            "planned": planned,
-            "measured": measured,
-            "ratio": ratios,
-        }
-        rows.append(row | {key: figures.get(key, []) for key in ("seconds", "losses")} | {"parts": stage.items})
+        row: dict[str, Any] = {"rank": rank, "stage": stage.rank, "planned": planned, "measured": measured}
+        row |= {"ratio": ratios, "parts": stage.items}
+        rows.append(row | {key: figures.get(key, []) for key in ("seconds", "losses")})
     answer = {"name": run.name, "device": ranks[0]["device"] if ranks else "", "gpu": gpu.name if gpu else None}
     answer |= {"tokens": run.train.global_batch * run.data.seq_length, "bubble": time.bubble, "ranks": rows}
     return answer | (_speed(run, time, ranks) if ranks else {})
@@ -282,11 +275,6 @@ def _speed(run: Run, time: Timing, ranks: list[dict[str, Any]]) -> dict[str, Any
     product = min(rank["product"] for rank in ranks) / 1e12
     tflops = time.tflops * time.likely / seconds  # the same FLOPs in the measured time
     return {"tflops": tflops, "product_tflops": product, "share_of_product": tflops / product}
-
-
-def _planned(stage: StageMemory) -> dict[str, float]:
-    planned: dict[str, float] = {key: getattr(stage, key) for key in STATES}
-    return planned | {"allocated": stage.allocated, "reserved": stage.allocated + stage.margin, "device": stage.total}
 
 
 def lines(answer: dict[str, Any]) -> Iterator[str]:

@@ -12,7 +12,6 @@ docs/extending/family.md shows how to add one. No module here imports torch; the
 file name in trainer/megatron/bridges/ and trainer/patches/families/, if it needs one.
 """
 
-import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -29,10 +28,10 @@ from conf.families.parts.family import Serving as Serving
 from conf.families.parts.sizes import ModelFacts
 from conf.families.parts.tensors import Tensor
 from conf.model_files import config_json
+from contract import checksums
 
 GROUP = "finetune.families"
 PLACE = "FINETUNE_FAMILY"  # environment variable: place of one more family, for commands that read no run
-NOT_FAMILIES = ("parts", "unsupported")
 OTHER = Family(architecture="", model_type="", read=(), serving=None)
 
 
@@ -55,7 +54,7 @@ def layer(facts: ModelFacts, kind: str, of: str = "") -> tuple[Tensor, ...]:
 
 @cache
 def every() -> dict[str, Family]:
-    found = [info.name for info in pkgutil.iter_modules(__path__) if info.name not in NOT_FAMILIES]
+    found = [info.name for info in pkgutil.iter_modules(__path__) if not info.ispkg]
     modules = [importlib.import_module(f"{__name__}.{name}") for name in found]
     modules += [entry.load() for entry in importlib.metadata.entry_points(group=GROUP)]
     modules += [module(os.environ[PLACE])] if os.environ.get(PLACE) else []
@@ -78,7 +77,7 @@ def add(place: str) -> Family:
 
 def digest(place: str) -> str:
     """SHA-256 of the file of a family from outside the repository."""
-    return hashlib.sha256(Path(module(place).__file__ or "").read_bytes()).hexdigest()
+    return checksums.of(Path(module(place).__file__ or "").read_bytes())
 
 
 @cache

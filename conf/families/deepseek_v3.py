@@ -1,27 +1,12 @@
 """DeepSeek-V3, R1 and V3.1: latent attention, and experts in groups chosen by sigmoid scores and a bias."""
 
-from conf.families.parts.family import (
-    DEFAULT,
-    LATENT,
-    LATENT_YARN,
-    RANKS,
-    ROTARY,
-    SIGMOID,
-    SIGMOID_EXPERTS,
-    SIGMOID_SIZES,
-    SIZES,
-    TINY_SIGMOID,
-    Balance,
-    Family,
-)
+from conf.families.parts import family as shared
+from conf.families.parts.family import Balance, Family
 from conf.families.parts.keys import Keys, llama_facts
 from conf.families.parts.sizes import ModelFacts
 
 SCALED = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=256)
-SMALL = TINY_SIGMOID | dict(
-    num_key_value_heads=4,  # latent attention has one per query head
-    q_lora_rank=96,
-    kv_lora_rank=64,
+SMALL = shared.TINY_LATENT | dict(
     qk_nope_head_dim=32,
     qk_rope_head_dim=32,
     v_head_dim=32,
@@ -46,14 +31,14 @@ def facts(keys: Keys) -> ModelFacts:
 FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
-    read=SIZES | ROTARY | SIGMOID_EXPERTS | LATENT | {"rms_norm_eps", "tie_word_embeddings", "attention_bias"},
-    assumed=SIGMOID | {"rope_interleave": (True,)},
+    read=shared.LATENT_EXPERTS,
+    assumed=shared.SIGMOID | {"rope_interleave": (True,)},
     fixed={"moe_layer_freq": 1, "tie_word_embeddings": False, "attention_bias": False},
-    rotations=DEFAULT | LATENT_YARN,
+    rotations=shared.DEFAULT | shared.LATENT_YARN,
     defaults={"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8},
     repeats={"head_dim": "qk_rope_head_dim"},
-    stated=(*SIGMOID_SIZES, *RANKS),
-    not_null=(*SIGMOID_SIZES, *RANKS, "routed_scaling_factor"),
+    stated=(*shared.SIGMOID_SIZES, *shared.RANKS),
+    not_null=(*shared.SIGMOID_SIZES, *shared.RANKS, "routed_scaling_factor"),
     facts=facts,
     by_name=True,
     balance=Balance("aux_loss_alpha", moves_bias=True),

@@ -2,23 +2,11 @@
 
 from functools import partial
 
-from conf.families.parts.family import (
-    COUNTS,
-    DEFAULT,
-    GROUPED,
-    HEADS,
-    PLAIN,
-    SIGMOID,
-    SIGMOID_EXPERTS,
-    SIGMOID_SIZES,
-    TINY_SIGMOID,
-    Balance,
-    Family,
-    rope,
-)
+from conf.families.parts import family as shared
+from conf.families.parts.family import Balance, Family, rope
 from conf.families.parts.keys import llama_facts
 
-SMALL = TINY_SIGMOID | dict(
+SMALL = shared.TINY_SIGMOID | dict(
     head_dim=64,  # as in the releases, heads x head_dim is not hidden_size
     attention_bias=True,
     use_qk_norm=True,
@@ -31,13 +19,13 @@ SMALL = TINY_SIGMOID | dict(
 FAMILY = Family(
     architecture="Glm4MoeForCausalLM",
     model_type="glm4_moe",
-    read=PLAIN | SIGMOID_EXPERTS | {"attention_bias", "use_qk_norm", "partial_rotary_factor"},
-    assumed=SIGMOID,
+    read=shared.PLAIN | shared.SIGMOID_EXPERTS | {"attention_bias", "use_qk_norm", "partial_rotary_factor"},
+    assumed=shared.SIGMOID,
     fixed={"n_shared_experts": 1, "tie_word_embeddings": False},
-    rotations=DEFAULT,
+    rotations=shared.DEFAULT,
     defaults={"n_group": 1, "topk_group": 1, "num_experts_per_tok": 8, "partial_rotary_factor": 0.5},
-    stated=(*HEADS, *SIGMOID_SIZES, *COUNTS, "attention_bias", "use_qk_norm"),
-    not_null=(*HEADS, *SIGMOID_SIZES, *COUNTS, *GROUPED, "use_qk_norm"),
+    stated=(*shared.HEADS, *shared.SIGMOID_SIZES, *shared.COUNTS, "attention_bias", "use_qk_norm"),
+    not_null=(*shared.HEADS, *shared.SIGMOID_SIZES, *shared.COUNTS, *shared.GROUPED, "use_qk_norm"),
     facts=partial(llama_facts, expert_bias=True),
     balance=Balance(always=True),
     releases={"zai-org/GLM-4.5-Air": 110.0, "zai-org/GLM-4.7": 358.0},

@@ -2,28 +2,11 @@
 
 from functools import partial
 
-from conf.families.parts.family import (
-    COUNTS,
-    DEFAULT,
-    GROUPED,
-    LATENT,
-    RANKS,
-    ROTARY,
-    SIGMOID,
-    SIGMOID_EXPERTS,
-    SIGMOID_SIZES,
-    SIZES,
-    TINY_SIGMOID,
-    Balance,
-    Family,
-    rope,
-)
+from conf.families.parts import family as shared
+from conf.families.parts.family import Balance, Family, rope
 from conf.families.parts.keys import llama_facts
 
-SMALL = TINY_SIGMOID | dict(
-    num_key_value_heads=4,
-    q_lora_rank=96,
-    kv_lora_rank=64,
+SMALL = shared.TINY_LATENT | dict(
     qk_nope_head_dim=48,
     qk_rope_head_dim=16,
     v_head_dim=64,
@@ -37,15 +20,15 @@ SMALL = TINY_SIGMOID | dict(
 FAMILY = Family(
     architecture="Glm4MoeLiteForCausalLM",
     model_type="glm4_moe_lite",
-    read=SIZES | ROTARY | SIGMOID_EXPERTS | LATENT | {"rms_norm_eps", "tie_word_embeddings", "attention_bias"},
+    read=shared.LATENT_EXPERTS,
     # transformers reads mlp_layer_types, and has one dense layer without it, whatever first_k_dense_replace says
-    assumed=SIGMOID | {"rope_interleave": (True,), "partial_rotary_factor": (1,), "first_k_dense_replace": (1,)},
+    assumed=shared.SIGMOID | {"rope_interleave": (True,), "partial_rotary_factor": (1,), "first_k_dense_replace": (1,)},
     fixed={"tie_word_embeddings": False, "attention_bias": False},
-    rotations=DEFAULT,
+    rotations=shared.DEFAULT,
     defaults={"n_group": 1, "topk_group": 1, "num_experts_per_tok": 4},
     repeats={"head_dim": "qk_rope_head_dim"},
-    stated=(*SIGMOID_SIZES, *COUNTS, *RANKS),
-    not_null=(*SIGMOID_SIZES, *COUNTS, *RANKS, *GROUPED, "num_key_value_heads"),
+    stated=(*shared.SIGMOID_SIZES, *shared.COUNTS, *shared.RANKS),
+    not_null=(*shared.SIGMOID_SIZES, *shared.COUNTS, *shared.RANKS, *shared.GROUPED, "num_key_value_heads"),
     facts=partial(llama_facts, expert_bias=True),
     by_name=True,
     balance=Balance(always=True),

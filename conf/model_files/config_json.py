@@ -37,22 +37,17 @@ def _share(value: Any) -> bool:
     return _number(value) and 0 <= value <= 1
 
 
-def _flag(value: Any) -> bool:
-    return type(value) is bool
-
-
 def _text(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
-
-
-def _object(value: Any) -> bool:
-    return isinstance(value, dict)
 
 
 def _ids(value: Any) -> bool:
     return _integer(value) or (isinstance(value, list) and bool(value) and all(map(_integer, value)))
 
 
+FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_qk_norm", "norm_topk_prob", "use_cache")
+FLAGS += ("output_router_logits", "use_sliding_window")
+SECTIONS = ("rope_scaling", "rope_parameters", "quantization_config", "auto_map", "id2label")
 # What a key has to be, in words and as a test. Lists of several keys share one.
 KINDS: dict[str, tuple[Test, tuple[str, ...]]] = {
     "not a number above 0 and below 1": (
@@ -64,19 +59,7 @@ KINDS: dict[str, tuple[Test, tuple[str, ...]]] = {
         _share,
         ("partial_rotary_factor", "attention_dropout", "hidden_dropout", "initializer_range", "router_aux_loss_coef"),
     ),
-    "neither true nor false": (
-        _flag,
-        (
-            "tie_word_embeddings",
-            "attention_bias",
-            "mlp_bias",
-            "use_qk_norm",
-            "norm_topk_prob",
-            "use_cache",
-            "output_router_logits",
-            "use_sliding_window",
-        ),
-    ),
+    "neither true nor false": (lambda value: type(value) is bool, FLAGS),
     "not a text": (_text, ("model_type", "hidden_act", "hidden_activation", "dtype", "torch_dtype", "scoring_func")),
     "not a size": (
         lambda value: _integer(value) and value > 0,
@@ -84,18 +67,17 @@ KINDS: dict[str, tuple[Test, tuple[str, ...]]] = {
     ),
     "not an integer from 0": (_integer, ("sliding_window", "max_window_layers", "bos_token_id", "pad_token_id")),
     "neither an id nor a list of ids": (_ids, ("eos_token_id",)),
-    "not an object": (_object, ("rope_scaling", "rope_parameters", "quantization_config", "auto_map", "id2label")),
+    "not an object": (lambda value: isinstance(value, dict), SECTIONS),
 }
 TESTS = {key: (what, test) for what, (test, keys) in KINDS.items() for key in keys}
 # transformers takes no null for these.
 NEEDED = {"rms_norm_eps", "hidden_act", "tie_word_embeddings", "attention_bias", "use_cache", "max_position_embeddings"}
 # Within rope_scaling and rope_parameters.
+ABOVE_0 = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+ABOVE_0 += ("low_freq_factor", "high_freq_factor")
 ROPE: dict[str, tuple[str, Test]] = {
     **dict.fromkeys(("rope_type", "type"), ("not a text", _text)),
-    **dict.fromkeys(("rope_theta", "factor", "original_max_position_embeddings"), ("not a number above 0", _positive)),
-    **dict.fromkeys(
-        ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"), ("not a number above 0", _positive)
-    ),
+    **dict.fromkeys(ABOVE_0, ("not a number above 0", _positive)),
     **dict.fromkeys(("mscale", "mscale_all_dim", "attention_factor"), ("not a number", _number)),
     "partial_rotary_factor": ("not a number from 0 to 1", _share),
 }

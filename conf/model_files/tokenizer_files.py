@@ -11,12 +11,8 @@ from contract import json_object, regular_files
 from contract.faults import Fault
 from contract.json_object import show
 
-WHOLE, SETTINGS, SPECIAL, ADDED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
+WHOLE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+SPECIAL, ADDED = "special_tokens_map.json", "added_tokens.json"
 OTHERS = ("tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
 LACKS = f"no tokenizer ({WHOLE}); tokenizer.save_pretrained(FOLDER) writes one, or take the released model's"
 # All files that tokenizers are made of, and the templates of chats.
@@ -62,10 +58,8 @@ def _is(folder: Path, name: str) -> bool:
 
 def _fit(path: Path, ids: dict[str, int], rows: int | None) -> dict[str, int]:
     if ids and rows is not None and max(ids.values()) >= rows:
-        raise Fault(
-            f"{path}: token id {max(ids.values())} does not fit the model, whose vocab_size is {rows}: "
-            "this tokenizer belongs to another model"
-        )
+        text = f"token id {max(ids.values())} does not fit the model, whose vocab_size is {rows}"
+        raise Fault(f"{path}: {text}: this tokenizer belongs to another model")
     return ids
 
 
@@ -73,10 +67,8 @@ def _check_new(named: dict[str, Path], ids: dict[str, int], rows: int) -> None:
     """Check that special tokens missing in the vocabulary have rows: transformers assigns them ids after all others."""
     new = [token for token in named if token not in ids]
     if new and max(ids.values(), default=-1) + len(new) >= rows:
-        raise Fault(
-            f"{named[new[0]]}: the special token {show(new[0])} is not in {WHOLE}, and a new one has no row in the "
-            f"model, whose vocab_size is {rows}"
-        )
+        text = f"the special token {show(new[0])} is not in {WHOLE}"
+        raise Fault(f"{named[new[0]]}: {text}, and a new one has no row in the model, whose vocab_size is {rows}")
 
 
 def _ids_of_whole(path: Path, found: dict[str, Any]) -> Iterator[tuple[str, int]]:

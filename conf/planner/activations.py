@@ -287,11 +287,8 @@ def _moe(run: Run, facts: ModelFacts, t: Tokens) -> dict[str, int]:
     if facts.shared_ffn and "shared_experts" not in again:
         # without tp, fc1's input is the norm's output, which the router keeps
         shared = _dense(run, t, facts, facts.shared_ffn, facts.hidden)
-        if (
-            not run.layout.sp
-            and not (run.adapter.kind != "none" and run.adapter.dropout)
-            and run.train.fp8 != "delayed"
-        ):
+        drops = run.adapter.kind != "none" and run.adapter.dropout
+        if not run.layout.sp and not drops and run.train.fp8 != "delayed":
             shared -= _input(run, t, "linear_fc1", t.whole * facts.hidden)
         found["shared experts"] = shared
     return found

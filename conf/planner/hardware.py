@@ -119,19 +119,16 @@ class OwnGpu(Strict):
 
     def gpu(self) -> Gpu:
         fp32 = self.fp32 or self.bf16 / 16  # the ratio on A100 and H100
+        rates = {key: getattr(self, key) * GB for key in ("hbm", "link", "network", "bus", "host")}
         return Gpu(
             name=self.name,
             memory=int(self.memory * GIB),
             tflops={"fp32": fp32, "bf16": self.bf16} | ({"fp8": self.fp8} if self.fp8 else {}),
-            hbm=self.hbm * GB,
-            link=self.link * GB,
-            network=self.network * GB,
             per_host=self.per_host,
             price=self.price,
             capability=self.capability or (9.0 if self.fp8 else 8.0),
-            bus=self.bus * GB,
-            host=self.host * GB,
             domain=self.domain,
+            **rates,
         )
 
 

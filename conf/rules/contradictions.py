@@ -1,10 +1,11 @@
 """Rules for values of a run that are valid alone and invalid together, except for its parallel layout (layout.py)."""
 
+import re
 from collections.abc import Iterator
 from math import sqrt
 
 from conf.rules import batch_ramp, objectives, packed_base, precision, pretraining, reinforcement, schedule, serving
-from conf.schema import clusters, names
+from conf.schema import clusters
 from conf.schema.data import Rows
 from conf.schema.named import OBJECTIVES
 from conf.schema.run import Run, sections
@@ -12,6 +13,7 @@ from conf.schema.sections import Adapter
 
 SMALLEST_NORM = 1e-6  # for clipping gradients: smaller ones vanish against Adam's eps
 SCALES = (1e-4, 1e3)  # of an adapter's output; 0.1 to 10 are common
+SHARES = ("exact_match", "acc", "acc_norm")  # last parts of metrics that are shares of rows
 LINES = ("slurm.setup",)  # lists whose entries may be equal: lines of a script
 
 
@@ -92,9 +94,24 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     yield from serving.contradictions(run)
     yield from reinforcement.contradictions(run)
     yield from clusters.contradictions(run.gang.engine, run.kubernetes)
-    yield from names.contradictions(run)
+    yield from _names(run)
     if run.gang.min_nodes is not None and run.gang.min_nodes > run.layout.nodes:
         yield "gang.min_nodes", f"{run.gang.min_nodes} is more than layout.nodes {run.layout.nodes}"
+
+
+def _names(run: Run) -> Iterator[tuple[str, str]]:
+    """Rules for {name} in paths, the registered model, and its metric."""
+    places = {f"paths.{key}": place for key, place in run.paths}
+    for key, value in {"promote.model": run.promote.model, **places}.items():
+        if set(value) & {"{", "}"}:
+            yield key, f"{value}: only {{name}}, the name of the run, is allowed in braces"
+    promote = run.promote
+    if re.search(r"[/:'\"]|^\.+$", promote.model):
+        yield "promote.model", f"{promote.model}: MLflow's registry does not allow slashes, colons or quotes in names"
+    if promote.metric.endswith("/"):
+        yield "promote.metric", f"{promote.metric} is a task without a metric, such as held_out/exact_match"
+    if promote.margin >= 1 and promote.metric.rpartition("/")[2] in SHARES:
+        yield "promote.margin", f"{promote.margin:g}, but {promote.metric} is a share: below 1"
 
 
 def _scale(run: Run) -> Iterator[tuple[str, str]]:

@@ -10,9 +10,7 @@ Without obstacles, trainer.convert checks every tensor.
 from collections.abc import Collection
 from typing import Any
 
-from conf import families
-from conf.alternatives import closest
-from conf.families import unsupported
+from conf import alternatives, families
 from conf.model_files import config_json, quantization
 from conf.rules.function import unread
 
@@ -48,8 +46,8 @@ def not_converted(config: dict[str, Any]) -> str:
     architecture, family = config_json.architecture(config), families.of(config)
     if not family.architecture:
         name = architecture or "a model without architectures in its config.json"
-        reason = unsupported.reason(architecture)
-        return f"{name} is not converted or trained here: {reason}; {closest(config)}"
+        reason = alternatives.reason(architecture)
+        return f"{name} is not converted or trained here: {reason}; {alternatives.closest(config)}"
     if text := _own_code(config, family):
         return text
     if config.get("model_type") != family.model_type:

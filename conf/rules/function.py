@@ -11,12 +11,12 @@ A key that is absent, or null, has the default of transformers 5.12. tests/train
 with the logits of transformers, and the tables with its classes.
 """
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from conf import families
 from conf.families.parts.family import ANY, Family
+from contract.json_object import show
 
 BRIDGE = "0.6.2"  # the release of Megatron-Bridge that the tables were read from
 LEFT = {
@@ -33,7 +33,6 @@ LEFT = {
 PREFIXES = ("_", "unsloth_")  # of keys that tools add for themselves
 OF_LAYERS = {"layer_types": "full_attention", "attn_type_list": 1}  # the only kind of layer that is built
 WINDOWS = {"sliding_window", "max_window_layers"}  # without effect while use_sliding_window is false
-SHOWN = 60  # characters of a value
 OF_ALL: Mapping[str, tuple[Any, ...]] = {"is_causal": (True,)}  # false: every token attends to later ones
 FIRST_DENSE = "mlp_layer_types"  # of GLM-4.7-Flash
 
@@ -60,23 +59,23 @@ def _unread(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, st
     for key, value in config.items():
         if key in family.repeats and value is not None:
             if value != config.get(family.repeats[key], value):
-                yield key, f"{_show(value)}, {builds} the value of {family.repeats[key]}"
+                yield key, f"{show(value)}, {builds} the value of {family.repeats[key]}"
         elif key in only:
             if value is not None and not _among(value, only[key]):
-                yield key, f"{_show(value)}, {builds} {_show(only[key][0])} only"
+                yield key, f"{show(value)}, {builds} {show(only[key][0])} only"
         elif key in OF_LAYERS and family.layer_turns:
             if value and value != [family.layer_turns[n % len(family.layer_turns)] for n in range(_layers(config))]:
-                yield key, f"{_show(value)}, {builds} alternating {' and '.join(family.layer_turns)}"
+                yield key, f"{show(value)}, {builds} alternating {' and '.join(family.layer_turns)}"
         elif key in OF_LAYERS:
             if value and not (isinstance(value, list) and all(kind == OF_LAYERS[key] for kind in value)):
-                yield key, f"{_show(value)}, {builds} {OF_LAYERS[key]} only"
+                yield key, f"{show(value)}, {builds} {OF_LAYERS[key]} only"
         elif key == FIRST_DENSE:
             if value and value != ["dense", *["sparse"] * (_layers(config) - 1)]:
-                yield key, f"{_show(value)}, {builds} experts in all layers except the first"
+                yield key, f"{show(value)}, {builds} experts in all layers except the first"
         elif key in WINDOWS and "use_sliding_window" in only:
             continue
         elif not (key in family.read or key in LEFT or key.startswith(PREFIXES) or _says_nothing(value)):
-            yield key, f"{_show(value)}, which Megatron-Bridge does not read of {_name(config)}"
+            yield key, f"{show(value)}, which Megatron-Bridge does not read of {_name(config)}"
 
 
 def _rotation(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, str]]:
@@ -86,16 +85,16 @@ def _rotation(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, 
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.get(key) or {}
     if not isinstance(scaling, dict):
-        yield key, f"{_show(scaling)}, which is not an object"
+        yield key, f"{show(scaling)}, which is not an object"
         return
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     rotation = family.rotations.get(kind) if isinstance(kind, str) else None
     if rotation is None:
         reads = f"it reads {', '.join(family.rotations)}"
-        yield f"{key}.rope_type", f"{_show(kind)}, which Megatron-Bridge does not read of {_name(config)}; {reads}"
+        yield f"{key}.rope_type", f"{show(kind)}, which Megatron-Bridge does not read of {_name(config)}; {reads}"
         return
     if scaling.get("type", kind) not in (kind, None):
-        yield f"{key}.type", f"{_show(scaling['type'])}, which Megatron-Bridge reads, and rope_type is {_show(kind)}"
+        yield f"{key}.type", f"{show(scaling['type'])}, which Megatron-Bridge reads, and rope_type is {show(kind)}"
     factor = "partial_rotary_factor"
     share = config[factor] if config.get(factor) is not None else family.defaults.get(factor, 1)
     if "rotary_dim" in family.read and config.get("rotary_dim") and config.get("head_dim"):
@@ -107,9 +106,9 @@ def _rotation(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, 
         if name not in right and name not in rotation.lost and _says_nothing(value):
             continue
         if name not in right:
-            yield f"{key}.{name}", f"{_show(value)}, which Megatron-Bridge does not read of {_name(config)}"
+            yield f"{key}.{name}", f"{show(value)}, which Megatron-Bridge does not read of {_name(config)}"
         elif not _among(value, right[name]):
-            yield f"{key}.{name}", f"{_show(value)}, and Megatron computes only with {_show(right[name][0])}"
+            yield f"{key}.{name}", f"{show(value)}, and Megatron computes only with {show(right[name][0])}"
     for name in rotation.needs:
         if scaling.get(name) is None:
             yield f"{key}.{name}", "absent, and Megatron has another default than transformers; write it down"
@@ -150,8 +149,3 @@ def _among(value: Any, right: tuple[Any, ...]) -> bool:
 
 def _name(config: Mapping[str, Any]) -> str:
     return config["architectures"][0]
-
-
-def _show(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

@@ -93,9 +93,8 @@ def _widths(run: Run, facts: ModelFacts) -> Iterator[Broken]:
         yield Broken("experts", "layout.ep", text, divisors(layout.world))
     for key in ("ep", "etp"):
         if not facts.experts and getattr(layout, key) > 1:
-            yield Broken(
-                f"{key} of dense", f"layout.{key}", f"{getattr(layout, key)}, but the model has no experts", [1]
-            )
+            text = f"{getattr(layout, key)}, but the model has no experts"
+            yield Broken(f"{key} of dense", f"layout.{key}", text, [1])
 
 
 def adapted(run: Run, facts: ModelFacts) -> set[str]:
@@ -131,9 +130,8 @@ def _dora(run: Run, facts: ModelFacts) -> Iterator[Broken]:
         yield Broken("dora dropout", "adapter.dropout", text, [0.0])
     if layout.tp > 1 and (whole := sorted(there & WHOLE)):
         text = f"dora fits no {' and '.join(whole)} under tp {layout.tp}, each rank of which holds them whole"
-        yield Broken(
-            "dora of whole layers", "adapter.kind", text, ["lora"], {"adapter.targets": _without(targets, WHOLE)}
-        )
+        without = {"adapter.targets": _without(targets, WHOLE)}
+        yield Broken("dora of whole layers", "adapter.kind", text, ["lora"], without)
 
 
 def _without(values: tuple[Any, ...], gone: Collection[Any]) -> list[tuple[Any, ...]]:
@@ -174,9 +172,8 @@ def _stages(run: Run, facts: ModelFacts, counts: list[int]) -> Iterator[Broken]:
     if not counts and (layout.first_stage_layers or layout.last_stage_layers):
         key = "first_stage_layers" if layout.first_stage_layers else "last_stage_layers"
         ends = f"first {layout.first_stage_layers or 'even'} and last {layout.last_stage_layers or 'even'}"
-        text = (
-            f"{ends} do not add up to {facts.layers} layers with the same number on each other of the {layout.pp} ranks"
-        )
+        others = f"the same number on each other of the {layout.pp} ranks"
+        text = f"{ends} do not add up to {facts.layers} layers with {others}"
         yield Broken("stages", f"layout.{key}", text, range(1, facts.layers))
     elif not counts:
         text = f"{layout.pp} ranks do not share {facts.layers} layers evenly"

@@ -22,6 +22,8 @@ from contract import checksums
 from contract.faults import Fault
 
 ANSWERS = 2**20  # maximum per step: a step is one file of the journal, in the memory of every training process
+# Keys that one value of reinforce.reward requires, and that have no effect with others.
+OF_REWARD = {"function": "function", "judge": "judge", "judge_model": "judge", "judge_prompt": "judge"}
 # Layers whose adapter can be sent without the base, and vLLM's names of them.
 ADAPTED = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -70,56 +72,49 @@ def cut(run: Run) -> int:
 
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     """Yield (key, problem) for values that are valid alone and invalid together."""
-    section, data = run.reinforce, run.data
-    if not section.steps:
+    if not is_asked(run):
         return
-    if section.prompts % section.updates:
-        yield "reinforce.updates", f"{section.updates} does not divide reinforce.prompts {section.prompts}"
-    if section.prompts * section.samples > ANSWERS:
-        limit = f"a step has {ANSWERS:,} answers at most"
-        yield "reinforce.prompts", f"{section.prompts:,} with {section.samples:,} answers each; {limit}"
-    if section.max_tokens >= data.seq_length:
-        yield (
-            "reinforce.max_tokens",
-            f"{section.max_tokens} leaves no room for a prompt in data.seq_length {data.seq_length}",
-        )
-    if section.overlong > section.max_tokens:
-        yield "reinforce.overlong", f"{section.overlong} is above reinforce.max_tokens {section.max_tokens}"
-    if section.reward == "function" and section.function is None:
-        yield "reinforce.function", "required with reinforce.reward function, and missing"
-    if section.reward != "function" and section.function is not None:
-        yield "reinforce.function", f"has no effect with reinforce.reward {section.reward}"
-    for key in ("judge", "judge_model", "judge_prompt"):
-        if section.reward == "judge" and getattr(section, key) is None:
-            yield f"reinforce.{key}", "required with reinforce.reward judge, and missing"
-        if section.reward != "judge" and getattr(section, key) is not None:
-            yield f"reinforce.{key}", f"has no effect with reinforce.reward {section.reward}"
-    if section.environment is None and section.turns > 1:
-        yield (
-            "reinforce.environment",
-            f"required with reinforce.turns {section.turns}, and missing: it writes the replies",
-        )
-    if section.environment is not None and section.turns == 1:
-        yield "reinforce.environment", "has no effect with reinforce.turns 1: use a larger number, such as 4"
-    if section.pattern is not None and section.reward not in ("regex", "json_schema"):
-        yield "reinforce.pattern", f"has no effect with reinforce.reward {section.reward}"
-    yield from _own(run)
+    for key, problem in _of_section(run):
+        yield f"reinforce.{key}", problem
     if run.checkpoint.save_every == "epoch":
         yield "checkpoint.save_every", "epoch, but reinforce has no epochs: use a number of steps, or a share"
+
+
+def _of_section(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield problems of keys of the section, without its name."""
+    section, data = run.reinforce, run.data
+    if section.prompts % section.updates:
+        yield "updates", f"{section.updates} does not divide reinforce.prompts {section.prompts}"
+    if section.prompts * section.samples > ANSWERS:
+        limit = f"a step has {ANSWERS:,} answers at most"
+        yield "prompts", f"{section.prompts:,} with {section.samples:,} answers each; {limit}"
+    if section.max_tokens >= data.seq_length:
+        yield "max_tokens", f"{section.max_tokens} leaves no room for a prompt in data.seq_length {data.seq_length}"
+    if section.overlong > section.max_tokens:
+        yield "overlong", f"{section.overlong} is above reinforce.max_tokens {section.max_tokens}"
+    for key, reward in OF_REWARD.items():
+        if section.reward == reward and getattr(section, key) is None:
+            yield key, f"required with reinforce.reward {reward}, and missing"
+        if section.reward != reward and getattr(section, key) is not None:
+            yield key, f"has no effect with reinforce.reward {section.reward}"
+    if section.environment is None and section.turns > 1:
+        yield "environment", f"required with reinforce.turns {section.turns}, and missing: it writes the replies"
+    if section.environment is not None and section.turns == 1:
+        yield "environment", "has no effect with reinforce.turns 1: use a larger number, such as 4"
+    if section.pattern is not None and section.reward not in ("regex", "json_schema"):
+        yield "pattern", f"has no effect with reinforce.reward {section.reward}"
+    yield from _own(run)
     if section.source and data.mixture:
-        yield "reinforce.source", "cannot be combined with data.mixture: use data.source"
+        yield "source", "cannot be combined with data.mixture: use data.source"
     if section.transport == "nccl" and run.hardware.gpu == "cpu":
-        yield "reinforce.transport", "nccl sends from GPU to GPU, but hardware.gpu is cpu: gloo, or null"
+        yield "transport", "nccl sends from GPU to GPU, but hardware.gpu is cpu: gloo, or null"
     yield from _places(run)
     if section.signal and (reason := without_signal(run)):
-        yield "reinforce.signal", f"compares each gradient with Adam's mean of earlier gradients, but {reason}"
+        yield "signal", f"compares each gradient with Adam's mean of earlier gradients, but {reason}"
     if section.transport == "adapter":
         yield from _alone(run)
     if section.kl and (run.adapter.kind == "none" or section.start == "trained"):
-        yield (
-            "reinforce.kl",
-            "is measured against the base without its adapter: adapter.kind lora, reinforce.start base",
-        )
+        yield "kl", "is measured against the base without its adapter: adapter.kind lora, reinforce.start base"
 
 
 def _own(run: Run) -> Iterator[tuple[str, str]]:
@@ -139,7 +134,7 @@ def _own(run: Run) -> Iterator[tuple[str, str]]:
             if value is not None and check:
                 check(value)
         except Fault as fault:
-            yield f"reinforce.{key}", str(fault)
+            yield key, str(fault)
 
 
 def unfit(run: Run, place: str, kind: str) -> str:
@@ -194,20 +189,20 @@ def _places(run: Run) -> Iterator[tuple[str, str]]:
     elif in_turn(run):
         yield from _in_turn(run)
     elif not section.engine_gpus:
-        yield "reinforce.in_turn", "false, but reinforce.engine_gpus 0 gives vLLM no separate GPU: 1, or null"
+        yield "in_turn", "false, but reinforce.engine_gpus 0 gives vLLM no separate GPU: 1, or null"
     elif section.transport == "ipc":
-        yield "reinforce.transport", "ipc uses the memory of one GPU, but vLLM has separate GPUs: nccl, or null"
+        yield "transport", "ipc uses the memory of one GPU, but vLLM has separate GPUs: nccl, or null"
     if section.staleness and section.correction == "none":
-        yield "reinforce.correction", "none would treat answers of older policies as the current policy's: tis"
+        yield "correction", "none would treat answers of older policies as the current policy's: tis"
 
 
 def _on_cpu(run: Run) -> Iterator[tuple[str, str]]:
     """Yield settings that need GPUs."""
     section = run.reinforce
     if section.engine_gpus == 1:
-        yield "reinforce.engine_gpus", f"{section.engine_gpus}, but hardware.gpu is cpu: 0"
+        yield "engine_gpus", f"{section.engine_gpus}, but hardware.gpu is cpu: 0"
     if section.in_turn is not None:
-        yield "reinforce.in_turn", f"{str(section.in_turn).lower()}, but hardware.gpu is cpu: null"
+        yield "in_turn", f"{str(section.in_turn).lower()}, but hardware.gpu is cpu: null"
 
 
 def _in_turn(run: Run) -> Iterator[tuple[str, str]]:
@@ -216,21 +211,16 @@ def _in_turn(run: Run) -> Iterator[tuple[str, str]]:
     taken, several = section.engines * cut(run), section.engine_gpus > 0
     if section.transport == "nccl":
         remedy = "reinforce.in_turn=false" if several else "reinforce.engine_gpus=1"
-        yield "reinforce.transport", f"nccl needs separate GPUs for vLLM: {remedy}, or null"
+        yield "transport", f"nccl needs separate GPUs for vLLM: {remedy}, or null"
     if section.staleness or (section.engines > 1 and not several):
         key = "staleness" if section.staleness else "engines"
         remedy = "GPUs: reinforce.in_turn=false" if several else "one GPU: reinforce.engine_gpus=1"
-        yield (
-            f"reinforce.{key}",
-            f"{getattr(section, key)}, but vLLM and Megatron share {remedy} gives vLLM separate GPUs",
-        )
+        yield key, f"{getattr(section, key)}, but vLLM and Megatron share {remedy} gives vLLM separate GPUs"
     if taken > each and several and not section.hosts:
         of_engines = f" for each of {section.engines} engines" if section.engines > 1 else ""
         limit = f"training, which shares its GPUs, has {each} (layout.gpus_per_node)"
-        yield (
-            "reinforce.engine_gpus",
-            f"{section.engine_gpus}{of_engines}, but {limit}: as many at most, or reinforce.in_turn=false",
-        )
+        remedy = "as many at most, or reinforce.in_turn=false"
+        yield "engine_gpus", f"{section.engine_gpus}{of_engines}, but {limit}: {remedy}"
 
 
 def _hosts(run: Run) -> Iterator[tuple[str, str]]:
@@ -238,21 +228,21 @@ def _hosts(run: Run) -> Iterator[tuple[str, str]]:
     section, each = run.reinforce, run.layout.gpus_per_node
     separate = f"vLLM has {section.hosts} separate hosts"
     if section.transport in ("ipc", "files", "adapter"):
-        yield "reinforce.transport", f"{section.transport} works within one host, but {separate}: null"
+        yield "transport", f"{section.transport} works within one host, but {separate}: null"
     if not section.engine_gpus and run.hardware.gpu != "cpu":
-        yield "reinforce.engine_gpus", f"0 shares the GPUs of training, but {separate}: 1"
+        yield "engine_gpus", f"0 shares the GPUs of training, but {separate}: 1"
     elif section.in_turn:
-        yield "reinforce.in_turn", f"true shares the GPUs of training, but {separate}: null"
+        yield "in_turn", f"true shares the GPUs of training, but {separate}: null"
     if engines(run) > section.prompts:
         several = f" with {section.engines} engines each" if section.engines > 1 else ""
         limit = f"each engine needs one of the {section.prompts} prompts of a step"
-        yield "reinforce.hosts", f"{section.hosts}{several}, but {limit}: {section.prompts // section.engines} at most"
+        yield "hosts", f"{section.hosts}{several}, but {limit}: {section.prompts // section.engines} at most"
     # On a CPU an engine of several processes counts as one, as it is a rehearsal.
     of_each = section.engine_gpus if run.hardware.gpu != "cpu" else 1
     if section.engines * max(1, of_each) > each:
         gpus = f" with {of_each} GPUs" if of_each > 1 else ""
         text = f"{section.engines}{gpus} on each of {section.hosts} separate hosts, but layout.gpus_per_node is {each}"
-        yield "reinforce.engines", text
+        yield "engines", text
 
 
 def without_signal(run: Run) -> str:
@@ -271,9 +261,9 @@ def _alone(run: Run) -> Iterator[tuple[str, str]]:
     """Yield reasons why the adapter cannot be sent to vLLM without the base."""
     others = [name for name in run.adapter.names if name not in ADAPTED]
     if run.adapter.kind != "lora":
-        yield "reinforce.transport", f"adapter, but adapter.kind is {run.adapter.kind}: vLLM supports only lora"
+        yield "transport", f"adapter, but adapter.kind is {run.adapter.kind}: vLLM supports only lora"
     elif others:
-        yield "reinforce.transport", f"adapter, but adapter.targets has {others[0]}; supported are {', '.join(ADAPTED)}"
+        yield "transport", f"adapter, but adapter.targets has {others[0]}; supported are {', '.join(ADAPTED)}"
 
 
 def as_training(run: Run) -> Run:

@@ -19,10 +19,8 @@ def lacking(run: Run, place: str, kind: str, rows: Mapping[str, int], sequences:
         if run.data.packed and rows["training"] >= batch:
             ways += ["data.packed: false"]
         packed = f", packed from {rows['training']} rows" if run.data.packed else ""
-        return (
-            f"train.global_batch: {batch}, but {place} contains {training} sequences for training{packed}; "
-            f"use {' or '.join(ways)}"
-        )
+        text = f"{place} contains {training} sequences for training{packed}"
+        return f"train.global_batch: {batch}, but {text}; use {' or '.join(ways)}"
     if run.train.validate_every and validation < batch:
         return (
             f"train.validate_every: {run.train.validate_every}, but {place} contains {validation} sequences for "

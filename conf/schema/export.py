@@ -1,28 +1,32 @@
-"""Section `export` of a run's YAML: the exported checkpoint, weights and formats."""
+"""Sections `convert` and `export` of a run's YAML: the model's form for training, and for others."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from conf.schema.bearing import NOWHERE, bears
-from conf.schema.sections import Count, Section
+from conf.schema.sections import Count, Section, one_problem
 
 
-def _one_problem(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Report one problem for a union. Pydantic reports each alternative, under an internal name."""
-    try:
-        return validate(value)
-    except ValidationError:
-        raise PydanticCustomError("checkpoint", "not latest, best, base or the number of a step") from None
+class Convert(Section):
+    """The base: the model in the form in which training loads it."""
+
+    to: Annotated[Literal["torch_dist", "none", "packed"], bears("convert", absent="torch_dist")] = "torch_dist"
+    """torch_dist = a copy in Megatron's format; none = no copy: training reads the released files, with bitwise equal
+    losses; packed = the codes and scales of model.base, which training reads directly. The plan compares the costs"""
+    hosts: Annotated[Literal["one", "all"], NOWHERE] = "one"
+    """one = the flow's host converts; all = each host of training converts a part of the tensors"""
+
+
+_ONE_CHECKPOINT = one_problem("checkpoint", "not latest, best, base or the number of a step")
 
 
 class Export(Section):
     """Formats that a trained checkpoint is exported to, for others to load."""
 
-    checkpoint: Annotated[
-        Annotated[Literal["latest", "best", "base"] | Count, WrapValidator(_one_problem)], bears("export")
-    ] = "latest"
+    checkpoint: Annotated[Annotated[Literal["latest", "best", "base"] | Count, _ONE_CHECKPOINT], bears("export")] = (
+        "latest"
+    )
     """checkpoint to export: the newest, the best by validation (checkpoint.keep_best), the untrained base, or a step
     that checkpoint.save_every saves"""
     every: Annotated[Count | None, NOWHERE] = None

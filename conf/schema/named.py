@@ -36,7 +36,7 @@ def submitting() -> list[str]:
 def _one_of(own: tuple[str, ...], group: str) -> Any:
     def known(name: str) -> str:
         if name not in own and not importlib.metadata.entry_points(group=group, name=name):
-            listed = [repr(one) for one in own]
+            listed = [repr(one) for one in (*own, *sorted(importlib.metadata.entry_points(group=group).names))]
             raise PydanticKnownError("literal_error", {"expected": f"{', '.join(listed[:-1])} or {listed[-1]}"})
         return name
 

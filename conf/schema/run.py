@@ -13,9 +13,8 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from conf.schema.bearing import bears
 from conf.schema.clusters import Kubernetes, Slurm
-from conf.schema.conversion import Convert
 from conf.schema.data import Data
-from conf.schema.export import Export
+from conf.schema.export import Convert, Export
 from conf.schema.model import Model
 from conf.schema.reinforcement import Reinforce
 from conf.schema.sections import (

@@ -82,18 +82,25 @@ def _one_of_both(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         return _LISTED.validate_python(value)
 
 
-def _one_interval(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    try:
-        return validate(value)
-    except ValidationError:
-        text = "must be a number of steps, epoch, or a share of all steps, from 1e-6 and below 1"
-        raise PydanticCustomError("interval", text) from None
+def one_problem(kind: str, text: str) -> WrapValidator:
+    """Report one problem for a union. Pydantic reports each alternative, under an internal name."""
+
+    def validated(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise PydanticCustomError(kind, text) from None
+
+    return WrapValidator(validated)
 
 
 # Steps between two events of a training, a share of all its steps, or once per epoch (conf/rules/schedule.py)
 Share = Annotated[float, Field(ge=1e-6, lt=1)]
-Interval = Annotated[Literal["epoch"] | Count | Share, WrapValidator(_one_interval)]
-IntervalOrNever = Annotated[Literal["epoch"] | Number | Share, WrapValidator(_one_interval)]
+_one_interval = one_problem(
+    "interval", "must be a number of steps, epoch, or a share of all steps, from 1e-6 and below 1"
+)
+Interval = Annotated[Literal["epoch"] | Count | Share, _one_interval]
+IntervalOrNever = Annotated[Literal["epoch"] | Number | Share, _one_interval]
 
 
 class Strict(BaseModel):

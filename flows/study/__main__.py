@@ -1,7 +1,7 @@
 """Measure several layouts of a configuration and compare them in one report.
 
     python -m flows.study gpt2-large --gpus 2 --profile             the lists of conf/studies/gpt2-large.yaml
-    python -m flows.study qwen3-8b --gpus 4 --layers 8              the planner's fastest layouts, with 8 layers
+    python -m flows.study qwen3-8b-1xh100 --gpus 4 --layers 8       the planner's fastest layouts, with 8 layers
     python -m flows.study tiny --gpus 2                             small models, on a CPU
     python -m flows.study tiny --row 'TP2: layout.gpus_per_node=2 layout.tp=2' --row 'DP2: layout.gpus_per_node=2'
     python -m flows.study gpt2-large --report                       the report again, from earlier measurements

@@ -3,17 +3,8 @@
 import os
 from pathlib import Path
 
-from contract.faults import Fault
-from contract.installation import home
+from contract.installation import runs_folder
 from tasks.store import Store, open_store
-
-
-def runs_folder() -> Path:
-    """The folder of all local files: runs/ of the checkout, or FINETUNE_RUNS, in which ~ may be unexpanded."""
-    try:
-        return Path(os.environ.get("FINETUNE_RUNS") or home() / "runs").expanduser().absolute()
-    except RuntimeError:
-        raise Fault(f"FINETUNE_RUNS: {os.environ['FINETUNE_RUNS']}: no such home folder; write the full path") from None
 
 
 def kernels_folder() -> Path:

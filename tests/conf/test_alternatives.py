@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from conf import families
-from conf.alternatives import closest, releases
-from conf.families.unsupported import BRIDGED, REFUSED
+from conf.alternatives import BRIDGED, REFUSED, closest, releases
 from conf.model_facts import MODELS, facts_from_hf
 from conf.planner.parameters import total
 from conf.rules.conversion import not_converted

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from conf import families
-from conf.families.unsupported import REFUSED
+from conf.alternatives import REFUSED
 from conf.model_files import safetensors_header
 from conf.planner import released_model
 from conf.rules.conversion import not_converted

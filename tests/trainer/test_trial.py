@@ -13,6 +13,7 @@ from conf.model_facts import facts_from_hf
 from conf.planner.hardware import GPUS
 from conf.planner.verdict import config_of
 from conf.rules.layout import problems
+from contract import installation
 from contract.faults import Fault
 from trainer import trial
 from trainer.profiling import report
@@ -62,13 +63,17 @@ def holds_a_profile_of_the_host(profile):
 
 
 def test_results_without_a_place_go_to_the_folder_of_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    """In a checkout that is its runs/, whatever the current folder is."""
+    (tmp_path / "current").mkdir()
+    monkeypatch.chdir(tmp_path / "current")
+    monkeypatch.setattr(installation, "CODE", tmp_path)
     monkeypatch.delenv("FINETUNE_RUNS", raising=False)
     options = argparse.Namespace(conf="a/tiny.yaml", profile_to=None)
     assert trial._profile_folder(options).parent == tmp_path / "runs"
     monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path / "elsewhere"))
     assert trial._profile_folder(options).parent == tmp_path / "elsewhere"
-    assert {path.name for path in tmp_path.iterdir()} == {"runs", "elsewhere"}
+    assert {path.name for path in tmp_path.iterdir()} == {"current", "runs", "elsewhere"}
+    assert not any((tmp_path / "current").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def draw_initial_values(model, seed: int, init: str) -> None:
 def fill(model, matrix: Callable[[str, list[int]], torch.Tensor]) -> None:
     """Fill every A and B with this rank's part of a matrix, which `matrix` returns by name and shape."""
     for whole, parameter, parts in _matrices(model):
-        parameter.copy_(_piece(whole, parameter, lambda name, *cut: matrix(name, _whole_shape(*cut)), parts))
+        parameter.copy_(_piece(whole, parameter, matrix, parts))
 
 
 def _matrices(model) -> Iterator[tuple[str, Any, int]]:
@@ -118,7 +118,7 @@ def _matrices(model) -> Iterator[tuple[str, Any, int]]:
                 yield whole, parameter, 2 if gated else 1
 
 
-def _piece(name: str, parameter, matrix: Callable[..., torch.Tensor], parts: int = 1) -> torch.Tensor:
+def _piece(name: str, parameter, matrix: Callable[[str, list[int]], torch.Tensor], parts: int) -> torch.Tensor:
     """Return this rank's part of the whole matrix `name`, which `matrix` makes.
 
     `parts` is the number of matrices stacked in the parameter; each of them is cut separately.
@@ -130,18 +130,17 @@ def _piece(name: str, parameter, matrix: Callable[..., torch.Tensor], parts: int
     ways = group.size() if getattr(parameter, "tensor_model_parallel", False) else 1
     if parameter.ndim == 2:
         dim = parameter.partition_dim
-        return _cut(matrix(name, parameter, dim, ways), dim, ways, group, parts)
+        return _cut(matrix(name, _whole_shape(parameter, dim, ways)), dim, ways, group, parts)
     first = parallel_state.get_expert_model_parallel_rank() * len(parameter)
     dim = parameter.partition_dim - 1  # [experts, rank, in]: `partition_dim` counts without the first axis
     pieces = [
-        _cut(matrix(f"{name}{first + i}", expert, dim, ways), dim, ways, group, parts)
+        _cut(matrix(f"{name}{first + i}", _whole_shape(expert, dim, ways)), dim, ways, group, parts)
         for i, expert in enumerate(parameter)
     ]
     return torch.stack(pieces)
 
 
-def _draw(seed: int, init: str, name: str, like, dim: int, ways: int) -> torch.Tensor:
-    shape = _whole_shape(like, dim, ways)
+def _draw(seed: int, init: str, name: str, shape: list[int]) -> torch.Tensor:
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
     if init == "kaiming":  # as PEFT: kaiming_uniform_(a=sqrt(5)) of [rank, inputs]

@@ -114,7 +114,7 @@ def has_kernel() -> bool:
 def _forward(layer: nn.Module, x: torch.Tensor, counts: Counts | list[int]) -> tuple[torch.Tensor, Any]:
     """Replace TEGroupedLinear.forward."""
     counts = counts if isinstance(counts, Counts) else Counts(counts)
-    output = _Product.apply(x, stacked(layer, "weight"), counts.ends(x.device))
+    output = Product.apply(x, stacked(layer, "weight"), counts.ends(x.device))
     if not layer.use_bias:
         return output, None
     bias = stacked(layer, "bias")
@@ -136,18 +136,26 @@ def stacked(layer: nn.Module, name: str) -> torch.Tensor:
     return kept
 
 
-class _Product(torch.autograd.Function):
-    """Multiply each expert's tokens by its frozen weight."""
+class Product(torch.autograd.Function):
+    """Multiply each expert's tokens by its weight.
+
+    The weight of an expert without tokens gets a zero gradient, which the kernel leaves out.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, ends):
-        ctx.save_for_backward(weight, ends)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, ends)
         return nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx, gradient):
-        weight, ends = ctx.saved_tensors
-        return nn.functional.grouped_mm(gradient.contiguous(), weight, offs=ends), None, None
+        x, weight, ends = ctx.saved_tensors
+        gradient, of_weight = gradient.contiguous(), None
+        if ctx.needs_input_grad[1]:
+            of_weight = nn.functional.grouped_mm(gradient.t(), x, offs=ends)
+            has_tokens = ends.diff(prepend=ends.new_zeros(1)) > 0
+            of_weight = of_weight.where(has_tokens[:, None, None], of_weight.new_zeros(()))
+        return nn.functional.grouped_mm(gradient, weight, offs=ends), of_weight, None
 
 
 def _add_bias(output, bias, counts: Counts | list[int], probabilities):

@@ -13,9 +13,8 @@ multiples of 8).
 
 import torch
 from megatron.bridge.peft.lora_layers import LoRALinear
-from torch import nn
 
-from trainer.megatron.frozen_experts import Counts
+from trainer.megatron.frozen_experts import Counts, Product
 from trainer.patches.expert_adapters import ExpertAdapter
 
 
@@ -47,28 +46,8 @@ def fits(adapter: ExpertAdapter, x) -> bool:
 def grouped(adapter: ExpertAdapter, x, counts: Counts):
     """Return the adapters' part of the layer's output."""
     ends = counts.ends(x.device)
-    hidden = _Product.apply(adapter.dropout(x), adapter.linear_in(), ends)
-    return _Product.apply(hidden * (adapter.alpha / adapter.dim), adapter.linear_out(), ends)
-
-
-class _Product(torch.autograd.Function):
-    """Multiply each expert's tokens by its weight. An expert without tokens gets a zero gradient, which the kernel
-    leaves out.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, ends):
-        ctx.save_for_backward(x, weight, ends)
-        return nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight, ends = ctx.saved_tensors
-        gradient = gradient.contiguous()
-        of_weight = nn.functional.grouped_mm(gradient.t(), x, offs=ends)
-        has_tokens = ends.diff(prepend=ends.new_zeros(1)) > 0
-        of_weight = of_weight.where(has_tokens[:, None, None], of_weight.new_zeros(()))
-        return nn.functional.grouped_mm(gradient, weight, offs=ends), of_weight, None
+    hidden = Product.apply(adapter.dropout(x), adapter.linear_in(), ends)
+    return Product.apply(hidden * (adapter.alpha / adapter.dim), adapter.linear_out(), ends)
 
 
 class _Add(torch.autograd.Function):

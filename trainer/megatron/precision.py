@@ -31,7 +31,7 @@ RECIPES = {
 
 
 def mixed_precision(run: Run):
-    """Return Bridge's settings of mixed precision; None for fp32."""
+    """Return Bridge's settings of mixed precision, which it copies to model, optimizer and ddp; None for fp32."""
     from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
     train, optimizer = run.train, run.optimizer
@@ -39,8 +39,9 @@ def mixed_precision(run: Run):
         return None
     settings = get_mixed_precision_config("fp16_mixed" if train.precision == "fp16" else RECIPES[train.fp8])
     if train.precision == "fp16":
-        for key, value in loss_scaling(run).items():
-            setattr(settings, key, value)  # Bridge copies them to the optimizer's settings
+        # Halve the scale at every overflow. Core's defaults wait for a second one (hysteresis) and begin at 2 ** 32.
+        settings.initial_loss_scale, settings.min_loss_scale = train.loss_scale, 1.0
+        settings.loss_scale_window, settings.hysteresis = 1000.0, 1
     settings.fp8_param_gather = train.fp8_weights  # the config sets fp8_param to the same
     settings.reuse_grad_buf_for_mxfp8_param_ag = False
     settings.grad_reduce_in_fp32 = optimizer.gradients == "fp32"
@@ -55,21 +56,6 @@ def dtype(precision: str):
     import torch
 
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-
-
-def loss_scaling(run: Run) -> dict[str, Any]:
-    """Return the settings of core's loss scaling.
-
-    The scale is halved at every overflow. Core's defaults wait for a second overflow (hysteresis) and begin at 2 ** 32.
-    """
-    if run.train.precision != "fp16":
-        return {}
-    return {
-        "initial_loss_scale": run.train.loss_scale,
-        "min_loss_scale": 1.0,
-        "loss_scale_window": 1000.0,
-        "hysteresis": 1,
-    }
 
 
 def optimizer_settings(run: Run) -> dict[str, Any]:

@@ -22,48 +22,44 @@ OPERATIONS = 15  # of the host that are shown
 
 
 def of(trace: Trace) -> dict[str, Any]:
-    span = trace.end - trace.start
     computing = intervals.union(_spans(_computing(trace)))
-    talking = intervals.union(_spans(_talking(trace)))
+    talking = intervals.union(_spans(trace.collectives))
     busy = intervals.union(_spans(trace.work))
-    exposed = intervals.without(talking, computing)
-    figures = {
+    idle = gaps.find(trace, busy) if trace.work else []
+    return {
         "rank": trace.rank,
         "steps": trace.steps,
-        "span": _ms(span),
-        "busy": _share(busy, span),
-        "computing": _share(computing, span),
-        "communication": _share(talking, span),
-        "exposed": _share(exposed, span),
+        "span": _ms(trace.span),
+        "busy": _share(busy, trace),
+        "computing": _share(computing, trace),
+        "communication": _share(talking, trace),
+        "exposed": _share(intervals.without(talking, computing), trace),
         "exposed_by": _exposed(trace, computing),
-        "kernels": _kernels(trace, span),
-        "small": _small(trace, span),
+        "kernels": _kernels(trace),
+        "small": _small(trace),
         "host": _host(trace),
         "operations": _operations(trace),
-    }
-    idle = gaps.find(trace, busy) if trace.work else []
-    return figures | {
-        "idle": gaps.by_cause(idle, span),
+        "idle": gaps.by_cause(idle, trace.span),
         "gaps": gaps.costliest(trace, idle),
-        "lead_us": _rounded(gaps.lead(trace)),
+        "lead_us": gaps.lead(trace),
         "host_bound": gaps.host_bound(trace),
         "strip": gaps.strip(trace, computing, talking, idle),
     }
 
 
-def waiting(traces: Iterable[Trace]) -> list[dict[str, Any]]:
+def waiting(collectives: Iterable[list[Work]]) -> list[dict[str, Any]]:
     """Milliseconds of the collectives of each kind and group, and of these the time waiting for other ranks.
 
     The n-th collective of a kind and group is the same on all its ranks. The rank on which it was shortest came last
     and did not wait. A group with different numbers of collectives on its ranks is left out.
     """
     by_group: dict[tuple[str, str, str], list[list[Work]]] = defaultdict(list)
-    for trace in traces:
+    for works in collectives:
         of_rank = defaultdict(list)
-        for work in _talking(trace):
+        for work in works:
             of_rank[work.kind, work.group, work.ranks].append(work)
-        for key, works in of_rank.items():
-            by_group[key].append(works)
+        for key, of_group in of_rank.items():
+            by_group[key].append(of_group)
     total: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for (kind, group, _), lists in by_group.items():
         if len(lists) < 2 or len({len(works) for works in lists}) > 1:
@@ -83,59 +79,45 @@ def _computing(trace: Trace) -> list[Work]:
     return [work for work in trace.work if work.kind not in kinds.COLLECTIVES | kinds.COPIES]
 
 
-def _talking(trace: Trace) -> list[Work]:
-    return [work for work in trace.work if work.kind in kinds.COLLECTIVES]
-
-
 def _exposed(trace: Trace, computing: intervals.Intervals) -> list[dict[str, Any]]:
     by: dict[tuple[str, str], list[Work]] = defaultdict(list)
-    for work in _talking(trace):
+    for work in trace.collectives:
         by[work.kind, work.group].append(work)
     rows = []
     for (kind, group), works in by.items():
         whole = intervals.union(_spans(works))
-        rows.append(
-            {
-                "kind": kind,
-                "group": group,
-                "count": len(works),
-                "ms": _ms(intervals.length(whole)),
-                "exposed": _ms(intervals.length(intervals.without(whole, computing))),
-                "megabytes": round(sum(work.size for work in works) / 1e6, 1),
-            }
-        )
+        exposed = intervals.length(intervals.without(whole, computing))
+        row = {"kind": kind, "group": group, "count": len(works), "ms": _ms(intervals.length(whole))}
+        row |= {"exposed": _ms(exposed), "megabytes": round(sum(work.size for work in works) / 1e6, 1)}
+        rows.append(row)
     return sorted(rows, key=lambda row: -row["exposed"])
 
 
-def _kernels(trace: Trace, span: float) -> list[dict[str, Any]]:
-    count, took = Counter(), Counter()
+def _kernels(trace: Trace) -> list[dict[str, Any]]:
+    count, took = Counter(work.kind for work in trace.work), Counter()
     for work in trace.work:
-        count[work.kind] += 1
         took[work.kind] += work.end - work.start
     return [
-        {"kind": kind, "count": count[kind], "ms": _ms(time), "share": round(time / span, 4)}
+        {"kind": kind, "count": count[kind], "ms": _ms(time), "share": round(time / trace.span, 4)}
         for kind, time in took.most_common()
     ]
 
 
-def _small(trace: Trace, span: float) -> dict[str, Any]:
+def _small(trace: Trace) -> dict[str, Any]:
     took = [work.end - work.start for work in _computing(trace)]
     small = [time for time in took if time < SMALL]
-    return {"count": len(small), "of": len(took), "ms": _ms(sum(small)), "share": round(sum(small) / span, 4)}
+    return {"count": len(small), "of": len(took), "ms": _ms(sum(small)), "share": round(sum(small) / trace.span, 4)}
 
 
 def _host(trace: Trace) -> dict[str, Any]:
-    starts = [call for call in trace.calls if kinds.STARTS.search(call.name)]
-    waits = [call for call in trace.calls if kinds.WAITS.search(call.name)]
-    span = trace.end - trace.start
-    waited = intervals.union((call.start, call.end) for call in waits)
-    working = span - intervals.length(waited)
+    waited = intervals.length(intervals.union((call.start, call.end) for call in trace.waits))
+    launches = sum(1 for call in trace.calls if kinds.STARTS.search(call.name))
     return {
-        "launches": len(starts),
-        "collectives": len(_talking(trace)),
-        "waits": len(waits),
-        "waiting": _ms(intervals.length(waited)),
-        "us_per_launch": _rounded(working / len(starts)) if starts else None,
+        "launches": launches,
+        "collectives": len(trace.collectives),
+        "waits": len(trace.waits),
+        "waiting": _ms(waited),
+        "us_per_launch": round((trace.span - waited) / launches, 2) if launches else None,
     }
 
 
@@ -155,13 +137,9 @@ def _spans(works: Iterable[Work]) -> Iterable[tuple[float, float]]:
     return ((work.start, work.end) for work in works)
 
 
-def _share(spans: intervals.Intervals, span: float) -> float:
-    return round(intervals.length(spans) / span, 4)
+def _share(spans: intervals.Intervals, trace: Trace) -> float:
+    return round(intervals.length(spans) / trace.span, 4)
 
 
 def _ms(microseconds: float) -> float:
     return round(microseconds / 1e3, 4)
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 2)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from trainer.profiling import intervals, kinds
 from trainer.profiling.trace import Call, Trace, Work
 
@@ -40,15 +42,13 @@ class Gap:
 
 def find(trace: Trace, busy: intervals.Intervals) -> list[Gap]:
     """Find the gaps between the device's works, including those at both ends of the steps."""
-    calls = {call.correlation: call for call in trace.calls if kinds.STARTS.search(call.name)}
-    waits = sorted((call for call in trace.calls if kinds.WAITS.search(call.name)), key=lambda call: call.end)
     first = {work.start: work for work in reversed(trace.work)}  # of works that start together, the first in the list
     last = {work.end: work for work in trace.work}
     gaps = []
     for start, end in intervals.without([(trace.start, trace.end)], busy):
         after = first.get(end)
-        call = calls.get(after.correlation) if after else None
-        gaps.append(Gap(start, end, _cause(start, end, after, call, waits), last.get(start), after, call))
+        call = trace.starts.get(after.correlation) if after else None
+        gaps.append(Gap(start, end, _cause(start, end, after, call, trace.waits), last.get(start), after, call))
     return gaps
 
 
@@ -81,24 +81,22 @@ def costliest(trace: Trace, gaps: list[Gap]) -> list[dict[str, Any]]:
     rows = []
     for gap in longest:
         thread = gap.call.thread if gap.call else _main(trace)
-        during = doing(events.get(thread, []), gap.start, gap.end)
-        rows.append(
-            {
-                "at": round((gap.start - trace.start) / 1e3, 4),
-                "ms": round((gap.end - gap.start) / 1e3, 4),
-                "cause": gap.cause,
-                "before": gap.before.name if gap.before else None,
-                "after": gap.after.name if gap.after else None,
-                "host": _named(during),
-            }
-        )
+        before, after = (work.name if work else None for work in (gap.before, gap.after))
+        row = _row(trace, events.get(thread, []), gap.start, gap.end)
+        rows.append(row | {"cause": gap.cause, "before": before, "after": after})
     return rows
+
+
+def _row(trace: Trace, events: list[Call], start: float, end: float) -> dict[str, Any]:
+    """Place and length in milliseconds, and the operations of the host that took most of this time."""
+    host = [[name, round(took / 1e3, 4)] for name, took in doing(events, start, end).most_common(NAMED)]
+    return {"at": round((start - trace.start) / 1e3, 4), "ms": round((end - start) / 1e3, 4), "host": host}
 
 
 def lead(trace: Trace) -> float | None:
     """Median of the microseconds by which the host is ahead of the device; None if no call is known."""
     ahead = [max(0.0, work.start - call.end) for work, call in _works_with_calls(trace)]
-    return median(ahead) if ahead else None
+    return round(median(ahead), 2) if ahead else None
 
 
 def host_bound(trace: Trace) -> dict[str, Any]:
@@ -113,12 +111,9 @@ def host_bound(trace: Trace) -> dict[str, Any]:
         run = []
     whole = intervals.union((start, end) for start, end, _ in stretches)
     events = _by_thread(trace).get(_main(trace), [])
-    rows = []
-    for start, end, count in sorted(stretches, key=lambda stretch: stretch[0] - stretch[1])[:STRETCHES]:
-        row = {"at": round((start - trace.start) / 1e3, 4), "ms": round((end - start) / 1e3, 4), "kernels": count}
-        rows.append(row | {"host": _named(doing(events, start, end))})
-    share = round(intervals.length(whole) / (trace.end - trace.start), 4)
-    return {"count": len(stretches), "share": share, "longest": rows}
+    longest = sorted(stretches, key=lambda stretch: stretch[0] - stretch[1])[:STRETCHES]
+    rows = [_row(trace, events, start, end) | {"kernels": count} for start, end, count in longest]
+    return {"count": len(stretches), "share": round(intervals.length(whole) / trace.span, 4), "longest": rows}
 
 
 def doing(events: list[Call], start: float, end: float) -> Counter:
@@ -134,7 +129,9 @@ def doing(events: list[Call], start: float, end: float) -> Counter:
             took[stack[-1].name if stack else OUTSIDE] += moment - now
             now = moment
 
-    for event in _overlapping(events, start, end):
+    for event in events[: bisect_right(events, end, key=lambda event: event.start)]:
+        if event.end <= start:
+            continue
         while stack and stack[-1].end <= event.start:
             until(stack[-1].end)
             stack.pop()
@@ -156,26 +153,17 @@ def strip(
         "exposed": intervals.without(talking, computing),
         **{cause: [(gap.start, gap.end) for gap in gaps if gap.cause == cause] for cause in (LATE, WAITED, DEPENDS)},
     }
-    return {name: list(_columns(spans, trace)) for name, spans in rows.items()}
+    return {name: _columns(spans, trace) for name, spans in rows.items()}
 
 
-def _columns(spans: intervals.Intervals, trace: Trace) -> Iterator[float]:
-    width, at = (trace.end - trace.start) / COLUMNS, 0
-    for column in range(COLUMNS):
-        left, right = trace.start + column * width, trace.start + (column + 1) * width
-        while at < len(spans) and spans[at][1] <= left:
-            at += 1
-        inside, next_one = 0.0, at
-        while next_one < len(spans) and spans[next_one][0] < right:
-            inside += min(right, spans[next_one][1]) - max(left, spans[next_one][0])
-            next_one += 1
-        yield round(inside / width, 3)
-
-
-def _overlapping(events: list[Call], start: float, end: float) -> Iterator[Call]:
-    """Events of one thread that overlap this time, including those that began long before it."""
-    last = bisect_right(events, end, key=lambda event: event.start)
-    return (event for event in events[:last] if event.end > start)
+def _columns(spans: intervals.Intervals, trace: Trace) -> list[float]:
+    """Shares of each column that these spans fill, from the time that they fill up to each column's edges."""
+    moments, filled = [0.0], [0.0]
+    for start, end in spans:
+        moments += [start - trace.start, end - trace.start]
+        filled += [filled[-1], filled[-1] + end - start]
+    up_to_edges = np.interp(np.linspace(0, trace.span, COLUMNS + 1), moments, filled)
+    return (np.diff(up_to_edges) * COLUMNS / trace.span).round(3).tolist()
 
 
 def _by_thread(trace: Trace) -> dict[str, list[Call]]:
@@ -193,11 +181,6 @@ def _main(trace: Trace) -> str:
 
 def _works_with_calls(trace: Trace) -> Iterator[tuple[Work, Call]]:
     """Works with the calls that started them, by start. Collectives are left out, because they wait for other ranks."""
-    calls = {call.correlation: call for call in trace.calls if kinds.STARTS.search(call.name)}
     for work in trace.work:
-        if work.kind not in kinds.COLLECTIVES and (call := calls.get(work.correlation)):
+        if work.kind not in kinds.COLLECTIVES and (call := trace.starts.get(work.correlation)):
             yield work, call
-
-
-def _named(during: Counter) -> list[list[Any]]:
-    return [[name, round(took / 1e3, 4)] for name, took in during.most_common(NAMED)]

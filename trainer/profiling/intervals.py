@@ -22,20 +22,6 @@ def length(intervals: Intervals) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def common(a: Intervals, b: Intervals) -> Intervals:
-    """Moments that are in both."""
-    result, i, j = [], 0, 0
-    while i < len(a) and j < len(b):
-        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if start < end:
-            result.append((start, end))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return result
-
-
 def without(a: Intervals, b: Intervals) -> Intervals:
     """Moments that are in `a` but not in `b`."""
     result, j = [], 0

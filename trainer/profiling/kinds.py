@@ -1,36 +1,14 @@
-"""Kinds of kernels, collectives and calls, by their names in NVIDIA's libraries, torch and Triton."""
+"""Kinds of kernels, collectives and calls, by their names; kinds.yaml has the names of kernels."""
 
 import re
+from pathlib import Path
 
-# The first pattern that matches a kernel's name decides; case does not matter.
-NAMES = (
-    ("all-gather", r"nccl\w*_AllGather"),
-    ("reduce-scatter", r"nccl\w*_ReduceScatter"),
-    ("all-reduce", r"nccl\w*_AllReduce"),
-    ("broadcast", r"nccl\w*_Broadcast|nccl\w*_Reduce_"),
-    ("send, receive, all-to-all", r"nccl\w*_SendRecv|nccl\w*_AllToAll"),
-    ("other collectives", r"nccl"),
-    ("copy from the host", r"memcpy HtoD"),
-    ("copy to the host", r"memcpy DtoH"),
-    ("copy on the device", r"memcpy"),
-    ("fill", r"memset"),
-    ("attention", r"fmha|flash|attention|sdpa|cudnn_generated\w*(bprop|fprop)|softmax_(forward|backward).*mask"),
-    ("matrix products", r"gemm|cutlass|nvjet|cublas|xmma|wgmma|splitK|_mm_"),
-    ("loss", r"cross_entropy|log_?softmax|nll_loss|online_softmax"),
-    ("optimizer", r"multi_tensor|adam|l2norm"),
-    ("norm", r"norm"),
-    ("FP8 casts", r"fp8|quantiz|cast_transpose|transpose_cast|amax"),
-    ("positions (RoPE)", r"rope|rotary"),
-    ("experts' order", r"permut|topk|sort|scatter|gather|index|histogram|bincount|router|scan|nonzero|unique|radix"),
-    ("joins of tensors", r"CatArray|cat_|split"),
-    ("copies and casts", r"direct_copy|copy_|cast|transpose"),
-    ("reductions", r"reduce"),
-    ("element-wise", r"elementwise|vectorized|triton|swiglu|silu|gelu|act|dropout"),
-)  # fmt: skip
-COLLECTIVES = {name for name, _ in NAMES[:6]}
-COPIES = {name for name, _ in NAMES[6:10]}  # done by copy engines, or by kernels that do not compute
+import yaml
+
+_KINDS = yaml.safe_load((Path(__file__).parent / "kinds.yaml").read_text())
+COLLECTIVES, COPIES = {*_KINDS["collectives"]}, {*_KINDS["copies"]}
 OTHER = "other"
-_NAMES = [(name, re.compile(pattern, re.IGNORECASE)) for name, pattern in NAMES]
+_NAMES = [(name, re.compile(text, re.IGNORECASE)) for group in _KINDS.values() for name, text in group.items()]
 
 # Calls in which the host waits until the device has finished.
 WAITS = re.compile(r"^cuda(Device|Stream|Event)Synchronize|^cu(Ctx|Stream|Event)Synchronize|^cudaMemcpy$|^cudaFree")

@@ -8,11 +8,14 @@
 
 import json
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 
+from contract import html_page
 from contract.faults import Fault
-from trainer.profiling import figures, gaps, page, trace
+from contract.html_page import Gap, Strip
+from trainer.profiling import figures, gaps, trace
 
 TRACE = "rank{}.trace.json.gz"
 RESULT, PAGE = "profile.json", "profile.html"
@@ -24,18 +27,34 @@ def report(folder: Path, of: dict[str, Any] | None = None) -> dict[str, Any]:
     files = sorted(folder.glob(TRACE.format("*")), key=lambda file: int(file.name.split(".")[0][4:]))
     if not files:
         raise Fault(f"{folder}: no {TRACE.format('N')}: nothing was profiled")
-    traces, rows = [], []
+    collectives, rows = [], []
     for file in files:
         of_rank = trace.read(file)
         rows.append({**figures.of(of_rank), "trace": str(file.absolute())})
-        traces.append(of_rank.collectives())
-    answer = {**(of or {}), "ranks": rows, "waiting": figures.waiting(traces)}
+        collectives.append(of_rank.collectives)  # the rest of a trace may take a gigabyte
+    answer = {**(of or {}), "ranks": rows, "waiting": figures.waiting(collectives)}
     if usual := answer.get("seconds"):
         answer["slowed"] = round(max(row["span"] / row["steps"] for row in rows) / 1e3 / usual, 3)
     answer |= {"json": str(folder / RESULT), "page": str(folder / PAGE)}
     (folder / RESULT).write_text(json.dumps(answer))
-    (folder / PAGE).write_text(page.of(answer, list(lines(answer))))
+    (folder / PAGE).write_text(_page(answer))
     return answer
+
+
+def _page(answer: dict[str, Any]) -> str:
+    """A strip for each rank shows how its device spent the time, with the costliest gaps above it."""
+    parts = [html_page.strip_legend(), "<p>The rest are copies, fills and gaps below 2 us.</p>"]
+    for row in answer["ranks"]:
+        name, shares = f"rank {row['rank']}", f"{row['computing']:.1%} computing, {row['busy']:.1%} busy"
+        parts.append(f"<p>{name}: {row['span']:,.1f} ms, {shares}</p>")
+        parts.append(html_page.strips([Strip(name, row["strip"], [_mark(gap, row["span"]) for gap in row["gaps"]])]))
+    parts += ["<h2>Report</h2>", f"<pre>{escape(chr(10).join(lines(answer)))}</pre>"]
+    return html_page.page(f"Profile of {answer.get('name', 'a training')}", parts)
+
+
+def _mark(gap: dict[str, Any], span: float) -> Gap:
+    host = ", ".join(f"{name} {took}" for name, took in gap["host"])
+    return Gap(gap["at"] / span, gap["ms"] / span, f"{gap['ms']:.3f} ms, {gap['cause']}: {host}")
 
 
 def lines(answer: dict[str, Any]) -> Iterator[str]:

@@ -7,7 +7,8 @@ host's clock, which all ranks of a host share.
 
 import gzip
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,10 +54,23 @@ class Trace:
     calls: list[Call]
     operations: list[Call]  # of torch, by start; outer operations before those inside them
 
-    def collectives(self) -> "Trace":
-        """The trace with its collectives only; the rest may take a gigabyte."""
-        talking = [work for work in self.work if work.kind in kinds.COLLECTIVES]
-        return replace(self, work=talking, calls=[], operations=[])
+    @property
+    def span(self) -> float:
+        return self.end - self.start
+
+    @property
+    def collectives(self) -> list[Work]:
+        return [work for work in self.work if work.kind in kinds.COLLECTIVES]
+
+    @cached_property
+    def waits(self) -> list[Call]:
+        """The calls in which the host waits for the device, by end."""
+        return sorted((call for call in self.calls if kinds.WAITS.search(call.name)), key=lambda call: call.end)
+
+    @cached_property
+    def starts(self) -> dict[int, Call]:
+        """The calls that give the device work, by correlation."""
+        return {call.correlation: call for call in self.calls if kinds.STARTS.search(call.name)}
 
 
 def read(path: Path) -> Trace:

@@ -30,7 +30,6 @@ def main(configured: Run) -> None:
         return
     device.start()
     from trainer.megatron.model import open_bridge
-    from trainer.patches import resharding
     from trainer.reference.scoring import Scoring
     from trainer.reinforcement.policy.policy_step import Feed, FromOutside
     from trainer.training import bridge_loop
@@ -38,7 +37,6 @@ def main(configured: Run) -> None:
 
     if objectives.has_teacher(configured):
         inputs.check_tokens(configured)
-    resharding.install()
     run = _without_steps(configured)
     with megatron_to(Path(run.paths.logs)):
         bridge = open_bridge(run)

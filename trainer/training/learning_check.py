@@ -30,7 +30,7 @@ from contract.faults import Fault
 from trainer.startup.console import say
 from trainer.training import learning_verdict
 from trainer.training.learning_verdict import Key, Observation, Verdict
-from trainer.weights import digests
+from trainer.weights import atomic_folder, digests
 
 STEPS = 2  # at the first, a warm-up may have a learning rate of 0
 A = ".adapter.linear_in.weight"
@@ -96,9 +96,7 @@ class LearningCheck(Callback):
                 gradient, changed, moved = next(flags)
                 copied = _exact(tensor.parameter) is not None
                 of_rank[key] = Observation(gradient, changed, moved if copied else None, rounded)
-        of_all_ranks = [None] * distributed.get_world_size()
-        distributed.all_gather_object(of_all_ranks, of_rank)
-        return learning_verdict.combined(of_all_ranks)
+        return learning_verdict.combined(atomic_folder.gather(of_rank))
 
     def _require(self, context, verdict: Verdict) -> None:
         """Raise a Fault if the verdict has faults: on all ranks, because otherwise some would wait for the others."""
@@ -149,10 +147,8 @@ class Tokens:
         of_rank = {layer: reached.nonzero().flatten().tolist() for layer, reached in self.reached.items()}
         for reached in self.reached.values():
             reached.zero_()
-        of_all_ranks = [None] * distributed.get_world_size()
-        distributed.all_gather_object(of_all_ranks, of_rank)
         union: dict[str, set[int]] = {}
-        for layers in of_all_ranks:
+        for layers in atomic_folder.gather(of_rank):
             for layer, experts in layers.items():
                 union.setdefault(layer, set()).update(experts)
         return union
@@ -187,11 +183,8 @@ def _trained(model) -> list[Tensor]:
 def _keys(name: str, parameter, experts: int | None) -> list[Key]:
     if experts is None or ".experts." not in name:
         return [(name, None)]
-    ways, rank = (
-        parallel_state.get_expert_model_parallel_world_size(),
-        parallel_state.get_expert_model_parallel_rank(),
-    )
-    first = experts // ways * rank
+    ways = parallel_state.get_expert_model_parallel_world_size()
+    first = experts // ways * parallel_state.get_expert_model_parallel_rank()
     if ".adapter." in name and parameter.ndim == 3:
         return [(name, first + i) for i in range(len(parameter))]
     if match := ONE_EXPERT.search(name):

@@ -27,7 +27,6 @@ drops the lines of later steps that an interrupted attempt left: each step appea
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
-import json
 import math
 import os
 import time
@@ -53,9 +52,8 @@ from trainer.megatron.routers import balance
 from trainer.patches.gradients import mtp_loss
 from trainer.startup.console import say
 from trainer.training.gradients import Gradients
-from trainer.training.metrics_lines import drop_after
+from trainer.training.metrics_files import MetricsFiles
 from trainer.training.pace import Pace
-from trainer.training.tensorboard_files import TensorBoardFiles
 
 
 def require_finite(step: int, losses: dict[str, float]) -> None:
@@ -67,25 +65,20 @@ def require_finite(step: int, losses: dict[str, float]) -> None:
 
 class Metrics(Callback):
     def __init__(self, run: Run, path: Path, start: int):
-        self.run, self.path = run, path
-        self.first, self.started = start, time.monotonic()
+        self.run, self.first, self.started = run, start, time.monotonic()
         self.loads: dict[int, torch.Tensor] = {}
         self.validated, self.validation_loss, self.pace = -1, math.nan, Pace()
         self.skipped = self.not_finite = 0
         self.gradients, self.fill = Gradients(run), prepared.fill(run)
         self.counted: tuple[int, int] | None = None  # tokens and positions of an RL step, which reads no prepared data
         if os.environ["RANK"] == "0":
-            path.parent.mkdir(parents=True, exist_ok=True)
-            last = drop_after(path, start)
+            self.files = MetricsFiles(path, start, run.track.tensorboard)
+            last = self.files.last_skips
             self.skipped, self.not_finite = (last.get(key, 0) for key in ("skipped_steps", "nan_steps"))
-            self.curves = TensorBoardFiles(path.parent, start) if run.track.tensorboard else None
 
     def write(self, line: dict) -> None:
         if distributed.get_rank() == 0:
-            with self.path.open("a") as f:
-                f.write(json.dumps(line) + "\n")
-            if self.curves:
-                self.curves.write(line)
+            self.files.write(line)
 
     def on_train_start(self, context) -> None:
         for chunk in unwrap_model(context.model):
@@ -132,7 +125,7 @@ class Metrics(Callback):
 
     def on_eval_end(self, context) -> None:
         losses = context.total_loss_dict or {}
-        loss = _from_last_stage([float(losses["lm loss"])] if "lm loss" in losses else [0.0])[0]
+        (loss,) = _from_last_stage([float(losses.get("lm loss", 0.0))])
         step, self.validation_loss = context.state.train_state.step, loss
         if step == self.validated:
             return  # Bridge validates this step again when training ends, on other rows
@@ -230,13 +223,14 @@ def _from_last_stage(values: list[float]) -> list[float]:
     """Values of the last pipeline stage, on every stage."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return values
-    tensor = torch.tensor(values, dtype=torch.float64, device="cuda")
-    distributed.broadcast(
-        tensor,
-        src=parallel_state.get_pipeline_model_parallel_last_rank(),
-        group=parallel_state.get_pipeline_model_parallel_group(),
-    )
-    return tensor.tolist()
+    return from_last_stage(torch.tensor(values, dtype=torch.float64, device="cuda")).tolist()
+
+
+def from_last_stage(tensor: torch.Tensor) -> torch.Tensor:
+    """Replace this rank's tensor by that of the last pipeline stage."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    distributed.broadcast(tensor, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+    return tensor
 
 
 def _highest(*values: float) -> list[float]:

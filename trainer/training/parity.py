@@ -33,8 +33,10 @@ from torch import distributed
 
 from conf.schema.run import Run
 from contract.files import write_atomically
+from trainer.megatron.whole_rows import whole
 from trainer.serving import agreement, prompts
 from trainer.startup.console import say
+from trainer.training.metrics import from_last_stage
 from trainer.training.validations import Validations
 from trainer.training.weight_means import WeightMeans
 from trainer.weights import digests, model_digests
@@ -105,13 +107,8 @@ def log_probs(run: Run, context, rows_of_tokens: list[list[int]]) -> list[list[f
     losses = forward_only(context, _losses, batches, rows=1, length=length)
     all_losses = torch.zeros(len(batches), length, device="cuda")
     if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-        all_losses.copy_(_whole_sequence(torch.cat(losses).float()))
-    distributed.broadcast(
-        all_losses,
-        src=parallel_state.get_pipeline_model_parallel_last_rank(),
-        group=parallel_state.get_pipeline_model_parallel_group(),
-    )
-    return (-all_losses).tolist()
+        all_losses.copy_(whole(torch.cat(losses).float(), None))
+    return (-from_last_stage(all_losses)).tolist()
 
 
 def forward_only(context, step: Callable, batches: list[dict], rows: int, length: int) -> list[torch.Tensor]:
@@ -152,14 +149,3 @@ def _batch(tokens: list[int], length: int) -> dict[str, torch.Tensor]:
         "loss_mask": torch.ones(1, length),
         "position_ids": torch.arange(length)[None],
     }
-
-
-def _whole_sequence(losses: torch.Tensor) -> torch.Tensor:
-    """Join the pieces of each sequence: with context parallelism a rank has one piece of each half."""
-    ranks = parallel_state.get_context_parallel_world_size()
-    if ranks == 1:
-        return losses
-    shares = [torch.empty_like(losses) for _ in range(ranks)]
-    distributed.all_gather(shares, losses.contiguous(), group=parallel_state.get_context_parallel_group())
-    pairs = [share.chunk(2, dim=1) for share in shares]
-    return torch.cat([first for first, _ in pairs] + [last for _, last in reversed(pairs)], dim=1)

@@ -108,6 +108,7 @@ SIGMOID_EXPERTS |= {"routed_scaling_factor", "n_group", "topk_group", "num_nextn
 LATENT = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
 ROTARY = {"rope_theta", "rope_parameters", "rope_scaling"}
 PLAIN = SIZES | ROTARY | {"rms_norm_eps", "head_dim", "tie_word_embeddings"}
+LATENT_EXPERTS = SIZES | ROTARY | SIGMOID_EXPERTS | LATENT | {"rms_norm_eps", "tie_word_embeddings", "attention_bias"}
 SILU = {"hidden_act": ("silu",)}  # on a GPU Megatron's fused gelu is another one
 QWENS = SILU | {"use_sliding_window": (False,)}
 SIGMOID = SILU | {"norm_topk_prob": (True,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
@@ -140,6 +141,7 @@ TINY: Config = dict(
 TINY_MOE = TINY | dict(moe_intermediate_size=64, num_experts_per_tok=2, norm_topk_prob=True)
 TINY_SIGMOID = TINY_MOE | dict(n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1)
 TINY_SIGMOID |= dict(routed_scaling_factor=2.5)
+TINY_LATENT = TINY_SIGMOID | dict(num_key_value_heads=4, q_lora_rank=96, kv_lora_rank=64)  # a key head per query head
 
 
 def rope(theta: float, **keys: Any) -> Config:

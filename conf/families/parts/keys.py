@@ -39,9 +39,8 @@ class Keys:
     def head_dim(self, whole: str = "hidden_size", parts: str = "num_attention_heads") -> int:
         hidden, heads = self.size(whole, least=1), self.size(parts, least=1)
         if hidden % heads:
-            raise ValueError(
-                f"config.json: {parts} is {heads}, which does not divide {whole}, {hidden}, and head_dim is missing"
-            )
+            undivided = f"{parts} is {heads}, which does not divide {whole}, {hidden}"
+            raise ValueError(f"config.json: {undivided}, and head_dim is missing")
         return hidden // heads
 
     def layers(self, name: str, count: int) -> tuple[int, ...]:
@@ -130,9 +129,8 @@ def check_rotations(config: dict[str, Any], facts: ModelFacts) -> None:
         return
     key, width = ("qk_rope_head_dim", facts.qk_rope) if facts.kv_rank else ("head_dim", facts.head_dim)
     rotary = config.get("rope_parameters")
-    share = config.get("partial_rotary_factor") or (
-        rotary.get("partial_rotary_factor") if isinstance(rotary, dict) else 1
-    )
+    of_rotary = rotary.get("partial_rotary_factor") if isinstance(rotary, dict) else 1
+    share = config.get("partial_rotary_factor") or of_rotary
     turned = int(width * share) if isinstance(share, int | float) else width
     if turned % 2:
         part = f", of which partial_rotary_factor {share} turns {turned} numbers" if turned != width else ""

@@ -241,9 +241,8 @@ def _more_gpus(run: Run, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[str, Run
     """The run with just enough GPUs for an engine: training's, more on that host, or those of another host."""
     asked, layout = run.reinforce, run.layout
     own = layout.gpus_per_node if asked.hosts else gpu.per_host - layout.gpus_per_node
-    places: list[tuple[dict[str, int | None], int, int]] = [
-        ({"in_turn": None}, own, 1 if in_turn(run) else cut(run) + 1)
-    ]
+    places: list[tuple[dict[str, int | None], int, int]] = []
+    places.append(({"in_turn": None}, own, 1 if in_turn(run) else cut(run) + 1))
     if not asked.hosts:
         places.append(({"in_turn": None, "hosts": 1}, layout.gpus_per_node, 1))
         if not asked.staleness:

@@ -35,7 +35,7 @@ def main(run: Run) -> None:
     gradients_of_run._gradients = gradients_of
     frozen_experts.has_kernel, frozen_experts.OF_TYPE = lambda: request["frozen"], torch.float32
     ExpertAdapter._can_use_grouped_mm = lambda *_: request["frozen"]  # as on a GPU
-    counted(frozen_experts._Product, "forward", "products")
+    counted(frozen_experts.Product, "forward", "products")
     counted(frozen_experts.OneRank, "dispatch_postprocess", "dispatched")
     losses, _, pieces, _ = gradients_of_run.train(run, ())
     if torch.distributed.get_rank() == 0:

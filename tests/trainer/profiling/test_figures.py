@@ -86,9 +86,9 @@ def test_kernels_that_begin_as_soon_as_they_are_asked_for_make_a_stretch():
 def test_a_rank_waits_for_the_one_that_comes_last():
     first = trace.of(step(gather(100, 400, 1), gather(500, 600, 2), rank=0))
     second = trace.of(step(gather(300, 400, 1), gather(500, 600, 2), rank=1))
-    [row] = figures.waiting([first, second])
+    [row] = figures.waiting([first.collectives, second.collectives])
     assert (row["ms"], row["waiting"]) == (0.6, 0.2)
-    assert figures.waiting([first]) == []
+    assert figures.waiting([first.collectives]) == []
 
 
 def test_columns_of_the_picture_add_up_to_the_shares():

@@ -83,7 +83,7 @@ def test_the_fastest_is_named_with_its_keys():
 def test_command(tmp_path):
     cut = ("layout.gpus_per_node=2", "train.global_batch=4", "train.micro_batch=1")
     command = [sys.executable, "-m", "trainer.trial", "tiny", "--best", "1", "--steps", "3", "--json", *cut]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "FINETUNE_RUNS": str(tmp_path / "runs")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)

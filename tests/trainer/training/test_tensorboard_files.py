@@ -1,4 +1,4 @@
-"""trainer/training/tensorboard_files.py: curves that TensorBoard reads, each step once."""
+"""trainer/training/metrics_files.py: curves that TensorBoard reads, each step once."""
 
 from pathlib import Path
 

@@ -12,14 +12,14 @@ stay.
 import torch
 
 from trainer.megatron import quantized
+from trainer.megatron.activations import kernel
 from trainer.megatron.norms import residual as way
+from trainer.megatron.quantized import kernel as in_fp8
 
 
 def install() -> None:
     """Make Megatron-Core call the kernels. A second call has no effect."""
     from megatron.core.fusions import fused_bias_dropout, fused_bias_gelu, fused_bias_swiglu
-
-    from trainer.megatron.activations import kernel
 
     if fused_bias_gelu.bias_gelu is kernel.bias_gelu:
         return
@@ -33,14 +33,10 @@ def install() -> None:
 
 
 def _gelu(ctx, x, bias):
-    from trainer.megatron.activations import kernel
-
     ctx.save_for_backward(x, bias)
     ctx.reader = quantized.reader(x)
     if ctx.reader is None:
         return kernel.bias_gelu(bias, x)
-    from trainer.megatron.quantized import kernel as in_fp8
-
     x, bias = x.detach().contiguous(), bias.detach()
 
     def fill(place, quantizer):
@@ -52,13 +48,9 @@ def _gelu(ctx, x, bias):
 
 
 def _gelu_back(ctx, gradient):
-    from trainer.megatron.activations import kernel
-
     x, bias = ctx.saved_tensors
     if ctx.reader is None:
         return kernel.bias_gelu_back(gradient, bias, x)
-    from trainer.megatron.quantized import kernel as in_fp8
-
     ctx.reader.set_usage(rowwise=True, columnwise=True)
     parts = quantized.Parts(ctx.reader, x.view(-1, x.shape[-1]))
     of_x, of_bias = in_fp8.gelu_back(gradient.contiguous(), bias, x.contiguous(), parts)
@@ -89,14 +81,10 @@ def _adding(compiled):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias, residual):
-        from trainer.megatron.activations import kernel
-
         ctx.type = bias.dtype
         return kernel.bias_add(x, bias, residual)
 
     @staticmethod
     def backward(ctx, gradient):
-        from trainer.megatron.activations import kernel
-
         of_bias = kernel.column_sums(gradient).to(ctx.type) if ctx.needs_input_grad[1] else None
         return gradient, of_bias, gradient

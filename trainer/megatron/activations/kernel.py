@@ -5,7 +5,7 @@ limited by instructions. Gradients that are sums (of a bias over rows, of a toke
 in the same pass; torch adds the few partial sums of a bias.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
 import torch
 import triton
@@ -13,16 +13,16 @@ import triton.language as tl
 
 from trainer.megatron.quantized.kernel import sigmoid, tanh_gelu, tanh_gelu_slope
 
-WIDE = 256  # columns of a tile
-TALL = 16  # rows of a tile
-SUMMED = 256  # rows that one program sums
+WIDE = tl.constexpr(256)  # columns of a tile
+TALL = tl.constexpr(16)  # rows of a tile
+SUMMED = tl.constexpr(256)  # rows that one program sums
 
 
 def bias_gelu(bias: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return GELU of x + bias, by the tanh approximation."""
     x, rows, columns = _lines(x)
     out = torch.empty_like(x)
-    _bias_gelu[(triton.cdiv(columns, WIDE), triton.cdiv(rows, TALL))](x, bias, out, rows, columns, TALL, WIDE)
+    _bias_gelu[_grid(rows, columns, TALL)](x, bias, out, rows, columns)
     return out
 
 
@@ -30,25 +30,25 @@ def bias_gelu_back(gradient: torch.Tensor, bias: torch.Tensor, x: torch.Tensor) 
     """Return the gradients of x and of the bias."""
     x, rows, columns = _lines(x)
     out = torch.empty_like(x)
-    some = torch.empty((triton.cdiv(rows, SUMMED), columns), dtype=torch.float32, device=x.device)
-    grid = triton.cdiv(columns, WIDE), len(some)
-    _bias_gelu_back[grid](gradient.contiguous(), x, bias, out, some, rows, columns, TALL, WIDE, SUMMED)
+    grid = _grid(rows, columns, SUMMED)
+    some = torch.empty((grid[1], columns), dtype=torch.float32, device=x.device)
+    _bias_gelu_back[grid](gradient.contiguous(), x, bias, out, some, rows, columns)
     return out, some.sum(0).to(bias.dtype)
 
 
 def bias_add(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     x, rows, columns = _lines(x)
     out = torch.empty_like(x)
-    grid = triton.cdiv(columns, WIDE), triton.cdiv(rows, TALL)
-    _bias_add[grid](x, bias, residual.contiguous(), out, rows, columns, TALL, WIDE)
+    _bias_add[_grid(rows, columns, TALL)](x, bias, residual.contiguous(), out, rows, columns)
     return out
 
 
 def column_sums(x: torch.Tensor) -> torch.Tensor:
     """Return the sum of all rows, in fp32: a bias's gradient, in a third of the time that torch needs."""
     x, rows, columns = _lines(x)
-    some = torch.empty((triton.cdiv(rows, SUMMED), columns), dtype=torch.float32, device=x.device)
-    _column_sums[(triton.cdiv(columns, WIDE), len(some))](x, some, rows, columns, TALL, WIDE, SUMMED)
+    grid = _grid(rows, columns, SUMMED)
+    some = torch.empty((grid[1], columns), dtype=torch.float32, device=x.device)
+    _column_sums[grid](x, some, rows, columns)
     return some.sum(0)
 
 
@@ -56,8 +56,8 @@ def swiglu(x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor
     """Return SiLU of the first half of each row times the second half, times the row's weight if `weights` is given."""
     x, rows, columns = _lines(x)
     out = x.new_empty((*x.shape[:-1], columns // 2))
-    weighted = weights is not None
-    _swiglu[(rows,)](x, weights.contiguous() if weighted else x, out, columns // 2, weighted, _line(columns // 2))
+    weights = None if weights is None else weights.contiguous()
+    _swiglu[(rows,)](x, weights, out, columns // 2, _line(columns // 2))
     return out
 
 
@@ -67,10 +67,10 @@ def swiglu_back(
     """Return the gradients of x and of the weights."""
     x, rows, columns = _lines(x)
     out = torch.empty_like(x)
-    of_weights = None if weights is None else torch.empty_like(weights, memory_format=torch.contiguous_format)
-    weight_tensors = (x, x) if weights is None else (weights.contiguous(), of_weights)
-    width, weighted = columns // 2, weights is not None
-    _swiglu_back[(rows,)](gradient.contiguous(), x, *weight_tensors, out, width, weighted, _line(width))
+    weights = None if weights is None else weights.contiguous()
+    of_weights = None if weights is None else torch.empty_like(weights)
+    width = columns // 2
+    _swiglu_back[(rows,)](gradient.contiguous(), x, weights, of_weights, out, width, _line(width))
     return out, of_weights
 
 
@@ -79,13 +79,17 @@ def _lines(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     return x.contiguous(), x.numel() // x.shape[-1], x.shape[-1]
 
 
+def _grid(rows: int, columns: int, tall: tl.constexpr) -> tuple[int, int]:
+    return triton.cdiv(columns, WIDE.value), triton.cdiv(rows, tall.value)
+
+
 def _line(width: int) -> int:
     """Return how many columns of a row are processed together."""
     return 512 if width % 1024 else 1024
 
 
 @triton.jit
-def _tile(rows, columns, first, TALL: tl.constexpr, WIDE: tl.constexpr):
+def _tile(rows, columns, first):
     """Return the offsets of a tile's values, and a mask of those inside the tensor."""
     row = first + tl.arange(0, TALL)
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
@@ -93,27 +97,25 @@ def _tile(rows, columns, first, TALL: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _of_columns(bias, columns, WIDE: tl.constexpr):
+def _of_columns(bias, columns):
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     return tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
-def _bias_gelu(x, bias, out, rows, columns, TALL: tl.constexpr, WIDE: tl.constexpr):
-    place, known = _tile(rows, columns, tl.program_id(1) * TALL, TALL, WIDE)
-    y = tl.load(x + place, mask=known, other=0.0).to(tl.float32) + _of_columns(bias, columns, WIDE)
+def _bias_gelu(x, bias, out, rows, columns):
+    place, known = _tile(rows, columns, tl.program_id(1) * TALL)
+    y = tl.load(x + place, mask=known, other=0.0).to(tl.float32) + _of_columns(bias, columns)
     y = tanh_gelu(y)
     tl.store(out + place, y.to(out.dtype.element_ty), mask=known)
 
 
 @triton.jit
-def _bias_gelu_back(
-    gradient, x, bias, out, some, rows, columns, TALL: tl.constexpr, WIDE: tl.constexpr, SUMMED: tl.constexpr
-):
-    added = _of_columns(bias, columns, WIDE)
+def _bias_gelu_back(gradient, x, bias, out, some, rows, columns):
+    added = _of_columns(bias, columns)
     total = tl.zeros((TALL, WIDE), tl.float32)
     for first in range(0, SUMMED, TALL):
-        place, known = _tile(rows, columns, tl.program_id(1) * SUMMED + first, TALL, WIDE)
+        place, known = _tile(rows, columns, tl.program_id(1) * SUMMED + first)
         y = tl.load(x + place, mask=known, other=0.0).to(tl.float32) + added
         upstream = tl.load(gradient + place, mask=known, other=0.0).to(tl.float32)
         of_x = upstream * tanh_gelu_slope(y)
@@ -124,27 +126,27 @@ def _bias_gelu_back(
 
 
 @triton.jit
-def _bias_add(x, bias, residual, out, rows, columns, TALL: tl.constexpr, WIDE: tl.constexpr):
-    place, known = _tile(rows, columns, tl.program_id(1) * TALL, TALL, WIDE)
-    y = tl.load(x + place, mask=known, other=0.0).to(tl.float32) + _of_columns(bias, columns, WIDE)
+def _bias_add(x, bias, residual, out, rows, columns):
+    place, known = _tile(rows, columns, tl.program_id(1) * TALL)
+    y = tl.load(x + place, mask=known, other=0.0).to(tl.float32) + _of_columns(bias, columns)
     y += tl.load(residual + place, mask=known, other=0.0).to(tl.float32)
     tl.store(out + place, y.to(out.dtype.element_ty), mask=known)
 
 
 @triton.jit
-def _column_sums(x, some, rows, columns, TALL: tl.constexpr, WIDE: tl.constexpr, SUMMED: tl.constexpr):
+def _column_sums(x, some, rows, columns):
     total = tl.zeros((TALL, WIDE), tl.float32)
     for first in range(0, SUMMED, TALL):
-        place, known = _tile(rows, columns, tl.program_id(1) * SUMMED + first, TALL, WIDE)
+        place, known = _tile(rows, columns, tl.program_id(1) * SUMMED + first)
         total += tl.load(x + place, mask=known, other=0.0).to(tl.float32)
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     tl.store(some + tl.program_id(1) * columns + column, tl.sum(total, 0), mask=column < columns)
 
 
 @triton.jit
-def _swiglu(x, weights, out, width, WEIGHTED: tl.constexpr, LINE: tl.constexpr):
+def _swiglu(x, weights, out, width, LINE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    weight = tl.load(weights + row).to(tl.float32) if WEIGHTED else 1.0
+    weight = tl.load(weights + row).to(tl.float32) if weights is not None else 1.0
     for first in range(0, width, LINE):
         column = first + tl.arange(0, LINE)
         known = column < width
@@ -155,9 +157,9 @@ def _swiglu(x, weights, out, width, WEIGHTED: tl.constexpr, LINE: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_back(gradient, x, weights, of_weights, out, width, WEIGHTED: tl.constexpr, LINE: tl.constexpr):
+def _swiglu_back(gradient, x, weights, of_weights, out, width, LINE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    weight = tl.load(weights + row).to(tl.float32) if WEIGHTED else 1.0
+    weight = tl.load(weights + row).to(tl.float32) if weights is not None else 1.0
     total = tl.zeros((LINE,), tl.float32)
     for first in range(0, width, LINE):
         column = first + tl.arange(0, LINE)
@@ -172,5 +174,5 @@ def _swiglu_back(gradient, x, weights, of_weights, out, width, WEIGHTED: tl.cons
         tl.store(out + row * 2 * width + column, of_gate.to(out.dtype.element_ty), mask=known)
         of_up = (upstream * gate * half).to(out.dtype.element_ty)
         tl.store(out + row * 2 * width + width + column, of_up, mask=known)
-    if WEIGHTED:
+    if weights is not None:
         tl.store(of_weights + row, tl.sum(total, 0).to(of_weights.dtype.element_ty))

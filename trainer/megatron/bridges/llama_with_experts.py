@@ -3,7 +3,12 @@
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 
 import torch
-from megatron.bridge.models.conversion.param_mapping import AutoMapping, MegatronParamMapping, QKVMapping
+from megatron.bridge.models.conversion.param_mapping import (
+    AutoMapping,
+    GatedMLPMapping,
+    MegatronParamMapping,
+    QKVMapping,
+)
 
 NAMES = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -54,3 +59,16 @@ def mappings(of_layer: dict[str, str], *of_qkv: str) -> list[MegatronParamMappin
         for kind in of_qkv
     ]
     return [*plain, *fused]
+
+
+def of_experts(released: str, gate: str, up: str, down: str) -> list[MegatronParamMapping]:
+    """Return mappings of experts, in grouped products and as separate modules."""
+    mappings: list[MegatronParamMapping] = []
+    for prefix, suffix in (("", "*"), ("local_experts.*.", "")):
+        fc1, fc2 = (f"decoder.layers.*.mlp.experts.{prefix}linear_{name}.weight{suffix}" for name in ("fc1", "fc2"))
+        expert = f"model.layers.*.{released}.*"
+        mappings += [
+            GatedMLPMapping(fc1, gate=f"{expert}.{gate}.weight", up=f"{expert}.{up}.weight"),
+            AutoMapping(fc2, f"{expert}.{down}.weight"),
+        ]
+    return mappings

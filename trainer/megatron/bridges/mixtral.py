@@ -4,7 +4,6 @@
 
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
-from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping
 from megatron.core.models.gpt.gpt_model import GPTModel
 from transformers import MixtralForCausalLM
 
@@ -28,17 +27,5 @@ class MixtralBridge(MegatronModelBridge):
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         mappings = llama_with_experts.mappings({"mlp.router.weight": "block_sparse_moe.gate.weight"}, "weight")
-        expert = "model.layers.*.block_sparse_moe.experts.*"
-        for fc1, fc2 in (  # of grouped experts, and of experts as separate modules
-            ("linear_fc1.weight*", "linear_fc2.weight*"),
-            ("local_experts.*.linear_fc1.weight", "local_experts.*.linear_fc2.weight"),
-        ):
-            mappings += [
-                GatedMLPMapping(
-                    megatron_param=f"decoder.layers.*.mlp.experts.{fc1}",
-                    gate=f"{expert}.w1.weight",
-                    up=f"{expert}.w3.weight",
-                ),
-                AutoMapping(megatron_param=f"decoder.layers.*.mlp.experts.{fc2}", hf_param=f"{expert}.w2.weight"),
-            ]
+        mappings += llama_with_experts.of_experts("block_sparse_moe.experts", "w1", "w3", "w2")
         return MegatronMappingRegistry(*mappings)

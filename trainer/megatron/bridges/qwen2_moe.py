@@ -6,7 +6,7 @@ from functools import partial
 
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
-from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping, ReplicatedMapping
+from megatron.bridge.models.conversion.param_mapping import GatedMLPMapping, ReplicatedMapping
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from transformers import Qwen2MoeForCausalLM
@@ -50,24 +50,13 @@ class Qwen2MoEBridge(MegatronModelBridge):
                 hf_param="model.layers.*.mlp.shared_expert_gate.weight",
             )
         )
-        for fc1, mlp in (
-            ("linear_fc1.weight", "mlp"),
-            ("shared_experts.linear_fc1.weight", "mlp.shared_expert"),
-            ("experts.linear_fc1.weight*", "mlp.experts.*"),
-            ("experts.local_experts.*.linear_fc1.weight", "mlp.experts.*"),
-        ):
+        for mlp, released in (("mlp", "mlp"), ("mlp.shared_experts", "mlp.shared_expert")):
             mappings.append(
                 GatedMLPMapping(
-                    megatron_param=f"decoder.layers.*.mlp.{fc1}",
-                    gate=f"model.layers.*.{mlp}.gate_proj.weight",
-                    up=f"model.layers.*.{mlp}.up_proj.weight",
+                    f"decoder.layers.*.{mlp}.linear_fc1.weight",
+                    gate=f"model.layers.*.{released}.gate_proj.weight",
+                    up=f"model.layers.*.{released}.up_proj.weight",
                 )
             )
-        for fc2 in ("linear_fc2.weight*", "local_experts.*.linear_fc2.weight"):
-            mappings.append(
-                AutoMapping(
-                    megatron_param=f"decoder.layers.*.mlp.experts.{fc2}",
-                    hf_param="model.layers.*.mlp.experts.*.down_proj.weight",
-                )
-            )
+        mappings += llama_with_experts.of_experts("mlp.experts", "gate_proj", "up_proj", "down_proj")
         return MegatronMappingRegistry(*mappings)

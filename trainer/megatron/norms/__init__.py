@@ -11,7 +11,8 @@ if the scale is known, and after it otherwise. The norm's backward kernel also a
 import torch
 
 from trainer.megatron import quantized
-from trainer.megatron.norms import residual
+from trainer.megatron.norms import kernel, residual
+from trainer.megatron.quantized import kernel as in_fp8
 
 NARROWEST, WIDEST = 1024, 16384
 
@@ -67,11 +68,7 @@ def _ours(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _forward(engine, x, weight, bias, epsilon, quantizer, centered):
-    from trainer.megatron.norms import kernel
-
     if quantizer is not None and quantized.knows(quantizer):
-        from trainer.megatron.quantized import kernel as in_fp8
-
         _, means, spreads = kernel.forward(x, weight, bias, epsilon, centered, normed=False)
         parts = quantized.Parts(quantizer, x)
         return in_fp8.norm(x, weight, bias, None if bias is None else means, spreads, centered, parts), means, spreads
@@ -80,8 +77,6 @@ def _forward(engine, x, weight, bias, epsilon, quantizer, centered):
 
 
 def _backward(gradient, x, means, spreads, weight, centered):
-    from trainer.megatron.norms import kernel
-
     # A view of a trained parameter has requires_grad False when autograd is off.
     trained = weight.requires_grad or not isinstance(weight, torch.nn.Parameter)
     return kernel.backward(gradient, x, means, spreads, weight, centered, trained, residual.take(x))

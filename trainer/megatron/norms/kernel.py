@@ -11,6 +11,7 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 FORWARD, BACKWARD = (2048, 2), (4096, 8)  # values of a tile, at least, and warps for that many values
 PROGRAMS, AHEAD = 2, 3  # backward: programs per multiprocessor, and tiles that each reads ahead,
@@ -31,13 +32,12 @@ def forward(
     Without `normed`, x is returned instead of the rows.
     """
     rows, columns = x.shape
-    out = torch.empty_like(x) if normed else x
+    out = torch.empty_like(x) if normed else None
     means, spreads = x.new_empty((2, rows), dtype=torch.float32)
     tall, wide, warps = _tile(columns, *FORWARD)
-    tensors = x, weight, weight if bias is None else bias, out, means, spreads
-    sizes = rows, columns, epsilon, bias is not None, centered, normed, tall, wide
-    _forward[(triton.cdiv(rows, tall),)](*tensors, *sizes, num_warps=warps)
-    return out, means, spreads
+    tensors = x, weight, bias, out, means, spreads
+    _forward[(triton.cdiv(rows, tall),)](*tensors, rows, columns, epsilon, centered, tall, wide, num_warps=warps)
+    return x if out is None else out, means, spreads
 
 
 def backward(
@@ -56,17 +56,17 @@ def backward(
     """
     rows, columns = x.shape
     tall, wide, warps = _tile(columns, *BACKWARD)
-    tiles, has_mean = triton.cdiv(rows, tall), means is not None
+    tiles = triton.cdiv(rows, tall)
     count = min(tiles, PROGRAMS * (_multiprocessors(x.device) if x.is_cuda else 1))
-    out, some = torch.empty_like(x), x.new_empty((2, count if trained else 0, columns), dtype=torch.float32)
-    added = past is not None
-    bypass = past.contiguous() if added else x
-    tensors = gradient.contiguous(), x, means if has_mean else spreads, spreads, weight, bypass, out, some
-    read = tall * wide * (3 if added else 2) * x.element_size()
+    out, some = torch.empty_like(x), None
+    if trained:
+        some = x.new_empty((2, count, columns), dtype=torch.float32)
+    past = None if past is None else past.contiguous()
+    tensors = gradient.contiguous(), x, means, spreads, weight, past, out, some
+    read = tall * wide * (2 if past is None else 3) * x.element_size()
     ahead = AHEAD if AHEAD * read <= ROOM else 1
-    sizes = rows, columns, tiles, count * columns, has_mean, centered, trained, added, tall, wide, ahead
-    _backward[(count,)](*tensors, *sizes, num_warps=warps)
-    of_weight, of_bias = some.sum(1).to(weight.dtype)
+    _backward[(count,)](*tensors, rows, columns, tiles, centered, tall, wide, ahead, num_warps=warps)
+    of_weight, of_bias = weight.new_zeros((2, columns)) if some is None else some.sum(1).to(weight.dtype)
     return out, of_weight, of_bias
 
 
@@ -82,42 +82,29 @@ def _tile(columns: int, numbers: int, warps: int) -> tuple[int, int, int]:
 
 
 @triton.jit
-def _weights(weight, column, known, CENTERED: tl.constexpr):
+def _weights(weight, column, known, CENTERED: constexpr):
     scale = tl.load(weight + column, mask=known, other=0.0).to(tl.float32)
     return scale + 1.0 if CENTERED else scale
 
 
 @triton.jit
 def _forward(
-    x,
-    weight,
-    bias,
-    out,
-    means,
-    spreads,
-    rows,
-    columns,
-    epsilon,
-    HAS_MEAN: tl.constexpr,
-    CENTERED: tl.constexpr,
-    NORMED: tl.constexpr,
-    TALL: tl.constexpr,
-    WIDE: tl.constexpr,
+    x, weight, bias, out, means, spreads, rows, columns, epsilon, CENTERED: constexpr, TALL: constexpr, WIDE: constexpr
 ):
     row = tl.program_id(0) * TALL + tl.arange(0, TALL)
     column = tl.arange(0, WIDE)
     place = row.to(tl.int64)[:, None] * columns + column[None, :]
     known = (row < rows)[:, None] & (column < columns)[None, :]
     y = tl.load(x + place, mask=known, other=0.0).to(tl.float32)
-    if HAS_MEAN:
+    if bias is not None:
         mean = tl.sum(y, 1) / columns
         y = tl.where(known, y - mean[:, None], 0.0)
         tl.store(means + row, mean, mask=row < rows)
     spread = 1.0 / tl.sqrt(tl.sum(y * y, 1) / columns + epsilon)
     tl.store(spreads + row, spread, mask=row < rows)
-    if NORMED:
+    if out is not None:
         y = y * spread[:, None] * _weights(weight, column, column < columns, CENTERED)[None, :]
-        if HAS_MEAN:
+        if bias is not None:
             y += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
         tl.store(out + place, y.to(out.dtype.element_ty), mask=known)
 
@@ -129,20 +116,16 @@ def _backward(
     means,
     spreads,
     weight,
-    bypass,
+    past,
     out,
     some,
     rows,
     columns,
     tiles,
-    bias_offset,
-    HAS_MEAN: tl.constexpr,
-    CENTERED: tl.constexpr,
-    TRAINED: tl.constexpr,
-    ADDED: tl.constexpr,
-    TALL: tl.constexpr,
-    WIDE: tl.constexpr,
-    AHEAD: tl.constexpr,
+    CENTERED: constexpr,
+    TALL: constexpr,
+    WIDE: constexpr,
+    AHEAD: constexpr,
 ):
     column = tl.arange(0, WIDE)
     scale = _weights(weight, column, column < columns, CENTERED)
@@ -155,21 +138,21 @@ def _backward(
         upstream = tl.load(gradient + place, mask=known, other=0.0).to(tl.float32)
         y = tl.load(x + place, mask=known, other=0.0).to(tl.float32)
         spread = tl.load(spreads + row, mask=row < rows, other=0.0)
-        if HAS_MEAN:
+        if means is not None:
             y = tl.where(known, y - tl.load(means + row, mask=row < rows, other=0.0)[:, None], 0.0)
         y *= spread[:, None]
-        if TRAINED:
+        if some is not None:
             of_weight += upstream * y
             of_bias += upstream
         upstream *= scale[None, :]
         of_x = upstream - y * (tl.sum(upstream * y, 1) / columns)[:, None]
-        if HAS_MEAN:
+        if means is not None:
             of_x -= (tl.sum(upstream, 1) / columns)[:, None]
         of_x *= spread[:, None]
-        if ADDED:
-            of_x += tl.load(bypass + place, mask=known, other=0.0).to(tl.float32)
+        if past is not None:
+            of_x += tl.load(past + place, mask=known, other=0.0).to(tl.float32)
         tl.store(out + place, of_x.to(out.dtype.element_ty), mask=known)
-    if TRAINED:
+    if some is not None:
         line = some + tl.program_id(0) * columns + column
         tl.store(line, tl.sum(of_weight, 0), mask=column < columns)
-        tl.store(line + bias_offset, tl.sum(of_bias, 0), mask=column < columns)
+        tl.store(line + tl.num_programs(0) * columns, tl.sum(of_bias, 0), mask=column < columns)

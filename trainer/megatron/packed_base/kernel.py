@@ -17,7 +17,6 @@ from trainer.megatron.packed_base.codes import FP8, kind_of, shape_of
 COLUMNS = 512  # of a tile, at most; its rows follow from NUMBERS
 NUMBERS = 8192
 WARPS = 8
-OUT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def unpack(
@@ -39,19 +38,17 @@ def unpack(
     _unpack[grid](
         codes.view(torch.int32 if packed else torch.uint8),
         scales.view(torch.uint8) if scales.dtype == FP8 else scales,
-        scales if factors is None else factors,
+        factors,
         whole,
         rows,
         columns,
-        rows if factors is None else rows // factors.shape[1],
         KIND=kind_of(codes, scales),
-        FACTORS=0 if factors is None else factors.shape[1],
+        FACTORS=None if factors is None else factors.shape[1],
         HEIGHT=height,
         WIDTH=width,
         TALL=tall,
         GROUPS=wide // width,
         NATIVE=codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9),
-        OUT=OUT[dtype],
         num_warps=WARPS,
     )
     return whole
@@ -65,7 +62,6 @@ def _unpack(
     whole,
     rows,
     columns,
-    each,
     KIND: tl.constexpr,
     FACTORS: tl.constexpr,
     HEIGHT: tl.constexpr,
@@ -73,7 +69,6 @@ def _unpack(
     TALL: tl.constexpr,
     GROUPS: tl.constexpr,
     NATIVE: tl.constexpr,
-    OUT: tl.constexpr,
 ):
     matrix = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1) * TALL + tl.arange(0, TALL)
@@ -85,6 +80,7 @@ def _unpack(
     scale = tl.load(scales + of_blocks, mask=known, other=0)
     if KIND == "nvfp4":
         scale = _e4m3(scale, NATIVE)
+        each = rows // FACTORS
         scale = scale * tl.load(factors + matrix * FACTORS + row // each, mask=row < rows, other=0.0)[:, None]
     elif KIND == "mxfp4":
         scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
@@ -111,7 +107,7 @@ def _unpack(
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         byte = tl.load(codes + line + column[None, :], mask=inside, other=0)
         number = tl.reshape(_e4m3(byte, NATIVE), (TALL, GROUPS, WIDTH))
-    values = tl.reshape(number * scale[:, :, None], (TALL, GROUPS * WIDTH)).to(OUT)
+    values = tl.reshape(number * scale[:, :, None], (TALL, GROUPS * WIDTH)).to(whole.dtype.element_ty)
     target = start + tl.arange(0, GROUPS * WIDTH)
     tl.store(whole + line + target[None, :], values, mask=(row < rows)[:, None] & (target < columns)[None, :])
 

@@ -73,11 +73,10 @@ class PackedWeight(torch.Tensor):
     def packed_bytes(self) -> int:
         return self.store.bytes if self.leads else 0
 
-    def materialize_group_for_forward(self) -> list[torch.Tensor]:
+    def materialize_group_for_forward(self, **_: Any) -> list[torch.Tensor]:
         return self.store.unpack()
 
-    def materialize_group_for_backward(self, **_: Any) -> list[torch.Tensor]:
-        return self.store.unpack()
+    materialize_group_for_backward = materialize_group_for_forward
 
     def finalize_group_grads(self, wgrads: Any = None, **_: Any) -> Any:
         raise AssertionError("a packed weight is frozen, and has no gradient")
@@ -99,9 +98,8 @@ def layers(chunk: nn.Module, run: Run | None = None) -> Iterator[tuple[str, nn.M
     for prefix, module in chunk.named_modules():
         if run and not is_packed(run, prefix):
             continue
-        table = module._parameters
-        names = [name for name, value in table.items() if value is not None and _is_bare_matrix(name, value)]
-        if names:
+        bare = {name: value for name, value in module._parameters.items() if value is not None and value.is_meta}
+        if names := [name for name, value in bare.items() if value.ndim == 2 and MATRIX.fullmatch(name)]:
             yield prefix, module, names
 
 
@@ -130,7 +128,3 @@ def fill(chunk: nn.Module, start: bool = False) -> list[tuple[nn.Parameter, nn.P
                     new.data.fill_(0.0 if "bias" in name else 1.0)
                 replaced.append((old, new))
     return replaced
-
-
-def _is_bare_matrix(name: str, value: nn.Parameter) -> bool:
-    return value.is_meta and value.ndim == 2 and bool(MATRIX.fullmatch(name))

@@ -11,46 +11,43 @@ import triton.language as tl
 
 from trainer.megatron.quantized import Parts
 
-NORM, GELU, BACK = (64, 128), (32, 128), (128, 64)  # rows and columns of a tile
+# Rows and columns of a tile.
+NORM_TALL, NORM_WIDE = tl.constexpr(64), tl.constexpr(128)
+GELU_TALL, GELU_WIDE = tl.constexpr(32), tl.constexpr(128)
+BACK_TALL, BACK_WIDE = tl.constexpr(128), tl.constexpr(64)
+SUMMED = tl.constexpr(256)  # rows that one program sums
 WARPS = 4  # per tile
-SUMMED = 256  # rows that one program sums
 
 
 def norm(x: torch.Tensor, weight, bias, means, spreads: torch.Tensor, centered: bool, parts: Parts):
-    """Return the normed rows; for RMS norms `means` is None."""
-    has_mean = means is not None
-    tensors = x, weight, bias if has_mean else weight, means if has_mean else spreads, spreads
-    rows, columns = x.shape
-    sizes = rows, columns, has_mean, centered, parts.turned is not None, *NORM
-    _norm[_grid(rows, columns, *NORM)](*tensors, *_places(parts), *sizes, num_warps=WARPS)
+    """Return the normed rows; for RMS norms `means` is None, and `bias` is not read."""
+    grid = _grid(*x.shape, NORM_TALL, NORM_WIDE)
+    _norm[grid](x, weight, bias, means, spreads, *_places(parts), *x.shape, centered, num_warps=WARPS)
     return parts.whole
 
 
 def gelu(bias: torch.Tensor, x: torch.Tensor, parts: Parts):
     """Return GELU of x + bias, by the tanh approximation."""
-    rows, columns = x.numel() // x.shape[-1], x.shape[-1]
-    sizes = rows, columns, parts.turned is not None, *GELU
-    _gelu[_grid(rows, columns, *GELU)](x, bias, *_places(parts), *sizes, num_warps=WARPS)
+    sizes = x.numel() // x.shape[-1], x.shape[-1]
+    _gelu[_grid(*sizes, GELU_TALL, GELU_WIDE)](x, bias, *_places(parts), *sizes, num_warps=WARPS)
     return parts.whole
 
 
 def gelu_back(gradient: torch.Tensor, bias: torch.Tensor, x: torch.Tensor, parts: Parts):
     """Return the gradients of x, in FP8, and of the bias."""
-    rows, columns = x.numel() // x.shape[-1], x.shape[-1]
-    some = torch.empty((triton.cdiv(rows, SUMMED), columns), dtype=torch.float32, device=x.device)
-    sizes = rows, columns, parts.turned is not None, *BACK, SUMMED
-    grid = _grid(rows, columns, SUMMED, BACK[1])
+    sizes = x.numel() // x.shape[-1], x.shape[-1]
+    grid = _grid(*sizes, SUMMED, BACK_WIDE)
+    some = torch.empty((grid[1], sizes[1]), dtype=torch.float32, device=x.device)
     _gelu_back[grid](gradient, x, bias, some, *_places(parts), *sizes, num_warps=WARPS)
     return parts.whole, some.sum(0).to(bias.dtype)
 
 
-def _grid(rows: int, columns: int, tall: int, wide: int) -> tuple[int, int]:
-    return triton.cdiv(columns, wide), triton.cdiv(rows, tall)
+def _grid(rows: int, columns: int, tall: tl.constexpr, wide: tl.constexpr) -> tuple[int, int]:
+    return triton.cdiv(columns, wide.value), triton.cdiv(rows, tall.value)
 
 
 def _places(parts: Parts) -> tuple:
-    turned = parts.rows if parts.turned is None else parts.turned
-    return parts.rows, turned, parts.scale, parts.inverse, parts.largest
+    return parts.rows, parts.turned, parts.scale, parts.inverse, parts.largest
 
 
 @triton.jit
@@ -61,12 +58,12 @@ def _read(x, row, column, rows, columns):
 
 
 @triton.jit
-def _keep(y, out, turned, scale, row, column, rows, columns, TURNED: tl.constexpr):
-    """Write a tile in FP8, and return its largest magnitude."""
+def _keep(y, out, turned, scale, row, column, rows, columns):
+    """Write a tile in FP8, also to its transpose unless that is None, and return its largest magnitude."""
     known = (row < rows)[:, None] & (column < columns)[None, :]
     quantized = (y * scale).to(out.dtype.element_ty)
     tl.store(out + row.to(tl.int64)[:, None] * columns + column[None, :], quantized, mask=known)
-    if TURNED:
+    if turned is not None:
         place = column.to(tl.int64)[:, None] * rows + row[None, :]
         tl.store(turned + place, tl.trans(quantized), mask=(column < columns)[:, None] & (row < rows)[None, :])
     return tl.max(tl.max(tl.where(known, tl.abs(y), 0.0), 1), 0)
@@ -99,89 +96,44 @@ def tanh_gelu_slope(y):
 
 @triton.jit
 def _norm(
-    x,
-    weight,
-    bias,
-    means,
-    spreads,
-    out,
-    turned,
-    scales,
-    inverse,
-    largest,
-    rows,
-    columns,
-    HAS_MEAN: tl.constexpr,
-    CENTERED: tl.constexpr,
-    TURNED: tl.constexpr,
-    TALL: tl.constexpr,
-    WIDE: tl.constexpr,
+    x, weight, bias, means, spreads, out, turned, scales, inverse, largest, rows, columns, CENTERED: tl.constexpr
 ):
-    row = tl.program_id(1) * TALL + tl.arange(0, TALL)
-    column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    row = tl.program_id(1) * NORM_TALL + tl.arange(0, NORM_TALL)
+    column = tl.program_id(0) * NORM_WIDE + tl.arange(0, NORM_WIDE)
     y = _read(x, row, column, rows, columns)
-    if HAS_MEAN:
+    if means is not None:
         y -= tl.load(means + row, mask=row < rows, other=0.0)[:, None]
     by = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
     y *= tl.load(spreads + row, mask=row < rows, other=0.0)[:, None]
     y *= (by + 1.0 if CENTERED else by)[None, :]
-    if HAS_MEAN:
+    if means is not None:
         y += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     scale = tl.load(scales)
     y = y.to(x.dtype.element_ty).to(tl.float32)
-    _end(_keep(y, out, turned, scale, row, column, rows, columns, TURNED), scale, inverse, largest)
+    _end(_keep(y, out, turned, scale, row, column, rows, columns), scale, inverse, largest)
 
 
 @triton.jit
-def _gelu(
-    x,
-    bias,
-    out,
-    turned,
-    scales,
-    inverse,
-    largest,
-    rows,
-    columns,
-    TURNED: tl.constexpr,
-    TALL: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    row = tl.program_id(1) * TALL + tl.arange(0, TALL)
-    column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+def _gelu(x, bias, out, turned, scales, inverse, largest, rows, columns):
+    row = tl.program_id(1) * GELU_TALL + tl.arange(0, GELU_TALL)
+    column = tl.program_id(0) * GELU_WIDE + tl.arange(0, GELU_WIDE)
     y = _read(x, row, column, rows, columns)
     y += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     y = tanh_gelu(y)
     scale = tl.load(scales)
     y = y.to(x.dtype.element_ty).to(tl.float32)
-    _end(_keep(y, out, turned, scale, row, column, rows, columns, TURNED), scale, inverse, largest)
+    _end(_keep(y, out, turned, scale, row, column, rows, columns), scale, inverse, largest)
 
 
 @triton.jit
-def _gelu_back(
-    gradient,
-    x,
-    bias,
-    some,
-    out,
-    turned,
-    scales,
-    inverse,
-    largest,
-    rows,
-    columns,
-    TURNED: tl.constexpr,
-    TALL: tl.constexpr,
-    WIDE: tl.constexpr,
-    SUMMED: tl.constexpr,
-):
-    column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+def _gelu_back(gradient, x, bias, some, out, turned, scales, inverse, largest, rows, columns):
+    column = tl.program_id(0) * BACK_WIDE + tl.arange(0, BACK_WIDE)
     added = tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     scale = tl.load(scales)
-    total = tl.zeros((WIDE,), tl.float32)
+    total = tl.zeros((BACK_WIDE,), tl.float32)
     maximum = tl.max(total, 0)
-    for first in range(0, SUMMED, TALL):
-        row = tl.program_id(1) * SUMMED + first + tl.arange(0, TALL)
+    for first in range(0, SUMMED, BACK_TALL):
+        row = tl.program_id(1) * SUMMED + first + tl.arange(0, BACK_TALL)
         known = (row < rows)[:, None] & (column < columns)[None, :]
         place = row.to(tl.int64)[:, None] * columns + column[None, :]  # computed once for both loads; registers suffice
         y = tl.load(x + place, mask=known, other=0.0).to(tl.float32) + added
@@ -189,6 +141,6 @@ def _gelu_back(
         upstream *= tanh_gelu_slope(y)
         total += tl.sum(upstream, 0)
         y = upstream.to(x.dtype.element_ty).to(tl.float32)
-        maximum = tl.maximum(maximum, _keep(y, out, turned, scale, row, column, rows, columns, TURNED))
+        maximum = tl.maximum(maximum, _keep(y, out, turned, scale, row, column, rows, columns))
     tl.store(some + tl.program_id(1) * columns + column, total, mask=column < columns)
     _end(maximum, scale, inverse, largest)

@@ -21,6 +21,10 @@ CPU = torch.device("cpu")
 
 def install() -> None:
     """Replace torch.cuda's functions until this process ends. Call it once."""
+    for name in _WITHOUT_EFFECT:
+        setattr(torch.cuda, name, _nothing())
+    for name in _MEMORY:
+        setattr(torch.cuda, name, _resident())
     for name, value in _FUNCTIONS.items():
         setattr(torch.cuda, name, value)
     for name, value in _RANDOM.items():
@@ -95,15 +99,9 @@ _BY_POSITION = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.pin_memory, tor
 
 
 def _to_cpu(device):
-    if isinstance(device, bool) or device is None:
+    if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
         return device
-    if isinstance(device, int):
-        return CPU
-    if isinstance(device, str) and device.startswith("cuda"):
-        return CPU
-    if isinstance(device, torch.device) and device.type == "cuda":
-        return CPU
-    return device
+    return CPU if isinstance(device, int) or str(device).startswith("cuda") else device
 
 
 class Stream:
@@ -188,34 +186,25 @@ _PROPERTIES = SimpleNamespace(
     name="cpu", major=0, minor=0, multi_processor_count=1, total_memory=psutil.virtual_memory().total
 )
 
+_WITHOUT_EFFECT = ("_lazy_init", "empty_cache", "ipc_collect", "reset_peak_memory_stats", "set_device", "set_stream")
+_WITHOUT_EFFECT += ("synchronize",)
+_MEMORY = ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved")
 _FUNCTIONS = {
     "Event": Event,
     "Stream": Stream,
-    "_lazy_init": _nothing(),
-    "current_blas_handle": lambda: 0,
     "current_device": lambda: CPU,
     "current_stream": lambda device=None: Stream(),
     "default_stream": lambda device=None: Stream(),
     "device_count": lambda: 1,
-    "empty_cache": _nothing(),
     "get_device_capability": lambda device=None: (0, 0),
     "get_device_name": lambda device=None: "cpu",
     "get_device_properties": lambda device=None: _PROPERTIES,
-    "ipc_collect": _nothing(),
     "is_available": lambda: True,
     "is_current_stream_capturing": lambda: False,
     "is_initialized": lambda: False,
-    "max_memory_allocated": _resident(),
-    "max_memory_reserved": _resident(),
     "mem_get_info": lambda device=None: (psutil.virtual_memory().available, psutil.virtual_memory().total),
-    "memory_allocated": _resident(),
-    "memory_reserved": _resident(),
     "memory_stats": lambda device=None: {},
-    "reset_peak_memory_stats": _nothing(),
-    "set_device": _nothing(),
-    "set_stream": _nothing(),
     "stream": lambda stream: contextlib.nullcontext(),
-    "synchronize": _nothing(),
 }
 
 _RANDOM = {

@@ -26,8 +26,6 @@ def _with_int_splits(all_to_all_single):
 
 
 def _ints(sizes):
-    if isinstance(sizes, torch.Tensor):
-        return sizes.tolist()
     return None if sizes is None else [int(size) for size in sizes]
 
 

@@ -8,8 +8,11 @@ holds chunks r and 2*CP-1-r of every sequence, as Megatron distributes them to b
 on a CPU the gathered keys are small; the GPU kernels exchange them around a ring instead.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import nn
+from transformer_engine_torch import thd_get_partitioned_indices
 
 
 class DotProductAttention(nn.Module):
@@ -17,19 +20,11 @@ class DotProductAttention(nn.Module):
         self,
         num_attention_heads: int,
         kv_channels,
-        num_gqa_groups: int | None = None,
         attention_dropout: float = 0.0,
         attn_mask_type: str = "causal",
-        sequence_parallel: bool = False,
         tp_size: int = 1,
         get_rng_state_tracker=None,
-        tp_group=None,
-        layer_number: int | None = None,
-        attention_type: str = "self",
         cp_group=None,
-        cp_global_ranks=None,
-        cp_stream=None,
-        cp_comm_type: str = "p2p",
         softmax_scale: float | None = None,
         window_size: tuple[int, int] | None = None,
         softmax_type: str = "vanilla",
@@ -48,10 +43,7 @@ class DotProductAttention(nn.Module):
         self.head_dim = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
         self.scale = softmax_scale if softmax_scale is not None else self.head_dim**-0.5
         self.attn_mask_type, self.attention_dropout = attn_mask_type, attention_dropout
-        self.tracker, self.cp_group, self.cp_comm_type = get_rng_state_tracker, cp_group, cp_comm_type
-
-    def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p"):
-        self.cp_group, self.cp_comm_type = cp_group, cp_comm_type
+        self.tracker, self.cp_group = get_rng_state_tracker, cp_group
 
     def forward(
         self,
@@ -69,21 +61,23 @@ class DotProductAttention(nn.Module):
         packed = qkv_format == "thd"
         if packed:
             query, key, value = (t.unsqueeze(1) for t in (query, key, value))  # [t, h, d] -> [t, 1, h, d]
-        cp = self.cp_group.size() if self.cp_group is not None else 1
-        rank = self.cp_group.rank() if cp > 1 else 0
-        bounds = cu_seqlens_q_padded if cu_seqlens_q_padded is not None else cu_seqlens_q
-        lengths = bounds.diff().tolist() if packed else [query.shape[0] * cp]
+        cp, rank = (self.cp_group.size(), self.cp_group.rank()) if self.cp_group is not None else (1, 0)
         total = query.shape[0] * cp
-        lengths.append(total - sum(lengths))  # padding after the last sequence attends only to itself
+        ends = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
+        if not packed:
+            ends = torch.tensor([0, total], dtype=torch.int32)
         if cp > 1:
-            key, value = _gather(key, self.cp_group), _gather(value, self.cp_group)
-        segment_q, place_q = _places(lengths, cp, [rank])
-        segment_k, place_k = _places(lengths, cp, range(cp))
-        allowed = segment_q[:, None] == segment_k[None, :]
+            from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region as gather
+
+            key, value = gather(key, group=self.cp_group), gather(value, group=self.cp_group)
+        of_query = _tokens(ends, total, cp, [rank])[:, None]
+        of_key = _tokens(ends, total, cp, range(cp))[None, :]
+        # Padding after the last sequence attends only to itself.
+        allowed = torch.searchsorted(ends, of_query, right=True) == torch.searchsorted(ends, of_key, right=True)
         if "causal" in mask_type:
-            allowed &= place_q[:, None] >= place_k[None, :]
+            allowed &= of_query >= of_key
             if self.before >= 0:
-                allowed &= place_q[:, None] - place_k[None, :] <= self.before
+                allowed &= of_query - of_key <= self.before
         elif attention_mask is not None and not packed:
             allowed = ~attention_mask
         out = self._attend(query, key, value, allowed)  # [b, h, s, d]
@@ -95,16 +89,11 @@ class DotProductAttention(nn.Module):
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         if self.softmax_offset is not None:
             allowed, k, v = self._with_sinks(allowed, q, k, v)
-        arguments = {
-            "attn_mask": allowed,
-            "dropout_p": dropout,
-            "scale": self.scale,
-            "enable_gqa": q.shape[1] != k.shape[1],
-        }
-        if dropout and self.tracker is not None:
-            with self.tracker().fork():
-                return nn.functional.scaled_dot_product_attention(q, k, v, **arguments)
-        return nn.functional.scaled_dot_product_attention(q, k, v, **arguments)
+        draws = self.tracker().fork() if dropout and self.tracker is not None else nullcontext()
+        with draws:
+            return nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=allowed, dropout_p=dropout, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
 
     def _with_sinks(self, allowed, q, k, v):
         """Mask, keys and values, each extended by one entry with the head's sink as score and 0 as value."""
@@ -115,36 +104,8 @@ class DotProductAttention(nn.Module):
         return mask, torch.cat([k, k.new_zeros(shape)], 2), torch.cat([v, v.new_zeros(*shape[:3], v.shape[3])], 2)
 
 
-def _places(lengths: list[int], cp: int, ranks) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's sequence number and position in it, in the order of the ranks' chunks."""
-    segments, places = [], []
-    for rank in ranks:
-        for i, length in enumerate(lengths):
-            own = torch.arange(length)
-            if cp > 1:
-                chunks = own.view(2 * cp, -1)
-                own = torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]])
-            places.append(own)
-            segments.append(torch.full_like(own, i))
-    return torch.cat(segments), torch.cat(places)
-
-
-class _Gather(torch.autograd.Function):
-    """Concatenate the rows of all ranks; backward sums a row's gradient and sends it to the rank that holds the row."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        parts = [torch.empty_like(x) for _ in range(group.size())]
-        torch.distributed.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.contiguous()
-        torch.distributed.all_reduce(grad, group=ctx.group)
-        return grad.chunk(ctx.group.size())[ctx.group.rank()], None
-
-
-def _gather(x, group):
-    return _Gather.apply(x, group)
+def _tokens(ends, total: int, cp: int, ranks) -> torch.Tensor:
+    """Place of each token in the whole micro batch, in the order of the ranks' chunks."""
+    if cp == 1:
+        return torch.arange(total, dtype=ends.dtype)
+    return torch.cat([thd_get_partitioned_indices(ends, total, cp, rank) for rank in ranks])

@@ -4,18 +4,40 @@ import torch
 from torch import nn
 
 
-def normalize(x, weight, bias, *, kind: str, eps: float, zero_centered_gamma: bool):
+class WithoutFP8(nn.Module):
+    """Module whose state of FP8 is empty. Every checkpoint has its key."""
+
+    def get_extra_state(self):
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state):
+        pass
+
+
+def set_norm(module: nn.Module, prefix: str, kind: str, *shape, **make) -> None:
+    """Give a module the parameters of a norm, <prefix>weight and <prefix>bias, which is None for RMSNorm."""
+    fill = torch.zeros if module.zero_centered_gamma else torch.ones
+    weight = nn.Parameter(fill(*shape, **make))
+    bias = nn.Parameter(torch.zeros(*shape, **make)) if kind == "LayerNorm" else None
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        setattr(module, prefix + name, parameter)
+        if parameter is not None:
+            parameter.sequence_parallel = module.sequence_parallel
+
+
+def normalize(module: nn.Module, prefix: str, x):
     """The norm, computed in fp32 and returned in the input's type, as in the CUDA kernels."""
-    gamma = weight.float() + 1 if zero_centered_gamma else weight.float()
+    weight, bias = getattr(module, f"{prefix}weight"), getattr(module, f"{prefix}bias")
+    gamma = weight.float() + 1 if module.zero_centered_gamma else weight.float()
     wide = x.float()
-    if kind == "RMSNorm":
-        out = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * gamma
+    if bias is None:
+        out = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + module.eps) * gamma
     else:
-        out = nn.functional.layer_norm(wide, gamma.shape, gamma, bias.float(), eps)
+        out = nn.functional.layer_norm(wide, gamma.shape, gamma, bias.float(), module.eps)
     return out.to(x.dtype)
 
 
-class _Norm(nn.Module):
+class _Norm(WithoutFP8):
     kind: str
 
     def __init__(
@@ -29,25 +51,11 @@ class _Norm(nn.Module):
         **_,
     ):
         super().__init__()
-        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        fill = torch.zeros if zero_centered_gamma else torch.ones
-        self.weight = nn.Parameter(fill(normalized_shape, dtype=params_dtype, device=device))
-        self.weight.sequence_parallel = sequence_parallel
-        self.bias = None
-        if self.kind == "LayerNorm":
-            self.bias = nn.Parameter(torch.zeros(normalized_shape, dtype=params_dtype, device=device))
-            self.bias.sequence_parallel = sequence_parallel
+        self.eps, self.zero_centered_gamma, self.sequence_parallel = eps, zero_centered_gamma, sequence_parallel
+        set_norm(self, "", self.kind, normalized_shape, dtype=params_dtype, device=device)
 
     def forward(self, x):
-        return normalize(
-            x, self.weight, self.bias, kind=self.kind, eps=self.eps, zero_centered_gamma=self.zero_centered_gamma
-        )
-
-    def get_extra_state(self):
-        return torch.empty(0, dtype=torch.uint8)  # FP8 has no state here, but the key is in every checkpoint
-
-    def set_extra_state(self, state):
-        pass
+        return normalize(self, "", x)
 
 
 class LayerNorm(_Norm):

@@ -18,8 +18,6 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        bias_correction: bool = True,
-        adam_w_mode: bool = True,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         master_weights: bool = False,
@@ -27,19 +25,15 @@ class FusedAdam(torch.optim.Optimizer):
     ):
         if master_weights or (exp_avg_dtype, exp_avg_sq_dtype) != (torch.float32, torch.float32):
             raise ValueError("the precision-aware optimizer needs a GPU")
-        self.adam_w_mode = adam_w_mode
-        super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction},
-        )
+        group = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True}
+        super().__init__(params, group)
 
     @torch.no_grad()
     def step(self, closure=None, grad_scaler=None):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             beta1, beta2 = group["betas"]
-            correct1 = 1 - beta1 ** group["step"] if group["bias_correction"] else 1.0
-            correct2 = 1 - beta2 ** group["step"] if group["bias_correction"] else 1.0
+            correct1, correct2 = 1 - beta1 ** group["step"], 1 - beta2 ** group["step"]
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -47,11 +41,7 @@ class FusedAdam(torch.optim.Optimizer):
                 if not state:
                     state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
                     state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
-                if not self.adam_w_mode:
-                    grad = grad.add(p, alpha=group["weight_decay"])
                 state["exp_avg"].lerp_(grad, 1 - beta1)
                 state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
                 update = (state["exp_avg"] / correct1) / ((state["exp_avg_sq"] / correct2).sqrt() + group["eps"])
-                if self.adam_w_mode:
-                    update = update.add(p, alpha=group["weight_decay"])
-                p.sub_(update, alpha=group["lr"])
+                p.sub_(update.add(p, alpha=group["weight_decay"]), alpha=group["lr"])

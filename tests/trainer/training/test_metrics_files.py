@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.training.metrics_lines import drop_after
+from trainer.training.metrics_files import drop_after
 
 KEPT = '{"kind": "train", "step": 2, "skipped_steps": 1}\n'
 LATER = '{"kind": "train", "step": 3}\n'
