@@ -3,7 +3,6 @@
 import functools
 import tempfile
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
 
 from conf.load import load
@@ -87,10 +86,7 @@ def _forecast(run: Run, from_stage: str | None, until_stage: str | None) -> list
     return [*lines, *_lacks(run), *_takes(planned, asked), plan.summary(planned)]
 
 
-@dataclass(frozen=True)
-class Cost:
-    text: str
-    seconds: float | None = None  # None = unknown
+Cost = tuple[str, float | None]  # as text, and in seconds if it is known
 
 
 def forecast(request: Request, store: Store, planned: Plan) -> list[str]:
@@ -112,10 +108,10 @@ def forecast(request: Request, store: Store, planned: Plan) -> list[str]:
             known = stored if isinstance(stored, Artifact) else artifact.read(store, stage.key)
             reason = "made again, as requested" if isinstance(stored, Artifact) else stored.reason
             cost = _measured(known) if known else _planned(name, planned)
-            cost = cost or _similar(name, request, everything(), planned)
-            line = f"miss  {reason}; {cost.text}"
-            seconds += cost.seconds or 0.0
-            unknown += [name] if cost.seconds is None else []
+            text, took = cost or _similar(name, request, everything(), planned)
+            line = f"miss  {reason}; {text}"
+            seconds += took or 0.0
+            unknown += [name] if took is None else []
         found.append(f"{name.ljust(width)}  {stage.fingerprint}  {line}")
     hours = seconds / 3600 * planned.run.world
     without = f", without {', '.join(unknown)}" if unknown else ""
@@ -124,14 +120,14 @@ def forecast(request: Request, store: Store, planned: Plan) -> list[str]:
 
 def _measured(known: Artifact) -> Cost:
     seconds = known.made["seconds"]
-    return Cost(f"it took {clock(seconds)} and {size(known.size)} before", seconds)
+    return f"it took {clock(seconds)} and {size(known.size)} before", seconds
 
 
 def _planned(name: str, planned: Plan) -> Cost | None:
     need = next((need for need in planned.needs if need.stage == name and need.seconds is not None), None)
     if need is None or need.seconds is None:
         return None
-    return Cost(f"{duration(need.seconds)}{f' and {size(need.disk)}' if need.disk else ''} by the plan", need.seconds)
+    return f"{duration(need.seconds)}{f' and {size(need.disk)}' if need.disk else ''} by the plan", need.seconds
 
 
 def _similar(name: str, request: Request, everything: dict[str, Artifact], planned: Plan) -> Cost:
@@ -145,12 +141,12 @@ def _similar(name: str, request: Request, everything: dict[str, Artifact], plann
     others = [other for other in everything.values() if other.stage.name == stage.name and other.key != stage.key]
     similar = artifact.most_similar(filter(is_of_model, others), stage)
     if similar is None:
-        return Cost("no similar artifact of this model exists yet")
+        return "no similar artifact of this model exists yet", None
     seconds, speed = similar.made["seconds"], ""
     if name == "train" and (steps := planned.run.train.steps) and {"steps", "median_step_seconds"} <= {*similar.result}:
         step, more = similar.result["median_step_seconds"], steps - similar.result["steps"]
         seconds, speed = max(step, seconds + more * step), f", at {step:.3g} s per step"
-    return Cost(f"about {clock(seconds)}{speed}, by a similar artifact of the same model", seconds)
+    return f"about {clock(seconds)}{speed}, by a similar artifact of the same model", seconds
 
 
 def _require_rows_to_learn_from(run: Run, request: Request, store: Store) -> None:

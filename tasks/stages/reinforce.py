@@ -51,7 +51,7 @@ def reinforce(
         def page(lines: list[Line], picture: bytes | None) -> Page | None:
             if not (line := learning_pages.reinforcement_headline(lines, steps, updates)):
                 return None
-            links = stage_run.tracking.links_of_reinforcement()
+            links = stage_run.tracking.links(of_training=False)
             return learning_pages.reinforcement(
                 run.name, lines, _samples(samples), steps, updates, picture, links
             ), line

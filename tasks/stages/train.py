@@ -85,7 +85,7 @@ def train(
                 return None
             if left := learning_pages.seconds_left(lines, run.train.steps):  # next to the curves on MLflow's page
                 tracked.metrics({"progress/hours_left": left / 3600}, step=lines[-1]["step"])
-            links = stage_run.tracking.links_of_training()
+            links = stage_run.tracking.links(of_training=True)
             return learning_pages.training(run.name, lines, run.train.steps, picture, links), line
 
         say, stop = _Thinned(work.say), lambda: bool(stage_run.pointless)
