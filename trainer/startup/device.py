@@ -75,8 +75,7 @@ def start() -> None:
     if not has_gpu():
         from trainer.startup.cpu import cuda
 
-        cuda.join_random_states()
-        cuda.copy_recomputed()
+        cuda.adapt_megatron()
     gc.freeze()
     gc.enable()
 

@@ -36,24 +36,60 @@ class Gradients:
     """Metrics of gradients, taken at the end of a step before the gradients are cleared."""
 
     def __init__(self, run: Run):
-        self.layers = run.log.layer_norms
-        self.noise = NoiseScale() if run.log.noise_scale else None
-
-    def watch(self, forward_step: Callable) -> Callable:
-        """Return the forward_step, wrapped to observe gradients if the noise scale is requested."""
-        return self.noise.watch(forward_step) if self.noise else forward_step
+        self.layers, self.noise = run.log.layer_norms, run.log.noise_scale
+        self.squared = self.trace = 0.0  # means of the gradient's square and of its variance over tokens
+        self.begin_step(False)
 
     def begin_step(self, logged: bool) -> None:
         """Begin a step; `logged` says whether its metrics will be written."""
-        if self.noise:
-            self.noise.begin_step(logged)
+        self.logged = logged
+        self.tokens: list[torch.Tensor] = []
+        self.passes = 0
+        self.first: torch.Tensor | None = None  # square of the first micro batch's gradient, summed over its tokens
+
+    def watch(self, forward_step: Callable) -> Callable:
+        """Return the forward_step, wrapped to observe gradients if the noise scale is requested."""
+        if not self.noise:
+            return forward_step
+
+        @functools.wraps(forward_step)
+        def watched(state: Any, iterator: Any, model: Any, *args: Any, **keys: Any) -> Any:
+            if not self.logged or not torch.is_grad_enabled():
+                return forward_step(state, iterator, model, *args, **keys)
+            self.passes += 1
+            if self.passes == 2:
+                self.first = _square(model)
+            output, loss = forward_step(state, iterator, model, *args, **keys)
+            return output, self._counting(loss)
+
+        return watched
+
+    def _counting(self, loss: Callable) -> Callable:
+        def counting(*args: Any, **keys: Any) -> Any:
+            result = loss(*args, **keys)
+            self.tokens.append(result[1].detach().double())
+            return result
+
+        return counting
 
     def numbers(self, context) -> dict[str, float]:
         """Metrics of this step. Collective: every rank must call it."""
         if context.skipped_iter or context.grad_norm is None:
             return {}
-        norms = layer_norms(context) if self.layers else {}
-        return norms | (self.noise.numbers(float(context.grad_norm)) if self.noise else {})
+        return (layer_norms(context) if self.layers else {}) | self._noise_scale(float(context.grad_norm))
+
+    def _noise_scale(self, grad_norm: float) -> dict[str, float]:
+        """The noise scale, from the gradients of one micro batch and of the whole batch."""
+        if self.first is None:
+            return {}
+        small = self.first / self.tokens[0] ** 2
+        sums = torch.stack([small, self.tokens[0], torch.stack(self.tokens).sum()])
+        distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+        ranks = parallel_state.get_data_parallel_world_size()
+        squared, trace = estimates(sums[0].item() / ranks, grad_norm**2, sums[1].item() / ranks, sums[2].item())
+        self.squared = DECAY * self.squared + (1 - DECAY) * squared
+        self.trace = DECAY * self.trace + (1 - DECAY) * trace
+        return {"noise_scale_tokens": self.trace / self.squared} if self.squared > 0 else {}
 
 
 def layer_norms(context) -> dict[str, float]:
@@ -119,53 +155,6 @@ def stepped(optimizer: Any) -> Iterator[tuple[Any, Any]]:
 def _pairs(models: Iterable[list[Any]], stepped: Iterable[list[Any]]) -> Iterator[tuple[Any, Any]]:
     for group, copies in zip(models, stepped, strict=True):
         yield from zip(group, copies, strict=True)
-
-
-class NoiseScale:
-    """Gradient noise scale, from the gradients of one micro batch and of the whole batch."""
-
-    def __init__(self) -> None:
-        self.squared = self.trace = 0.0  # means of the gradient's square and of its variance over tokens
-        self.begin_step(False)
-
-    def begin_step(self, logged: bool) -> None:
-        self.logged = logged
-        self.tokens: list[torch.Tensor] = []
-        self.passes = 0
-        self.first: torch.Tensor | None = None  # square of the first micro batch's gradient, summed over its tokens
-
-    def watch(self, forward_step: Callable) -> Callable:
-        @functools.wraps(forward_step)
-        def watched(state: Any, iterator: Any, model: Any, *args: Any, **keys: Any) -> Any:
-            if not self.logged or not torch.is_grad_enabled():
-                return forward_step(state, iterator, model, *args, **keys)
-            self.passes += 1
-            if self.passes == 2:
-                self.first = _square(model)
-            output, loss = forward_step(state, iterator, model, *args, **keys)
-            return output, self._counting(loss)
-
-        return watched
-
-    def _counting(self, loss: Callable) -> Callable:
-        def counting(*args: Any, **keys: Any) -> Any:
-            result = loss(*args, **keys)
-            self.tokens.append(result[1].detach().double())
-            return result
-
-        return counting
-
-    def numbers(self, grad_norm: float) -> dict[str, float]:
-        if self.first is None:
-            return {}
-        small = self.first / self.tokens[0] ** 2
-        sums = torch.stack([small, self.tokens[0], torch.stack(self.tokens).sum()])
-        distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-        ranks = parallel_state.get_data_parallel_world_size()
-        squared, trace = estimates(sums[0].item() / ranks, grad_norm**2, sums[1].item() / ranks, sums[2].item())
-        self.squared = DECAY * self.squared + (1 - DECAY) * squared
-        self.trace = DECAY * self.trace + (1 - DECAY) * trace
-        return {"noise_scale_tokens": self.trace / self.squared} if self.squared > 0 else {}
 
 
 def _square(model: Any) -> torch.Tensor:

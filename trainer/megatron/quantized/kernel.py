@@ -21,28 +21,29 @@ WARPS = 4  # per tile
 
 def norm(x: torch.Tensor, weight, bias, means, spreads: torch.Tensor, centered: bool, parts: Parts):
     """Return the normed rows; for RMS norms `means` is None, and `bias` is not read."""
-    grid = _grid(*x.shape, NORM_TALL, NORM_WIDE)
-    _norm[grid](x, weight, bias, means, spreads, *_places(parts), *x.shape, centered, num_warps=WARPS)
+    programs = grid(*x.shape, NORM_TALL, NORM_WIDE)
+    _norm[programs](x, weight, bias, means, spreads, *_places(parts), *x.shape, centered, num_warps=WARPS)
     return parts.whole
 
 
 def gelu(bias: torch.Tensor, x: torch.Tensor, parts: Parts):
     """Return GELU of x + bias, by the tanh approximation."""
     sizes = x.numel() // x.shape[-1], x.shape[-1]
-    _gelu[_grid(*sizes, GELU_TALL, GELU_WIDE)](x, bias, *_places(parts), *sizes, num_warps=WARPS)
+    _gelu[grid(*sizes, GELU_TALL, GELU_WIDE)](x, bias, *_places(parts), *sizes, num_warps=WARPS)
     return parts.whole
 
 
 def gelu_back(gradient: torch.Tensor, bias: torch.Tensor, x: torch.Tensor, parts: Parts):
     """Return the gradients of x, in FP8, and of the bias."""
     sizes = x.numel() // x.shape[-1], x.shape[-1]
-    grid = _grid(*sizes, SUMMED, BACK_WIDE)
-    some = torch.empty((grid[1], sizes[1]), dtype=torch.float32, device=x.device)
-    _gelu_back[grid](gradient, x, bias, some, *_places(parts), *sizes, num_warps=WARPS)
+    programs = grid(*sizes, SUMMED, BACK_WIDE)
+    some = torch.empty((programs[1], sizes[1]), dtype=torch.float32, device=x.device)
+    _gelu_back[programs](gradient, x, bias, some, *_places(parts), *sizes, num_warps=WARPS)
     return parts.whole, some.sum(0).to(bias.dtype)
 
 
-def _grid(rows: int, columns: int, tall: tl.constexpr, wide: tl.constexpr) -> tuple[int, int]:
+def grid(rows: int, columns: int, tall: tl.constexpr, wide: tl.constexpr) -> tuple[int, int]:
+    """Return the numbers of programs across and down, for tiles of this size."""
     return triton.cdiv(columns, wide.value), triton.cdiv(rows, tall.value)
 
 

@@ -38,12 +38,15 @@ def install() -> None:
     DeviceMode().__enter__()
 
 
-def join_random_states() -> None:
-    """Make Megatron's per-rank random streams switch the CPU's generator.
+def adapt_megatron() -> None:
+    """Make Megatron's per-rank random streams switch the CPU's generator, and recomputed activations be copied.
 
     Megatron accesses the GPU's generator through private functions. A data loader draws a seed for its workers from the
     CPU's generator, once per epoch and again after a resume. With a GPU that does not change the GPU's generator, and
     here it must not change the CPU's: dropout of a resumed training must equal that of an uninterrupted one.
+
+    Megatron lets recomputed activations share the memory that it has reserved for them with a C++ function. Compiling
+    it takes 15 s in every new environment.
     """
     from megatron.core.tensor_parallel import random
     from torch.utils.data import dataloader
@@ -52,6 +55,7 @@ def join_random_states() -> None:
 
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: _set_rng_state(state)
+    random._share_storage_ext = SimpleNamespace(share_storage=_copy_storage)
 
 
 def _keeping_random_state(begin: Callable[..., None]) -> Callable[..., None]:
@@ -61,16 +65,6 @@ def _keeping_random_state(begin: Callable[..., None]) -> Callable[..., None]:
             begin(*arguments)
 
     return begin_and_restore
-
-
-def copy_recomputed() -> None:
-    """Copy recomputed activations into the storage that Megatron has reserved for them.
-
-    Megatron lets the two share their memory with a C++ function. Compiling it takes 15 s in every new environment.
-    """
-    from megatron.core.tensor_parallel import random
-
-    random._share_storage_ext = SimpleNamespace(share_storage=_copy_storage)
 
 
 class DeviceMode(TorchFunctionMode):
@@ -104,19 +98,13 @@ def _to_cpu(device):
     return CPU if isinstance(device, int) or str(device).startswith("cuda") else device
 
 
-class Stream:
+class Stream(contextlib.nullcontext):
     """A stream on which all work is finished."""
 
     cuda_stream = 0
 
     def __init__(self, *args, **kwargs):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        return None
+        super().__init__(self)
 
     def record_event(self, event=None):
         return event or Event()

@@ -10,7 +10,6 @@ works without them; trainer/megatron/recipe.py turns off the fusions that need t
 
 from importlib.metadata import version
 
-from transformer_engine import common, pytorch
+from transformer_engine import common, pytorch  # noqa: F401
 
-__all__ = ["common", "pytorch"]
 __version__ = version("transformer-engine")

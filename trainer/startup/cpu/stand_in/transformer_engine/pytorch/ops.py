@@ -1,5 +1,3 @@
 """The operation fuser. Megatron-Bridge uses its container in annotations that are evaluated at import."""
 
-from torch.nn import Sequential
-
-__all__ = ["Sequential"]
+from torch.nn import Sequential  # noqa: F401

@@ -4,9 +4,7 @@ The multi-tensor kernels are missing on purpose: Megatron then uses its own plai
 """
 
 import torch
-from torch.optim import SGD as FusedSGD
-
-__all__ = ["FusedAdam", "FusedSGD"]
+from torch.optim import SGD as FusedSGD  # noqa: F401
 
 
 class FusedAdam(torch.optim.Optimizer):
