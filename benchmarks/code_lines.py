@@ -43,9 +43,10 @@ def _docstrings(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFun
     """Texts without effect: the first statement, and those after an attribute of a class or of a module."""
     for before, statement in pairwise([None, *node.body]):
         attribute = isinstance(before, ast.Assign | ast.AnnAssign) and isinstance(node, ast.Module | ast.ClassDef)
-        if (before is None or attribute) and isinstance(statement, ast.Expr):
-            if isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str):
-                yield statement
+        if not isinstance(statement, ast.Expr) or not (before is None or attribute):
+            continue
+        if isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str):
+            yield statement
 
 
 def counts(texts: Iterator[tuple[str, str]]) -> Counter[str]:
