@@ -36,7 +36,7 @@ def finetune(
 ) -> State:
     """Plan, download, convert, prepare, train, export, evaluate and promote. Existing artifacts are not made again.
 
-    Called from Python it returns a tasks.stages.result.Result, and raises an error if the run fails.
+    Called from Python it returns a tasks.stages.run_report.Result, and raises an error if the run fails.
 
     Args:
         conf: The configuration that the run starts from.
