@@ -120,10 +120,10 @@ class Member(Link):
     def join(self) -> bool:
         found = self.board.pulse()
         assert found is not None
-        self.word, self._tag = found
+        self.word, self._word_tag = found
         self.beat, self.renewed, self.shipped = 0, -random.uniform(0, RENEWED), -random.uniform(0, SHIPPED)
         self.due = 0.0
-        return self._notice.create(self.message)
+        return self.create()
 
     def work(self) -> None:
         now = time.monotonic()

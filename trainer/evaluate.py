@@ -169,7 +169,7 @@ def _output_since(log: Path, begin: int) -> str:
 
 def _show_failure(error: Exception, log: Path, begin: int) -> None:
     with log.open("a") as f:
-        f.write("".join(traceback.format_exception(error)))
+        traceback.print_exception(error, file=f)
     sys.stderr.write("".join(_output_since(log, begin).splitlines(keepends=True)[-LOG_LINES:]))
     sys.stderr.write(f"error: the evaluation broke off; the lines above are the last of {log}\n")
 

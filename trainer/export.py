@@ -153,7 +153,7 @@ def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
     if "merged" in formats:
         as_released = run.export.quantization == "as_released"
         source = format_of_release.Rounding(trained) if as_released else parts.Merged(trained)
-        layouts = (format_of_release if as_released else merged_format).layouts(trained.model)
+        layouts = merged_format.layouts(trained.model, as_released)
         journal = partial / JOURNAL
         entries = parts.write(source, layouts, partial / "merged", journal)
         if as_released:

@@ -28,56 +28,55 @@ from trainer.training import resume
 def main(configured: Run) -> None:
     run = as_training(configured)
     folder = checkpoint_folder(run)
-    done = checkpoints.complete_steps(folder)
-    if done and done[-1] >= last_step(run):
-        place = checkpoints.step_folder(folder, done[-1])
-        say(f"reinforce: step {done[-1]} of {last_step(run)} already exists: {place}")
+    newest = max(checkpoints.complete_steps(folder), default=0)
+    if newest >= last_step(run):
+        place = checkpoints.step_folder(folder, newest)
+        say(f"reinforce: step {newest} of {last_step(run)} already exists: {place}")
         return
-    first = os.environ["RANK"] == "0"
-    if first:
+    is_first = os.environ["RANK"] == "0"
+    if is_first:
         for name in checkpoints.remove_incomplete(folder):
             say(f"reinforce: removed {folder / name}, left over from an interrupted save")
         resume.report_changes(run, folder)
     if run.layout.nodes > 1 and run.gang.preflight and "GANG_ATTEMPT" in os.environ:
         preflight.main(run)
-    rollouts = Rollouts(run) if first else None  # vLLM loads the model while Megatron does
+    rollouts = Rollouts(run) if is_first else None  # vLLM loads the model while Megatron does
     try:
-        _train(configured, run, rollouts, done[-1] if done else 0)
+        _train(configured, run, rollouts, newest)
     finally:
         if rollouts:
             rollouts.close()
 
 
-def _train(configured: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
+def _train(configured: Run, run: Run, rollouts: Rollouts | None, newest: int) -> None:
+    """Train from the newest checkpoint's step on."""
     device.start()
     from trainer.megatron.model import open_bridge
     from trainer.reinforcement.journal import Journal, facts
     from trainer.reinforcement.loop import Reinforcement
-    from trainer.reinforcement.policy.policy_step import Feed, FromOutside, PolicyStep
+    from trainer.reinforcement.policy.policy_step import FromOutside
     from trainer.training.bridge_loop import train
     from trainer.training.mark_checkpoints import MarkCheckpoints
     from trainer.training.metrics import Metrics
     from trainer.training.parity import Parity
 
-    settings, feed = run.reinforce, Feed()
     if rollouts:
         Journal(Path(run.paths.output)).begin(facts(configured))
     with megatron_to(Path(run.paths.logs)):
         bridge = open_bridge(run)
-        config = make_config(run, bridge, start or None)
-        config.dataset = FromOutside.of(run, feed)
-        _leave_dropout_out(config)
-        fresh = not start and settings.start == "trained"
-        if fresh:
-            _begin_with(config.checkpoint, checkpoint_folder(configured))
-        step = PolicyStep(run.reinforce)
-        metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
-        steps = Reinforcement(run, bridge, rollouts, feed, step, metrics, fresh)
-        callbacks = [steps, metrics, Parity(run), MarkCheckpoints(run, metrics), heartbeat.callback(), feed]
-        train(run, config, step, callbacks)
+        config = make_config(run, bridge, newest or None)
+        _switch_dropout_off(config)
+        from_training = not newest and run.reinforce.start == "trained"
+        if from_training:
+            _load_trained(config.checkpoint, checkpoint_folder(configured))
+        metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", newest)
+        steps = Reinforcement(run, bridge, rollouts, metrics, from_training)
+        config.dataset = FromOutside.of(run, steps.feed)
+        callbacks = [steps, metrics, Parity(run), MarkCheckpoints(run, metrics), heartbeat.callback(), steps.feed]
+        train(run, config, steps.policy_step, callbacks)
 
 
-def _leave_dropout_out(config) -> None:
+def _switch_dropout_off(config) -> None:
     """Train without the dropout of a release's config.json, and without an adapter's.
 
     vLLM samples without dropout, and answers' earlier log-probabilities have none; a policy with dropout would differ
@@ -88,8 +87,8 @@ def _leave_dropout_out(config) -> None:
         config.peft.dropout = 0.0
 
 
-def _begin_with(checkpoint, folder: Path) -> None:
-    """Make Bridge load a training's weights, without its optimizer and random states."""
+def _load_trained(checkpoint, folder: Path) -> None:
+    """Make Bridge load a training's last weights, without its optimizer and random states."""
     steps = checkpoints.complete_steps(folder)
     if not steps:
         raise Fault(f"{folder}: no complete checkpoint to start from: python -m trainer.train, or reinforce.start=base")

@@ -39,7 +39,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +126,10 @@ def _best(options: argparse.Namespace, configured: Run, run: Run, facts: ModelFa
     rows: list[best_layouts.Row] = []
     for candidate in candidates:
         rows.append(best_layouts.measured(candidate, options.conf, options.overrides, more))
-        file.write_text(json.dumps([row.as_json() for row in rows], indent=1) + "\n")
+        file.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
         _to_stderr(f"{len(rows)} of {len(candidates)}  {best_layouts.line(rows[-1])}")
     named = best_layouts.verdict(rows, options.conf, options.overrides)
-    print(json.dumps([row.as_json() for row in rows]) if options.json else named)
+    print(json.dumps([asdict(row) for row in rows]) if options.json else named)
     return 0 if any(row.seconds is not None for row in rows) else 1
 
 

@@ -138,17 +138,14 @@ def take(
 
 def held(gpus: tuple[str, ...]) -> str | None:
     """The present owner of one of these GPUs, as text for people; None where nobody has one."""
-    with _turn() as turn:
-        owners = _owners(gpus) if turn else {}
-    return _said(owners, gpus) if owners else None
+    return _said(_look(gpus)[0], gpus) or None
 
 
 def wanted(gpus: tuple[str, ...]) -> str | None:
     """The present owner of one of these GPUs, or else those that wait for one; None if they are free."""
-    with _turn() as turn:
-        wishes = gpu_queue.in_order(_Queue().others()) if turn else []
+    owners, wishes = _look(gpus)
     waiting = [f"{one.what} waits for {_amount(one.count)} of them" for one in wishes if {*one.gpus} & {*gpus}]
-    return held(gpus) or "; ".join(waiting) or None
+    return _said(owners, gpus) or "; ".join(waiting) or None
 
 
 def standing() -> list[str]:
@@ -156,16 +153,19 @@ def standing() -> list[str]:
     there = listed()
     if not there or not folder().is_dir():
         return []
-    with _turn() as turn:
-        owners = _owners(there) if turn else {}
-        wishes = gpu_queue.in_order(_Queue().others()) if turn else []
-    lines = []
+    (owners, wishes), lines = _look(there), []
     for owner in dict.fromkeys(owners.values()):
         names = nvidia_smi.devices(tuple(gpu for gpu in there if owners.get(gpu) == owner), there)
         lines.append(f"{owner.what} has had GPU {names.replace(',', ', ')} for {clock(time.time() - owner.since)}")
     for wish in wishes:
         lines.append(f"{wish.what} has waited for {_amount(wish.count)} for {clock(time.time() - wish.since)}")
     return lines
+
+
+def _look(gpus: tuple[str, ...]) -> tuple[dict[str, Owner], list[Wish]]:
+    """Owners of these GPUs, and all that wait, first served first; neither while somebody else looks for long."""
+    with _turn() as turn:
+        return (_owners(gpus), gpu_queue.in_order(_Queue().others())) if turn else ({}, [])
 
 
 class _Queue:

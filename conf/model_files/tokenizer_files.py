@@ -80,7 +80,9 @@ def _ids_of_whole(path: Path, found: dict[str, Any]) -> Iterator[tuple[str, int]
         yield from _ids_by_text(path, vocabulary, "model.vocab: ")
     elif isinstance(vocabulary, list):  # of unigrams: a text and its score
         for number, pair in enumerate(vocabulary):
-            if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and _score(pair[1])):
+            if not (
+                isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and type(pair[1]) in (int, float)
+            ):
                 raise Fault(f"{path}: model.vocab: {show(pair)} is not a text with its score")
             yield pair[0], number
     else:
@@ -151,7 +153,3 @@ def _is_merge(merge: Any) -> bool:
 
 def _is_id(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**31
-
-
-def _score(value: Any) -> bool:
-    return type(value) in (int, float)

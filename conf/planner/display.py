@@ -67,12 +67,10 @@ def lines(plan: Plan) -> Iterator[str]:
     elif plan.not_searched:
         yield f"instead  nothing was searched for: {plan.not_searched}"
     yield plan.verdict
-    if plan.unserved:
-        yield f"refused all the same: evaluation: {plan.unserved}; {WITHOUT}"
-    if plan.unanswered:
-        yield f"refused all the same: reinforce: {plan.unanswered}"
-    if plan.unasked:
-        yield f"refused all the same: {plan.unasked}"
+    evaluation_refused = plan.unserved and f"evaluation: {plan.unserved}; {WITHOUT}"
+    for reason in (evaluation_refused, plan.unanswered and f"reinforce: {plan.unanswered}", plan.unasked):
+        if reason:
+            yield f"refused all the same: {reason}"
 
 
 def degrees(layout: Layout) -> str:
@@ -244,10 +242,8 @@ def whole(plan: Plan, needs: Sequence[StageNeed]) -> str:
 
 
 def duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else _hours(seconds)
-
-
-def _hours(seconds: float) -> str:
+    if seconds < 6000:
+        return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h" if seconds < 360_000 else f"{seconds / 86400:.0f} days"
 
 

@@ -173,8 +173,7 @@ def _holding(run: Run, facts: ModelFacts, rank: int, stages: list[Stage]) -> Hol
         layers.update(stage.layers)
         held, trained = parameters.held(run, facts, stage), parameters.trainable(run, facts, stage)
         adapters = sum(count for key, count in held.items() if key.startswith("adapters"))
-        low = parameters.quantized(run, facts, stage), parameters.matrices(run, facts, stage)
-        more = (sum(held.values()) - adapters, adapters, *trained, *low)
+        more = (sum(held.values()) - adapters, adapters, *trained, *parameters.quantized(run, facts, stage))
         counts = [one + other for one, other in zip(counts, more, strict=True)]
     output, (base, adapters, dense, expert, *low) = any(stage.output for stage in stages), counts
     return Holding(rank, layers, output, base, adapters, (dense, expert), *low)

@@ -3,8 +3,8 @@
     stages(run, facts)              what lies where: a Stage per pipeline rank, or per virtual stage of one
     held(run, facts, stage)         parameters on one rank of it, by kind; all ranks of a stage hold as many
     trainable(run, facts, stage)    how many of them are trained: (dense, of experts)
-    quantized(run, facts, stage)    how many lie in matrices that train.fp8 multiplies in FP8
-    matrices(run, facts, stage)     how many such matrices there are; gate and up are two
+    quantized(run, facts, stage)    numbers in matrices that train.fp8 multiplies in FP8 or model.base packs, and how
+                                    many such matrices there are; gate and up are two
     total(facts), active(facts)     of the released checkpoint; those that one token passes through
     parts(facts, kind)              of one whole layer, dense or moe; linears(facts, kind) has its matrices but experts'
 
@@ -102,20 +102,19 @@ def trainable(run: Run, facts: ModelFacts, stage: Stage) -> tuple[int, int]:
     return sum(found.values()) - found["experts"] - frozen, found["experts"]
 
 
-def quantized(run: Run, facts: ModelFacts, stage: Stage) -> int:
+def quantized(run: Run, facts: ModelFacts, stage: Stage) -> tuple[int, int]:
+    """Numbers in matrices of fewer bits, without biases, and how many such matrices there are."""
     layers = list(stage.layers)
     if run.train.fp8 == "current":  # Bridge's recipe leaves the model's first and last layer in bf16
         ordinary = [kind for kind in layers if kind != "mtp"]
         first, last = stage.rank == stage.virtual == 0, stage.output
         layers = ordinary[first : len(ordinary) - last] + [kind for kind in layers if kind == "mtp"]
-    return sum(_matrices(run, facts, kind) * count for kind, count in Counter(layers).items())
-
-
-def matrices(run: Run, facts: ModelFacts, stage: Stage) -> int:
-    found = 0
-    for kind, count in Counter(stage.layers).items():
-        found += count * sum(each * _apart(some, facts) for _, each, some in _low(run, facts, kind))
-    return found
+    numbers = matrices = 0
+    for kind, count in Counter(layers).items():
+        for ranks, each, linear in _low(run, facts, kind):
+            numbers += count * each * _size(replace(linear, bias=False), ranks)
+            matrices += count * each * (2 if facts.gated and linear.name == "linear_fc1" else 1)
+    return numbers, matrices
 
 
 def total(facts: ModelFacts) -> int:
@@ -180,31 +179,14 @@ def _weights(facts: ModelFacts, kind: str, tp: int) -> dict[str, int]:
     return found
 
 
-def _matrices(run: Run, facts: ModelFacts, kind: str) -> int:
-    """Parameters in the matrices of one layer on one rank, without biases, the router and adapters."""
-    return sum(
-        count * _size(replace(linear, bias=False), cut)
-        for cut, count, some in _low(run, facts, kind)
-        for linear in some
-    )
-
-
-def _low(run: Run, facts: ModelFacts, kind: str) -> Iterator[tuple[int, int, list[Linear]]]:
-    """Matrices of a layer in fewer bits: the ranks that share each, its number on one rank, and the matrices."""
-    low, layout = _parts(run), run.layout
+def _low(run: Run, facts: ModelFacts, kind: str) -> Iterator[tuple[int, int, Linear]]:
+    """Matrices of a layer in fewer bits: the ranks that share each, its number on one rank, and the matrix."""
+    low, layout = packed_base.parts(run) if packed_base.format_of(run) else packed_base.PARTS, run.layout
     kinds = [*(["attention"] if "attention" in low else []), *((*MLPS, "mtp") if "dense" in low else [])]
-    yield layout.tp, 1, [linear for of in kinds for linear in _linears(facts, kind, of) if linear.into]
-    if "experts" in low and (experts := _linears(facts, kind, "experts")):
-        yield layout.etp, facts.experts // layout.ep, experts
-
-
-def _parts(run: Run) -> tuple[str, ...]:
-    """Parts of the model that are in fewer bits, if any are."""
-    return packed_base.parts(run) if packed_base.format_of(run) else packed_base.PARTS
-
-
-def _apart(linears: list[Linear], facts: ModelFacts) -> int:
-    return sum(2 if facts.gated and linear.name == "linear_fc1" else 1 for linear in linears)
+    for linear in (linear for of in kinds for linear in _linears(facts, kind, of) if linear.into):
+        yield layout.tp, 1, linear
+    for linear in _linears(facts, kind, "experts") if "experts" in low else ():
+        yield layout.etp, facts.experts // layout.ep, linear
 
 
 @lru_cache

@@ -10,6 +10,7 @@ from conf.schema.data import Rows
 from conf.schema.named import OBJECTIVES
 from conf.schema.run import Run, sections
 from conf.schema.sections import Adapter
+from conf.schema.training import Train
 
 SMALLEST_NORM = 1e-6  # for clipping gradients: smaller ones vanish against Adam's eps
 SCALES = (1e-4, 1e3)  # of an adapter's output; 0.1 to 10 are common
@@ -63,12 +64,9 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield from _muon(run)
     if train.recompute == "selective" and not train.recompute_modules:
         yield "train.recompute_modules", "empty, but train.recompute is selective"
-    if train.recompute != "selective" and train.recompute_modules:
-        yield "train.recompute_modules", f"has no effect with train.recompute {train.recompute}"
-    if train.recompute != "full" and train.recompute_layers != 1:
-        yield "train.recompute_layers", f"has no effect with train.recompute {train.recompute}"
-    if train.recompute_first is not None and train.recompute != "full":
-        yield "train.recompute_first", f"has no effect with train.recompute {train.recompute}"
+    for key, kind in (("recompute_modules", "selective"), ("recompute_layers", "full"), ("recompute_first", "full")):
+        if train.recompute != kind and getattr(train, key) != Train.model_fields[key].default:
+            yield f"train.{key}", f"has no effect with train.recompute {train.recompute}"
     if train.recompute_first is not None and train.recompute_layers != 1:
         yield "train.recompute_first", "needs train.recompute_layers 1"
     if train.cuda_graphs:

@@ -84,7 +84,6 @@ class Gang:
 class Outcome:
     """End of an attempt."""
 
-    hosts: tuple[str, ...]
     failure: Failure | None  # None if the job is done
     came: int | None = None  # number of available hosts, if too few joined in time
 
@@ -207,7 +206,7 @@ def gather(gang: Gang, run: Run, without: tuple[str, ...], lookout: Lookout, han
         else:
             continue
         failure = Failure("host", "; ".join(dict.fromkeys((line, *handle.words()[-1:]))), True)
-        return Outcome(tuple(host_names(lookout).values()), failure, came)
+        return Outcome(failure, came)
 
 
 def go(lookout: Lookout) -> dict[int, str]:

@@ -76,44 +76,26 @@ class Board:
         self.store.write(f"{self.place}/{name}", data)
 
 
-class Notice:
-    """Message on the board with this process as its only writer."""
-
-    def __init__(self, board: Board, name: str):
-        self.board, self.key, self.tag = board, f"{board.place}/{name}", ""
-
-    def create(self, message: Word | Member) -> bool:
-        self.tag = self.board.store.create(self.key, message.to_json()) or ""
-        return bool(self.tag)
-
-    def write(self, message: Word | Member) -> bool:
-        """Write the message. Returns False if another process has written the object."""
-        data = message.to_json()
-        tag = self.board.store.replace(self.key, data, self.tag)
-        if tag is None:  # perhaps an earlier write of this process succeeded and only its answer was lost
-            entry = self.board.store.read(self.key)
-            if entry is None or messages.by(entry[0]) != message.by:
-                return False
-            tag = self.board.store.replace(self.key, data, entry[1])
-        self.tag = tag or self.tag
-        return tag is not None
-
-
 class Correspondent[M: (Word, Member)]:
     """A process of a gang: its message on the board, and a thread that writes each change of the message.
 
-    The thread may block for as long as the store does. After the end it continues until the store has not answered for
-    `patience` seconds.
+    This process is the only writer of the message. The thread may block for as long as the store does. After the end it
+    continues until the store has not answered for `patience` seconds.
     """
 
     def __init__(self, board: Board, name: str, message: M, patience: float):
-        self.board, self.message = board, message
+        self.board, self.message, self._key, self._tag = board, message, f"{board.place}/{name}", ""
         self.answered = time.monotonic()  # when the store answered last
         self.lost = False  # another process has written the message
-        self._notice, self._patience = Notice(board, name), patience
+        self._patience = patience
         self._turn, self._wake, self._over = threading.Lock(), threading.Event(), threading.Event()
         self._unsaid, self._renewed = False, 0.0
         self._thread = threading.Thread(target=self._run, daemon=True, name=name)
+
+    def create(self) -> bool:
+        """Put the message on the board. Returns False if another process has done that."""
+        self._tag = self.board.store.create(self._key, self.message.to_json()) or ""
+        return bool(self._tag)
 
     def say(self, **news: Any) -> None:
         """Change fields of the message. Others read them as soon as the store accepts them."""
@@ -162,7 +144,16 @@ class Correspondent[M: (Word, Member)]:
             raise
 
     def _write(self, message: M) -> bool:
-        return self._notice.write(message)
+        """Write the message. Returns False if another process has written the object."""
+        data = message.to_json()
+        tag = self.board.store.replace(self._key, data, self._tag)
+        if tag is None:  # perhaps an earlier write of this process succeeded and only its answer was lost
+            entry = self.board.store.read(self._key)
+            if entry is None or messages.by(entry[0]) != message.by:
+                return False
+            tag = self.board.store.replace(self._key, data, entry[1])
+        self._tag = tag or self._tag
+        return tag is not None
 
 
 @dataclass

@@ -26,7 +26,7 @@ from tasks.gang.attempt import ENDED_BY_ITSELF, TICK, Gang, Outcome, announce, g
 from tasks.gang.background import aside
 from tasks.gang.controller_link import Lookout
 from tasks.gang.diagnosis import next_step
-from tasks.gang.diagnosis.classify import Failure, Reads
+from tasks.gang.diagnosis.classify import Failure
 from tasks.gang.diagnosis.evidence import of_attempt, preempted, was_told
 from tasks.gang.diagnosis.next_step import Attempt
 from tasks.gang.engines import Demand, Handle, engine_of
@@ -72,7 +72,7 @@ def _carry_out(gang: Gang, advice: Callable[[Run], str]) -> None:
         outcome = _survived(gang, run, without)
         if outcome.failure is None:
             return
-        attempts.append(Attempt(outcome.failure, outcome.hosts, gang.job.newest()))
+        attempts.append(Attempt(outcome.failure, gang.job.newest()))
         out = next_step.left_out(attempts)
         left = gang.available(out) if outcome.came is None else outcome.came
         available = None if left is None else left + len(out)
@@ -101,7 +101,7 @@ def _survived(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
         raise
     except Exception as error:
         gang.say(traceback.format_exc())
-        return Outcome((), Failure("network", f"network: no attempt: {type(error).__name__}: {error}", True))
+        return Outcome(Failure("network", f"network: no attempt: {type(error).__name__}: {error}", True))
 
 
 def _attempt(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
@@ -134,7 +134,7 @@ def _attempt(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
         raise
     saves = failure is not None and failure.kind == "preempted"
     _end(gang, run, lookout, handle, failure.line if failure else "done", save=saves)
-    return Outcome(tuple(hosts.values()), failure)
+    return Outcome(failure)
 
 
 def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[int, str]) -> Failure | None:
@@ -171,9 +171,8 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
             if not wrong:  # the silent member is back
                 first = None
                 continue
-            reads = Reads(run.paths.data, run.train.global_batch)
             told = {k: nodes[k] for k in needed}
-            return of_attempt(reads, lookout, told, {k: hosts[k] for k in needed}, gone & {*needed}, handle.words())
+            return of_attempt(run, lookout, told, {k: hosts[k] for k in needed}, gone & {*needed}, handle.words())
 
 
 def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: str, save: bool) -> None:

@@ -35,7 +35,7 @@ class Lookout(Correspondent[Word]):
 
     def begin(self) -> bool:
         """Create the attempt on the board. Returns False if another controller has it already."""
-        if not self._notice.create(self.word):
+        if not self.create():
             return False
         self._thread.start()
         return True

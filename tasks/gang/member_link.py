@@ -34,9 +34,9 @@ class Link(Correspondent[Member]):
     def join(self) -> bool:
         """Join the attempt. Returns False if another process is this member, or the attempt does not gather members."""
         pulse = self.board.pulse()
-        if pulse is None or pulse[0].state != "gathering" or not self._notice.create(self.message):
+        if pulse is None or pulse[0].state != "gathering" or not self.create():
             return False
-        self.word, self._tag = pulse
+        self.word, self._word_tag = pulse
         self._thread.start()
         threading.Thread(target=self._ask, daemon=True, name="witnesses").start()
         return True
@@ -69,7 +69,7 @@ class Link(Correspondent[Member]):
 
     def _read(self) -> None:
         try:
-            pulse = self.board.pulse((self.word, self._tag))
+            pulse = self.board.pulse((self.word, self._word_tag))
         except Foreign as fault:  # the controller runs another version
             self.superseded = str(fault)
             return
@@ -79,9 +79,9 @@ class Link(Correspondent[Member]):
         if pulse is None:
             self.superseded = "the attempt is no longer on the board"
             return
-        if pulse[1] != self._tag or away:  # an outage restarts the controller's time
+        if pulse[1] != self._word_tag or away:  # an outage restarts the controller's time
             self.fresh = now
-        self.word, self._tag = pulse
+        self.word, self._word_tag = pulse
         if self.word.state == "go" and not self.peers.at:
             self.peers = self.board.message(Peers, PEERS) or self.peers
 

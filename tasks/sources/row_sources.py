@@ -7,8 +7,9 @@ A moved or renamed file is the same source. Its ending counts, as it determines 
 files; this module reads no rows.
 """
 
+import contextlib
 import glob
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -94,19 +95,24 @@ def _ending(name: str) -> str:
     return path.suffix if indexed_files.are([path]) else row_files.format_of(path) + row_files.compression(path)
 
 
-def _indexed(path: Path, key: str) -> list[Path]:
+@contextlib.contextmanager
+def _named(key: str) -> Iterator[None]:
+    """Begin the message of each Fault with the key."""
     try:
-        return indexed_files.of(path)
+        yield
     except Fault as fault:
         raise Fault(f"{key}: {fault}") from None
+
+
+def _indexed(path: Path, key: str) -> list[Path]:
+    with _named(key):
+        return indexed_files.of(path)
 
 
 def _content(source: str, key: str, memory: Path) -> str:
     paths = files(source, key)
-    try:
+    with _named(key):
         contents = digests(paths, memory)
-    except Fault as fault:
-        raise Fault(f"{key}: {fault}") from None
     lines = [f"{_ending(path.name)} {digest}\n" for path, digest in zip(paths, contents, strict=True)]
     return checksums.of("".join(lines))
 
@@ -117,10 +123,8 @@ def files(source: str, key: str) -> list[Path]:
     if indexed_files.is_prefix(path):
         paths = _indexed(path, key)
     elif path.is_dir():
-        try:
+        with _named(key):
             paths = row_files.inside(path)
-        except Fault as fault:
-            raise Fault(f"{key}: {fault}") from None
         paths = (row_files.only_texts(paths) and _indexed(path, key)) or paths
     elif path.exists():
         if not path.is_file():
@@ -139,12 +143,10 @@ def files(source: str, key: str) -> list[Path]:
 
 def row_objects(source: str, key: str) -> tuple[str, dict[str, tuple[int, str]]]:
     """The URI above all objects of rows, and the size and ETag of each by its name below that URI."""
-    try:
+    with _named(key):
         uri, objects = s3_source.look(source)
         if row_files.only_texts(row_files.among(objects)) and not source.endswith("/"):
             uri, objects = _indexed_objects(source) or (uri, objects)
-    except Fault as fault:
-        raise Fault(f"{key}: {fault}") from None
     if not objects:
         raise Fault(f"{key}: {source}: contains no objects; check the bucket and the prefix, which is not a pattern")
     names = row_files.among(objects)
@@ -172,10 +174,8 @@ def _pairs(objects: dict[str, tuple[int, str]], key: str) -> list[str]:
     names = {PurePosixPath(name) for name in objects}
     indexes = [name for name in names if name.suffix == indexed_files.IDX]
     indexes = indexes or [name for name in names if indexed_files.are(names)]  # a .bin alone lacks its index
-    try:
+    with _named(key):
         return [str(name) for name in indexed_files.both(indexes, names.__contains__)]
-    except Fault as fault:
-        raise Fault(f"{key}: {fault}") from None
 
 
 def _commit(source: str, revision: str, key: str) -> str:

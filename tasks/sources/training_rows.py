@@ -105,9 +105,9 @@ def _rows(run: Run) -> tuple[int, float] | None:
         return TICKETS, TICKETS * 44 * BYTES
     files = row_sources.files(source, "data.source") if kind == "local" else []
     counted = [_of_file(file) for file in files]
-    if not counted or None in counted:
-        return None
     known = [pair for pair in counted if pair]
+    if not known or len(known) < len(counted):
+        return None
     return sum(rows for rows, _ in known), sum(size for _, size in known)
 
 

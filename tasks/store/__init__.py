@@ -18,6 +18,8 @@ from urllib.parse import unquote, urlsplit
 
 from contract.faults import Fault
 from tasks.store.folder import File, Progress
+from tasks.store.local import LocalStore
+from tasks.store.s3 import S3Store
 
 __all__ = ["File", "Progress", "Store", "open_store"]
 
@@ -89,8 +91,6 @@ def open_store(uri: str, hasty: bool = False) -> Store:
     if not colon:
         if not uri:
             raise Fault("store: empty; it must be s3://bucket/prefix or a folder")
-        from tasks.store.local import LocalStore
-
         try:
             return LocalStore(Path(uri).expanduser().absolute())
         except RuntimeError:
@@ -106,13 +106,9 @@ def open_store(uri: str, hasty: bool = False) -> Store:
     if scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
             raise Fault(f"store: {uri}: names a host, {parts.netloc!r}; file:///folder has three slashes")
-        from tasks.store.local import LocalStore
-
         return LocalStore(Path(unquote(parts.path)))
     if scheme == "s3":
         if not parts.netloc:
             raise Fault(f"store: {uri}: has no bucket; write s3://bucket/prefix")
-        from tasks.store.s3 import S3Store
-
         return S3Store(parts.netloc, parts.path.strip("/"), hasty)
     raise Fault(f"store: {scheme}://: unknown kind of store; use s3://bucket/prefix or file:///folder")

@@ -98,6 +98,10 @@ def matches(path: Path, file: File) -> bool:
         return False
 
 
+def written_meanwhile(path: Path) -> Fault:
+    return Fault(f"{path}: was written to while it was stored; store it when it is finished")
+
+
 @contextlib.contextmanager
 def exclusive(folder: Path) -> Iterator[Path]:
     """Lock a folder against other fetching processes, and yield its folder for partial files.

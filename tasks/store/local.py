@@ -15,6 +15,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,9 +63,7 @@ class LocalStore:
             now = self._tag(target)
             if now is None or tag not in (None, now):
                 return False
-            target.unlink()
-            self._prune(target.parent)
-            return True
+            return self._unlink(target)
 
     def keys(self, prefix: str) -> dict[str, tuple[int, str]]:
         with plainly(self.root):
@@ -83,9 +82,7 @@ class LocalStore:
                 meter.add(done[name].size)
 
             for name in self.keys(prefix).keys() - sources.keys():  # first, as a folder may replace an old file
-                with contextlib.suppress(FileNotFoundError):
-                    self._at(prefix, name).unlink()
-                    self._prune(self._at(prefix, name).parent)
+                self._unlink(self._at(prefix, name))
             work_through([lambda name=name: store(name) for name in sources])
             for parent in {target.parent for target in targets.values()}:
                 sync(parent)
@@ -130,7 +127,9 @@ class LocalStore:
             wrong = folders.differing(files, listed, trusted, problem)
             if verified:
                 with contextlib.suppress(OSError):  # files of a read-only store are hashed every time
-                    self._put_in_place(json.dumps(known | verified).encode(), self._verified_at(prefix))
+                    partial = self._partial()
+                    write_durably(partial, json.dumps(known | verified).encode())
+                    into_place(partial, self._verified_at(prefix))
         return wrong
 
     def place(self, prefix: str) -> Path | None:
@@ -143,10 +142,8 @@ class LocalStore:
         freed = 0
         with plainly(self.root):
             for name, status in list(self._files(prefix)):
-                with contextlib.suppress(FileNotFoundError):  # another process deletes the same files
-                    self._at(prefix, name).unlink()
+                if self._unlink(self._at(prefix, name)):
                     freed += status.st_size
-                    self._prune(self._at(prefix, name).parent)
             self._verified_at(prefix).unlink(missing_ok=True)
         return freed
 
@@ -207,11 +204,6 @@ class LocalStore:
             finally:
                 partial.unlink(missing_ok=True)
 
-    def _put_in_place(self, data: bytes, target: Path) -> None:
-        partial = self._partial()
-        write_durably(partial, data)
-        into_place(partial, target)
-
     def _take_in(self, source: Path, target: Path) -> File:
         """Link or copy one file into place, hash the stored file, and make it durable."""
         real = os.path.realpath(source)
@@ -232,7 +224,7 @@ class LocalStore:
                     os.fsync(f.fileno())
                     after = os.fstat(f.fileno())
                 if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-                    raise Fault(f"{source}: was written to while it was stored; store it when it is finished")
+                    raise folders.written_meanwhile(source)
             if partial.exists():
                 into_place(partial, target)
                 partial.unlink(missing_ok=True)  # renaming one hard link onto another leaves both
@@ -266,19 +258,21 @@ class LocalStore:
                 if path.stat().st_ctime < time.time() - FORGOTTEN:
                     path.unlink()
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the lock for one comparison and one rename. The lock of a dead process is released, on NFS too."""
-        with ownership.locked(self._partial().parent.parent / "lock"):
-            yield
+    def _locked(self) -> AbstractContextManager[None]:
+        """The lock for one comparison and one rename. The lock of a dead process is released, on NFS too."""
+        return ownership.locked(self._partial().parent.parent / "lock")
 
-    def _prune(self, folder: Path) -> None:
-        while folder != self.root:
-            try:
-                folder.rmdir()
-            except OSError:  # not empty, or gone
-                return
-            folder = folder.parent
+    def _unlink(self, path: Path) -> bool:
+        """Remove a file, and the folders that it leaves empty. Returns False if another process has removed it."""
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        with contextlib.suppress(OSError):  # not empty, or gone
+            while path.parent != self.root:
+                path = path.parent
+                path.rmdir()
+        return True
 
     def _verified_at(self, prefix: str) -> Path:
         return self.root / OWN / "verified" / checksums.of(prefix)

@@ -34,6 +34,8 @@ RANGE = 8  # pieces per request: with 64 MiB, the 30 ms of a request are a few p
 class Download:
     """Download of one file."""
 
+    store: S3Bucket
+    meter: Meter
     key: str
     file: File
     target: Path
@@ -46,6 +48,85 @@ class Download:
     def journal(self) -> Path:
         return self.partial.with_suffix(".pieces")
 
+    def begin(self) -> Iterable[Task] | None:
+        size = self.file.size
+        if folders.matches(self.target, self.file):
+            self.meter.add(size)
+            return None
+        if size > PIECE:
+            return self._ranges()
+        data = b"".join(stream(self.store, self.key, 0, size, size))
+        if checksums.of(data) != self.file.sha256:
+            raise self._not_as_recorded()
+        self.partial.write_bytes(data)
+        self.partial.replace(self.target)
+        self.meter.add(size)
+        return None
+
+    def _ranges(self) -> list[Task]:
+        done, size = self._finished_pieces(), self.file.size
+        self.resumed = bool(done)
+        self.meter.add(sum(min(PIECE, size - piece * PIECE) for piece in done))
+        with self.partial.open("ab") as f:
+            f.truncate(size)
+        spans: list[list[int]] = []
+        for piece in range(-(-size // PIECE)):
+            if piece in done:
+                continue
+            if spans and spans[-1][-1] == piece - 1 and len(spans[-1]) < RANGE:
+                spans[-1].append(piece)
+            else:
+                spans.append([piece])
+        self.left = len(spans)
+        if not spans:
+            return [self._verify]
+        return [functools.partial(self._fetch, span[0], span[-1] + 1) for span in reversed(spans)]
+
+    def _fetch(self, first: int, last: int) -> Iterable[Task] | None:
+        at, size = first * PIECE, self.file.size
+        stop = min(last * PIECE, size)
+        with self.partial.open("r+b", buffering=0) as f, self.journal.open("ab", buffering=0) as journal:
+            for block in stream(self.store, self.key, at, stop, size):
+                view = memoryview(block)
+                while view:
+                    written = os.pwrite(f.fileno(), view, at)
+                    at, view = at + written, view[written:]
+                    # a block is within one piece: both begin at multiples of BLOCK, also after a broken connection
+                    if at % PIECE == 0 or at == size:
+                        piece = (at - 1) // PIECE
+                        journal.write(b"%d\n" % piece)
+                        self.meter.add(at - piece * PIECE)
+        with self.lock:
+            self.left -= 1
+            return None if self.left else [self._verify]
+
+    def _verify(self) -> Iterable[Task] | None:
+        if folders.sha256(self.partial) == self.file.sha256:
+            self.partial.replace(self.target)
+            self.journal.unlink()
+            return None
+        self.partial.unlink()
+        self.journal.unlink()
+        if not self.resumed:
+            raise self._not_as_recorded()
+        # A power failure may lose data that the journal lists: fetch the whole file again.
+        self.meter.add(-self.file.size)
+        return self._ranges()
+
+    def _finished_pieces(self) -> set[int]:
+        """Pieces in the journal, if the partial file has the right size."""
+        try:
+            if self.partial.stat().st_size != self.file.size:
+                return set()
+            pieces = {int(line) for line in self.journal.read_bytes().splitlines() if line.isdigit()}
+        except FileNotFoundError:
+            return set()
+        return {piece for piece in pieces if piece * PIECE < self.file.size}
+
+    def _not_as_recorded(self) -> Fault:
+        uri = f"s3://{self.store.bucket}/{self.key}"
+        return Fault(f"{uri}: its content differs from its record; create it again")
+
 
 def get(store: S3Bucket, prefix: str, files: dict[str, File], folder: Path, progress: Progress | None) -> None:
     meter = Meter(progress, sum(file.size for file in files.values()))
@@ -56,10 +137,12 @@ def get(store: S3Bucket, prefix: str, files: dict[str, File], folder: Path, prog
         with folders.exclusive(folder) as partials:
             _check_space(folder, partials, files, targets)
             downloads = [
-                Download(store.at(prefix, name), file, targets[name], partials / _partial_name(name, file))
+                Download(
+                    store, meter, store.at(prefix, name), file, targets[name], partials / _partial_name(name, file)
+                )
                 for name, file in sorted(files.items(), key=lambda item: item[1].size)
             ]
-            work_through([functools.partial(_begin, store, download, meter) for download in downloads])
+            work_through([download.begin for download in downloads])
     meter.end()
 
 
@@ -76,74 +159,6 @@ def changed(store: S3Bucket, prefix: str, files: dict[str, File], deep: bool) ->
     with plainly(store):
         listed = store.keys(prefix)
         return folders.differing(files, listed, lambda name, file, tag: not deep and tag == file.tag, problem)
-
-
-def _begin(store: S3Bucket, d: Download, meter: Meter) -> Iterable[Task] | None:
-    if folders.matches(d.target, d.file):
-        meter.add(d.file.size)
-        return None
-    if d.file.size <= PIECE:
-        data = b"".join(stream(store, d.key, 0, d.file.size, d.file.size))
-        if checksums.of(data) != d.file.sha256:
-            raise _not_as_recorded(store, d)
-        d.partial.write_bytes(data)
-        d.partial.replace(d.target)
-        meter.add(d.file.size)
-        return None
-    return _ranges(store, d, meter)
-
-
-def _ranges(store: S3Bucket, d: Download, meter: Meter) -> list[Task]:
-    done = _read_journal(d)
-    pieces = -(-d.file.size // PIECE)
-    d.resumed = bool(done)
-    meter.add(sum(min(PIECE, d.file.size - piece * PIECE) for piece in done))
-    with d.partial.open("ab") as f:
-        f.truncate(d.file.size)
-    spans: list[list[int]] = []
-    for piece in range(pieces):
-        if piece in done:
-            continue
-        if spans and spans[-1][-1] == piece - 1 and len(spans[-1]) < RANGE:
-            spans[-1].append(piece)
-        else:
-            spans.append([piece])
-    d.left = len(spans)
-    if not spans:
-        return [lambda: _verify(store, d, meter)]
-    return [functools.partial(_fetch, store, d, span[0], span[-1] + 1, meter) for span in reversed(spans)]
-
-
-def _fetch(store: S3Bucket, d: Download, first: int, last: int, meter: Meter) -> Iterable[Task] | None:
-    at = first * PIECE
-    stop = min(last * PIECE, d.file.size)
-    with d.partial.open("r+b", buffering=0) as f, d.journal.open("ab", buffering=0) as journal:
-        for block in stream(store, d.key, at, stop, d.file.size):
-            view = memoryview(block)
-            while view:
-                written = os.pwrite(f.fileno(), view, at)
-                at, view = at + written, view[written:]
-                # a block is always within one piece: both begin at multiples of BLOCK, also after a broken connection
-                if at % PIECE == 0 or at == d.file.size:
-                    piece = (at - 1) // PIECE
-                    journal.write(b"%d\n" % piece)
-                    meter.add(at - piece * PIECE)
-    with d.lock:
-        d.left -= 1
-        return None if d.left else [lambda: _verify(store, d, meter)]
-
-
-def _verify(store: S3Bucket, d: Download, meter: Meter) -> Iterable[Task] | None:
-    if folders.sha256(d.partial) != d.file.sha256:
-        d.partial.unlink()
-        d.journal.unlink()
-        if not d.resumed:
-            raise _not_as_recorded(store, d)
-        meter.add(-d.file.size)  # a power failure may lose data that the journal lists: fetch the whole file again
-        return _ranges(store, d, meter)
-    d.partial.replace(d.target)
-    d.journal.unlink()
-    return None
 
 
 class Gone(Fault):
@@ -184,20 +199,6 @@ def _gone(store: S3Bucket, key: str, what: str) -> Gone:
     gone = Gone(f"s3://{store.bucket}/{key}: {what}; create it again")
     gone.what = what
     return gone
-
-
-def _not_as_recorded(store: S3Bucket, d: Download) -> Fault:
-    return Fault(f"s3://{store.bucket}/{d.key}: its content differs from its record; create it again")
-
-
-def _read_journal(d: Download) -> set[int]:
-    try:
-        if d.partial.stat().st_size != d.file.size:
-            return set()
-        pieces = {int(line) for line in d.journal.read_bytes().splitlines() if line.isdigit()}
-    except FileNotFoundError:
-        return set()
-    return {piece for piece in pieces if piece * PIECE < d.file.size}
 
 
 def _partial_name(name: str, file: File) -> str:

@@ -32,9 +32,6 @@ PART = 16 << 20  # S3 requires at least 5 MiB; each request has about 30 ms with
 RESTARTS = 3  # of a multipart upload that another process aborted
 
 
-buffers = threading.local()
-
-
 @dataclass
 class Upload:
     """Upload of one file."""
@@ -240,7 +237,7 @@ class Job:
 
     def _unchanged(self, file: Upload) -> None:
         if moment(file.path) != file.moment:
-            raise written_meanwhile(file.path)
+            raise folders.written_meanwhile(file.path)
 
 
 def digests(path: Path, part: int) -> tuple[str, list[int]]:
@@ -261,28 +258,19 @@ def part_size(file: Upload, number: int) -> int:
     return min(file.part, file.size - (number - 1) * file.part)
 
 
-def read_part(file: Upload, number: int) -> bytearray:
-    """Read a part into the thread's buffer, as allocating memory for every part takes as long as its CRC."""
+def read_part(file: Upload, number: int) -> bytes:
     size = part_size(file, number)
-    data = getattr(buffers, "part", None)
-    if data is None or len(data) != size:
-        data = bytearray(size)
-        if size == file.part:
-            buffers.part = data
     with file.path.open("rb") as f:
         f.seek((number - 1) * file.part)
-        if f.readinto(data) != size:
-            raise written_meanwhile(file.path)
+        data = f.read(size)
+    if len(data) != size:
+        raise folders.written_meanwhile(file.path)
     return data
 
 
 def moment(path: Path) -> tuple[int, int]:
     status = path.stat()
     return status.st_size, status.st_mtime_ns
-
-
-def written_meanwhile(path: Path) -> Fault:
-    return Fault(f"{path}: was written to while it was stored; store it when it is finished")
 
 
 def crc_text(crc: int) -> str:

@@ -34,14 +34,14 @@ def keep_unpacked() -> None:
 def plant() -> None:
     from trainer.reinforcement.transfer import weight_engine
 
-    taken: Any = weight_engine.BucketEngine.taken
+    put: Any = weight_engine.BucketEngine.put
 
     def flipped(self: Any, number: int, memory: Any) -> None:
         memory[8] ^= 1
-        taken(self, number, memory)
+        put(self, number, memory)
 
     if os.environ.get("PLANTED") == "flipped":
-        weight_engine.BucketEngine.taken = flipped
+        weight_engine.BucketEngine.put = flipped
 
 
 if __name__ == vllm_process.AS_WORKER:

@@ -70,7 +70,7 @@ class PreferenceStep:
         # Megatron divides by tokens: as many as weigh the losses of routers.
         tokens = mask.numel() // len(chosen)
         pairs = torch.tensor(len(chosen) * counts, device=output.device)
-        figures |= {"lm loss": losses.detach()}
+        figures = {"lm loss": losses.detach()} | figures
         sums = {name: torch.stack([values.sum() * counts, pairs]) for name, values in figures.items()}
         return losses.sum() * tokens, (pairs * tokens).to(torch.int), sums
 

@@ -37,7 +37,7 @@ def main(configured: Run) -> None:
 
     if objectives.has_teacher(configured):
         inputs.check_tokens(configured)
-    run = _without_steps(configured)
+    run = schedule.of_steps(objectives.as_asked(configured), 1)  # the loop ends before its first step
     with megatron_to(Path(run.paths.logs)):
         bridge = open_bridge(run)
         config = make_config(run, bridge, None)
@@ -46,11 +46,6 @@ def main(configured: Run) -> None:
         load_only(config)
         config.dataset = FromOutside.of(run, Feed())
         bridge_loop.train(run, config, _no_step, [Scoring(configured)])
-
-
-def _without_steps(run: Run) -> Run:
-    """The run of the scoring model, whose loop ends before its first step."""
-    return schedule.of_steps(objectives.as_asked(run), 1)
 
 
 def _no_step(*_: object) -> None:

@@ -51,8 +51,9 @@ class Scoring(Callback):
         if first:
             references.begin(self.folder)
             parts.begin(self.folder, references.recorded_facts(self.run))
-        missing, written = (self._missing(), parts.names(self.folder)) if first else (None, [])
-        for split, numbers in _from_first(missing).items():
+        missing, written = ([self._missing()], parts.names(self.folder)) if first else ([None], [])
+        distributed.broadcast_object_list(missing, src=0)
+        for split, numbers in missing[0].items():
             self.scored += len(self.rows[split]) - len(numbers)
             starts = objectives.has_starting_adapter(self.run)
             adapter = context.state.cfg.peft
@@ -81,8 +82,9 @@ class Scoring(Callback):
         rows, written = self.rows[split], parts.Parts(self.folder, split)
         teaches = objectives.has_teacher(self.run)
         step = TeacherStep(self.run) if teaches else scores
+        sequences = self.run.train.micro_batch * objectives.sequences(self.run.train)
         for of_rank, batches in self._passes(split, numbers):
-            results = forward_only(context, step, batches, rows=self._sequences(), length=self.run.data.seq_length)
+            results = forward_only(context, step, batches, rows=sequences, length=self.run.data.seq_length)
             if _writes():
                 wholes = [torch.stack(outputs).cpu().numpy() for outputs in zip(*results, strict=True)]
                 for place, row in np.ndenumerate(of_rank):
@@ -115,23 +117,16 @@ class Scoring(Callback):
             yield of_rank, [rows.collate_fn([rows[row] for row in batch]) for batch in filled.tolist()]
             self.scored += len(now)
             heartbeat.step(self.scored)
-            self._log_progress(split)
-
-    def _sequences(self) -> int:
-        """Sequences of a micro batch."""
-        return self.run.train.micro_batch * objectives.sequences(self.run.train)
+            if distributed.get_rank() == 0:
+                total = sum(map(len, self.rows.values()))
+                line = {"split": split, "done": self.scored, "total": total, "time": time.time()}
+                with (self.folder / PROGRESS).open("a") as log:
+                    log.write(json.dumps(line) + "\n")
 
     def _rows(self, split: str) -> Rows:
         place = prepared.folder(self.run)
         kind = Rows if objectives.has_teacher(self.run) else Answers
         return kind(file(place, split), self.run.data.seq_length, prepared.load(place).pad_id)
-
-    def _log_progress(self, split: str) -> None:
-        if distributed.get_rank() == 0:
-            total = sum(map(len, self.rows.values()))
-            line = {"split": split, "done": self.scored, "total": total, "time": time.time()}
-            with (self.folder / PROGRESS).open("a") as log:
-                log.write(json.dumps(line) + "\n")
 
 
 def _writes() -> bool:
@@ -139,13 +134,6 @@ def _writes() -> bool:
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
     return last and first
-
-
-def _from_first(value: Any) -> Any:
-    """The first rank's value."""
-    values = [value]
-    distributed.broadcast_object_list(values, src=0)
-    return values[0]
 
 
 def splits(run: Run) -> list[str]:

@@ -15,7 +15,6 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 from conf.model_facts import ModelFacts
 from conf.planner.display import degrees
@@ -46,9 +45,6 @@ class Row:
     planned: float | None = None  # of the same model
     allocated: float | None = None  # bytes on the fullest rank
     failed: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        return vars(self) | {"candidate": vars(self.candidate)}
 
 
 def candidates(configured: Run, run: Run, facts: ModelFacts, gpu: Gpu, best: int) -> list[Candidate]:

@@ -15,6 +15,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -52,16 +53,20 @@ def count(run: Run, config: dict[str, Any], rank: int) -> Counter[str]:
 
     Raise Refused if Megatron refuses the layout.
     """
-    with _refusals(), _world(run, rank), _on_meta(), contextlib.redirect_stdout(None):
-        chunks, optimizer = _build(run, config)
-        _step_off(run, chunks)
-        counts = _states(chunks, optimizer)
-        for chunk in chunks:
-            for name, parameter in chunk.named_parameters():
-                counts[kind_of(re.sub(r"^(module\.)+", "", name))] += parameter.numel()
-                if parameter.requires_grad:
-                    counts[TRAINED[0 if getattr(parameter, "allreduce", True) else 1]] += parameter.numel()
-        return counts
+    try:
+        with _world(run, rank), _on_meta(), contextlib.redirect_stdout(None):
+            chunks, optimizer = _build(run, config)
+            _step_off(run, chunks)
+            counts = _states(chunks, optimizer)
+    except Fault:
+        raise
+    except REFUSALS as error:
+        raise Refused(" ".join(str(error).split()) or repr(error)) from error
+    for name, parameter in chain.from_iterable(chunk.named_parameters() for chunk in chunks):
+        counts[kind_of(re.sub(r"^(module\.)+", "", name))] += parameter.numel()
+        if parameter.requires_grad:
+            counts[TRAINED[0 if getattr(parameter, "allreduce", True) else 1]] += parameter.numel()
+    return counts
 
 
 def _states(chunks: list, optimizer) -> Counter[str]:
@@ -98,16 +103,6 @@ def kind_of(name: str) -> str:
 
 
 @contextlib.contextmanager
-def _refusals() -> Iterator[None]:
-    try:
-        yield
-    except REFUSALS as error:
-        if isinstance(error, Fault):
-            raise
-        raise Refused(" ".join(str(error).split()) or repr(error)) from error
-
-
-@contextlib.contextmanager
 def _world(run: Run, rank: int) -> Iterator[None]:
     import torch
     from megatron.core import parallel_state
@@ -123,38 +118,33 @@ def _world(run: Run, rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_meta() -> Iterator[None]:
-    """Make meta the current device while the block runs.
+    """Make meta the current device while the block runs. Values do not exist there, so they are neither drawn nor sent.
 
-    Values do not exist there, so they are neither drawn nor sent.
+    Without a GPU, Megatron's queries about a GPU, and about packages installed only with one, are answered as if a GPU
+    existed.
     """
     import torch
     from megatron.bridge.peft.utils import ParallelLinearAdapter
+    from megatron.core.transformer.moe import token_dispatcher
 
     from trainer.megatron import adapters
 
-    with (
+    patches = [
         mock.patch.dict(os.environ),  # Megatron stores the kind of attention there, and refuses another
         mock.patch.object(torch.cuda, "current_device", return_value=torch.device("meta")),
         mock.patch.object(ParallelLinearAdapter, "_synchronize_shared_expert_parameters"),
         mock.patch.object(adapters, "draw_initial_values"),
-        contextlib.nullcontext() if device.has_gpu() else _as_with_a_gpu(),
         _types_of_a_gpu(),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _as_with_a_gpu() -> Iterator[None]:
-    """Answer Megatron's queries about a GPU, and about packages installed only with one, as if a GPU existed."""
-    import torch
-    from megatron.core.transformer.moe import token_dispatcher
-
-    hopper = SimpleNamespace(name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, total_memory=80 * 2**30)
-    with (
-        mock.patch.object(torch.cuda, "get_device_properties", return_value=hopper),
-        mock.patch.object(token_dispatcher, "fused_dispatch"),
-        mock.patch.object(token_dispatcher, "set_deepep_num_sms"),
-    ):
+    ]
+    if not device.has_gpu():
+        gpu = SimpleNamespace(name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, total_memory=80 * 2**30)
+        patches.append(mock.patch.object(torch.cuda, "get_device_properties", return_value=gpu))
+        patches.append(
+            mock.patch.multiple(token_dispatcher, fused_dispatch=mock.DEFAULT, set_deepep_num_sms=mock.DEFAULT)
+        )
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
         yield
 
 

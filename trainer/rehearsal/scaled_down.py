@@ -41,7 +41,7 @@ def train(
     if not family.tiny:
         raise Fault(f"--steps: there is no tiny model of {config['architectures'][0]}; there are {', '.join(kinds)}")
     kind = family.model_type.replace("_", "-")
-    if _trains_mtp(run, config) and f"{kind}-mtp" in kinds:
+    if run.model.mtp and config.get("num_nextn_predict_layers") and f"{kind}-mtp" in kinds:
         kind += "-mtp"
     with tempfile.TemporaryDirectory(prefix="twin-") as name:
         folder = Path(name)
@@ -65,21 +65,15 @@ def make(run: Run, kind: str, steps: int, folder: Path) -> Run:
     run = schedule.of_steps(objectives.as_sft(run), steps)
     layout = scale(run.layout, facts_from_hf(families.tiny()[kind]).layers)
     copies = layout.world // (layout.tp * layout.cp * layout.pp)
-    packed = run.data.packed
-    train = {
-        "global_batch": copies * layout.pp,
-        "micro_batch": 1,
-        "precision": "fp32",
-        "fp8": None,
-        "fp8_weights": False,
-    }
+    train = {"global_batch": copies * layout.pp, "micro_batch": 1, "recompute_layers": 1}
+    train |= {"precision": "fp32", "fp8": None, "fp8_weights": False}
     optimizer = {"lr": 5e-3, "states": "fp32", "gradients": "fp32", "offload": 0.0}
     adapter = {"rank": 8, "alpha": 16}
     places = {key: str(folder / key) for key in ("model", "base", "output", "logs")}
     sections: dict[str, Any] = {
         "layout": layout,
-        "data": Data(seq_length=64, template="{input} {output}", packed=packed, seed=run.data.seed),
-        "train": run.train.model_copy(update={**train, "recompute_layers": 1}),
+        "data": Data(seq_length=64, template="{input} {output}", packed=run.data.packed, seed=run.data.seed),
+        "train": run.train.model_copy(update=train),
         "adapter": run.adapter.model_copy(update=adapter),
         "optimizer": run.optimizer.model_copy(update=optimizer),
         "paths": run.paths.model_copy(update={**places, "data": str(folder / "prepared" / "data")}),
@@ -109,7 +103,3 @@ def scale(layout: Layout, layers: int) -> Layout:
         # one uneven stage, if the layout has one
         last_stage_layers=layers - 3 if uneven and degrees["pp"] == 2 and not vpp else None,
     )
-
-
-def _trains_mtp(run: Run, config: dict[str, Any]) -> bool:
-    return run.model.mtp and bool(config.get("num_nextn_predict_layers"))

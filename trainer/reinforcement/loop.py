@@ -17,7 +17,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.state import TrainState
 from megatron.core import parallel_state
@@ -28,11 +27,11 @@ from conf.schema.run import Run
 from contract.files import write_atomically
 from trainer.megatron.recipe import last_step
 from trainer.reinforcement import probe
-from trainer.reinforcement.batches import Form, micro_batches
+from trainer.reinforcement.batches import Form
 from trainer.reinforcement.first_rank import FirstRank
 from trainer.reinforcement.journal import Journal
 from trainer.reinforcement.policy import advantages, exact_logits
-from trainer.reinforcement.policy.policy_step import LARGEST, Feed, PolicyStep, add_figures, log_probs
+from trainer.reinforcement.policy.policy_step import LARGEST, Feed, PolicyStep, add_figures, batches_of_rank, log_probs
 from trainer.reinforcement.rollouts import Rollouts
 from trainer.reinforcement.samples import Scored, Step
 from trainer.reinforcement.steps.ahead import Ahead, require_fresh
@@ -52,18 +51,9 @@ WARN_AT = 20  # optimizer steps after which gradients that are only noise are re
 class Reinforcement(Callback):
     """All steps of the run's section reinforce."""
 
-    def __init__(
-        self,
-        run: Run,
-        bridge: Any,
-        rollouts: Rollouts | None,
-        feed: Feed,
-        policy_step: PolicyStep,
-        metrics: Metrics,
-        fresh: bool,
-    ):
-        self.run, self.reinforce = run, run.reinforce
-        self.feed, self.policy_step, self.metrics, self.fresh = feed, policy_step, metrics, fresh
+    def __init__(self, run: Run, bridge: Any, rollouts: Rollouts | None, metrics: Metrics, from_training: bool):
+        self.run, self.reinforce, self.metrics, self.from_training = run, run.reinforce, metrics, from_training
+        self.feed, self.policy_step = Feed(), PolicyStep(run.reinforce)
         self.output, self.on_first = Path(run.paths.output), FirstRank()
         self.journal, self.report = Journal(self.output), Report(run)
         self.signal = None if without_signal(run) else GradientSignal(self.reinforce.signal)
@@ -116,7 +106,7 @@ class Reinforcement(Callback):
     def on_train_step_start(self, context: Any) -> None:
         number, update = divmod(context.state.train_state.step, self.reinforce.updates)
         if self.current is None or self.current.number != number + 1:
-            self.phases.reset()
+            self.phases.seconds.clear()
             self.current = self.step(context, number + 1)
             self.policy_step.take()
         self.began = time.monotonic()
@@ -126,7 +116,7 @@ class Reinforcement(Callback):
 
     def on_train_step_end(self, context: Any) -> None:
         done = context.state.train_state.step + 1  # Bridge increments it later
-        self.phases.add("train", time.monotonic() - self.began)
+        self.phases.seconds["train"] += time.monotonic() - self.began
         with self.phases.measure("signal"):
             signal = self._measure_signal(context, done)
         self.policy_step.replay.end()
@@ -135,7 +125,7 @@ class Reinforcement(Callback):
 
     def on_data_init_start(self, context: Any) -> None:
         """Count steps from 0 if the policy comes from a training, whose checkpoint has its own count."""
-        if self.fresh:
+        if self.from_training:
             context.state.train_state = TrainState()
 
     def on_train_start(self, context: Any) -> None:
@@ -146,8 +136,8 @@ class Reinforcement(Callback):
             self.policy_step.replay.install(context.model)
         self.on_first(lambda: self.sampler.rollouts.ready())
         done = context.state.train_state.step
-        if self.signal and done:
-            self.signal.resume(self.on_first(lambda: self._signal_after(done)))
+        if self.signal and (state := self.on_first(lambda: self.journal.noted(_signal_name(done)))):
+            self.signal.resume(state)
         # Only before the first step: later the initial policy is gone, also if somebody has removed its result.
         if self.held_out and not done and self.on_first(lambda: self.journal.noted("before") is None):
             self.weights.send(context, 0)
@@ -190,31 +180,22 @@ class Reinforcement(Callback):
         """Log-probabilities of all answers by the policy before the first of several updates, on every rank."""
         of_answers: list[list[float]] = []
         for answers in self._scored(step):
-            of_rank = self._log_probs(context, answers)
+            of_rank = log_probs(self.run, context, self.policy_step, answers)
             of_ranks: list[Any] = [None] * distributed.get_world_size()
             distributed.all_gather_object(of_ranks, of_rank)
             merged = {number: values for share in of_ranks for number, values in share.items()}
             of_answers += [merged[number] for number in range(len(answers))]
         return of_answers
 
-    def _log_probs(self, context: Any, answers: list[Scored]) -> dict[int, list[float]]:
-        values = log_probs(self.run, context, self.policy_step, self._micro_batches(answers))
-        self.policy_step.replay.end()
-        return values
-
-    def _micro_batches(self, answers: list[Scored]) -> list[dict[str, torch.Tensor]]:
-        rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        return micro_batches(answers, Form.of(self.run), rank, ranks)
-
     def _give_batches(self, context: Any, update: int) -> None:
         """Give Bridge the micro batches of the next optimizer step."""
         answers = self._scored(self.current)[update]
         if self.reinforce.kl:
             with context.state.cfg.peft.disable_adapter(context.model):
-                reference = self._log_probs(context, answers)
+                reference = log_probs(self.run, context, self.policy_step, answers)
             answers = [replace(answer, reference=reference.get(number)) for number, answer in enumerate(answers)]
         self.policy_step.begin(answers)
-        batches, form = self._micro_batches(answers), Form.of(self.run)
+        batches, form = batches_of_rank(self.run, answers), Form.of(self.run)
         positions = len(batches) * parallel_state.get_data_parallel_world_size() * form.rows * form.length
         self.metrics.counted = sum(len(scored.prompt) + len(scored.answer) - 1 for scored in answers), positions
         self.feed.give(batches)
@@ -235,10 +216,6 @@ class Reinforcement(Callback):
                 "reinforce.prompts and reinforce.samples are too small to show it"
             )
         return {"gradient_cosine": cosine, "gradient_signal": self.signal.value, "step_length": length}
-
-    def _signal_after(self, done: int) -> dict[str, float]:
-        state = self.journal.noted(_signal_name(done))
-        return GradientSignal(self.reinforce.signal).state() if state is None else state
 
     def _figures(self) -> dict[str, float]:
         """Figures of all ranks. Each rank of the last pipeline stage computes the same losses."""

@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 from conf.rules.reinforcement import engines, in_turn
 from conf.schema.run import Run
 from trainer.reinforcement.engines import settings
-from trainer.reinforcement.engines.engine import Engine, LocalEngine
-from trainer.reinforcement.engines.group import Group
+from trainer.reinforcement.engines.engine import Engine, Group, LocalEngine
 from trainer.reinforcement.engines.meeting import Meeting
 from trainer.reinforcement.engines.sender import Sender
 from trainer.reinforcement.transfer import in_memory, wire
@@ -61,15 +60,14 @@ class Rollouts(Group):
             self.engines = [*self.meeting.engines()]
             say(f"rollout: connected: {', '.join(engine.name for engine in self.engines)}")
             self._watch()
-            for engine in [*self.engines]:
-                self.attempt(engine, engine.ready)
+            self.attempt_each(Engine.ready)
         for engine in self.engines:
             engine.ready()
 
     def _watch(self) -> None:
         if self.started > 1 or self.run.reinforce.staleness:  # the next read of an engine may be much later
             for engine in self.engines:
-                engine.watch(_say_ended)
+                engine.watch(lambda ended: say(f"rollout: {ended.name}: {ended.end()}"))
 
     def answer(
         self, prompts: Sequence[list[int]], seeds: Sequence[int] | None, max_tokens: int | list[int], **sampling: Any
@@ -91,7 +89,8 @@ class Rollouts(Group):
                 if numbers:
                     self.attempt(engine, partial(ask, engine, numbers))
             waiting = [number for number in waiting if not any(number in numbers for numbers in busy.values())]
-            for engine in _ready(busy):
+            ready = wait([engine.connection for engine in busy])  # have answered or ended
+            for engine in [engine for engine in busy if engine.connection in ready]:
                 numbers = busy.pop(engine)
                 for answers in self.attempt(engine, partial(engine.answer, "answer")):
                     results = [(prompt, outputs, engine.version) for prompt, outputs in answers]
@@ -162,13 +161,3 @@ def _shares(numbers: Sequence[int], count: int) -> list[list[int]]:
     """The numbers in consecutive parts of nearly equal size."""
     bounds = [len(numbers) * part // count for part in range(count + 1)] if count else []
     return [[*numbers[start:end]] for start, end in pairwise(bounds)]
-
-
-def _ready(busy: dict[Engine, list[int]]) -> list[Engine]:
-    """Wait for an engine; return all that have answered or ended."""
-    ready = wait([engine.connection for engine in busy])
-    return [engine for engine in busy if engine.connection in ready]
-
-
-def _say_ended(engine: Engine) -> None:
-    say(f"rollout: {engine.name}: {engine.end()}")

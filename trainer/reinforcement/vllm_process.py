@@ -12,7 +12,6 @@ under another name. They end with this process, and this process ends with any o
 
 # pyright: reportArgumentType=false, reportOptionalSubscript=false
 
-import contextlib
 import gc
 import json
 import multiprocessing
@@ -21,7 +20,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -39,6 +37,7 @@ CONTEXT = 8  # last tokens of a prompt, which may change the text of the answer
 # Tokens, log-probabilities, text, whether the answer ended, routes.
 Output = tuple[list[int], list[float], str, bool, str | None]
 READ = {"skip_special_tokens": True}
+TRANSFER = "weight_transfer_engine"  # of vLLM's workers: trainer/reinforcement/transfer/weight_engine.py
 AS_WORKER = "__mp_main__"  # this module's name in a process that multiprocessing has spawned
 # A forked worker would keep the trainer's connection open, and its end would not be noticed.
 SPAWNED = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
@@ -55,7 +54,7 @@ class Rollout:
             from vllm import LLM
 
             vllm_cpu.ask_in_process()
-        from trainer.reinforcement.engines import log_probs, worker
+        from trainer.reinforcement.engines import log_probs
         from trainer.reinforcement.transfer import weight_engine
 
         self.version = -1  # as released
@@ -64,7 +63,7 @@ class Rollout:
         self.adapter: Any = None  # added to the released weights
         self.sleeps = bool(settings["arguments"].get("enable_sleep_mode"))
         backend = {"backend": weight_engine.name(settings["transport"])}
-        extended = {"weight_transfer_config": backend, "worker_extension_cls": worker.NAME}
+        extended = {"weight_transfer_config": backend, "worker_extension_cls": weight_engine.WORKER}
         extended |= {"scheduler_cls": log_probs.SCHEDULER}
         log_probs.take_whole()
         self.llm = LLM(**settings["arguments"], **extended)
@@ -104,19 +103,19 @@ class Rollout:
                 raise Fault(f"transfer of weights: {_first(missing)} did not reach worker {number} of vLLM")
         self.llm.finish_weight_update()
         self._complete(version)
-        return next(filter(None, self._each("cannot_repeat", sleeps=self.sleeps)), "")
+        return next(filter(None, self._each(f"{TRANSFER}.cannot_repeat", sleeps=self.sleeps)), "")
 
     def repeat(self, version: int) -> None:
         """Receive all buckets of the last transfer again, from the pipe."""
-        self._each("repeat_weights")
+        self._each(f"{TRANSFER}.repeat")
         self.version = version
 
     def repeat_bucket(self, number: int, shared: tuple) -> None:
         """Receive one of them again, from memory that the trainer shares."""
-        self._each("repeat_weights", number=number, shared=shared)
+        self._each(f"{TRANSFER}.repeat", number=number, shared=shared)
 
     def end_repeated(self, sums: list[int], version: int) -> None:
-        self._each("end_repeated", sums=sums)
+        self._each(f"{TRANSFER}.end_repeated", sums=sums)
         self.version = version
 
     def load(self, folder: str, metas: list, version: int) -> None:
@@ -175,15 +174,12 @@ class Rollout:
         params = [
             SamplingParams(seed=seed, max_tokens=limit, **settings) for seed, limit in zip(of_each, limits, strict=True)
         ]
-        with _without_garbage_collection():
-            outputs = self._generate(prompts, params)
+        gc.disable()  # a step's many lists would each trigger a scan of all of vLLM's objects
+        try:
+            outputs = engine.generate(self.llm, prompts, params, self.adapter)
             return [(list(request.prompt_token_ids), self._answers(request)) for request in outputs]
-
-    def _generate(self, rows: list[list[int]], params: Any) -> list[Any]:
-        from vllm import TokensPrompt
-
-        prompts = [TokensPrompt(prompt_token_ids=row) for row in rows]
-        return self.llm.generate(prompts, params, use_tqdm=False, lora_request=self.adapter)
+        finally:
+            gc.enable()
 
     def _answers(self, request: Any) -> list[Output]:
         """All answers to a prompt. Text is decoded after the prompt: some tokenizers drop a text's first space."""
@@ -204,21 +200,8 @@ class Rollout:
         """Log-probabilities of each row's tokens except the first, read without the cache of earlier prompts."""
         from vllm import SamplingParams
 
-        outputs = self._generate(rows, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False))
-        return [
-            [at[token].logprob for token, at in zip(row[1:], request.prompt_logprobs[1:], strict=True)]
-            for row, request in zip(rows, outputs, strict=True)
-        ]
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Context without garbage collection: a step's many lists would each trigger a scan of all of vLLM's objects."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        return engine.of_prompts(rows, engine.generate(self.llm, rows, params, self.adapter))
 
 
 def _first(names: list[str]) -> str:

@@ -174,17 +174,14 @@ def read_base(run: Run, rows: list[list[int]]) -> list[list[float]]:
 def judge(trained: dict, log_probs: list[list[float]], bound: float, of_base: list[list[float]] | None = None) -> dict:
     """The verdict on a served model's log-probabilities. Those of the rounded base, if given, extend the bound."""
     rows = trained["rows"]
-    base = _distance(rows, of_base) if of_base else None
+    base = _mean([*chain(*_differences(rows, of_base))]) if of_base else None
     if base is not None:
         bound = max(bound, OF_BASE * base)
     may_lose = LOST if base is None else OF_BASE
-    differences = [
-        [a - b for a, b in zip(of_row, row["log_probs"], strict=True)]
-        for of_row, row in zip(log_probs, rows, strict=True)
-    ]
+    differences = _differences(rows, log_probs)
     means = [_mean(of_row) for of_row in differences]
     worst = max(range(len(rows)), key=lambda i: means[i] if means[i] == means[i] else math.inf)
-    every = [difference for of_row in differences for difference in of_row]
+    every = [*chain(*differences)]
     lost = _lost(rows, every)
     mean, faults = _mean(every), []
     if not mean <= bound:  # true for nan
@@ -262,10 +259,12 @@ def _mean(values: list[float]) -> float:
     return sum(map(abs, values)) / len(values)
 
 
-def _distance(rows: list[dict], log_probs: list[list[float]]) -> float:
-    """Mean difference from training's log-probabilities."""
-    pairs = zip(log_probs, (row["log_probs"] for row in rows), strict=True)
-    return _mean([a - b for pair in pairs for a, b in zip(*pair, strict=True)])
+def _differences(rows: list[dict], log_probs: list[list[float]]) -> list[list[float]]:
+    """Differences from training's log-probabilities, for each row."""
+    return [
+        [a - b for a, b in zip(of_row, row["log_probs"], strict=True)]
+        for of_row, row in zip(log_probs, rows, strict=True)
+    ]
 
 
 def _bound(run: Run, precision: str) -> float:

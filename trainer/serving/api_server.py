@@ -1,4 +1,4 @@
-"""Arguments and environment of vLLM's OpenAI-compatible server for one model.
+"""Arguments, environment and chat template of vLLM's OpenAI-compatible server for one model.
 
 Callers cannot make it load anything, run code or read the host's files: this module switches those features off,
 whatever the environment says. The key that callers have to send is only in the environment, because arguments are
@@ -9,13 +9,16 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from conf.planner.serving.layout import SEQUENCES
 from contract import json_object
 from contract.served_model import DEFAULTS, ServedModel
 from trainer.data.tokens import rendering, templates, tokenizer
+from trainer.data.tokens.template_text import split
+from trainer.data.tokens.templates import Template
 from trainer.patches import vllm_cpu
-from trainer.serving import chat_template, constraints, engine, prompts, unmerged
+from trainer.serving import constraints, engine, prompts, unmerged
 from trainer.startup.console import say
 
 # vLLM's features that are off in a server for callers: pickles between processes, developer routes, loading adapters.
@@ -28,6 +31,13 @@ SWITCHED_OFF = {
 LOADED = {"load_format": "safetensors"}
 DRAIN_SECONDS = 10  # for unfinished answers after SIGTERM
 BASE = "-base"  # suffix of the name by which callers get the model without its adapter
+MARK = "\ue000"  # placeholder for the answer; a character for private use
+ONE = (
+    "{%- if messages|length != 1 or messages[0]['role'] != 'user' -%}"
+    "{{ raise_exception('this model was trained on single questions: send one message, of the user') }}"
+    "{%- endif -%}"
+)
+QUESTION = "messages[0]['content']"
 
 
 def serve(settings: ServedModel) -> None:
@@ -57,38 +67,62 @@ def arguments(settings: ServedModel, folder: Path, gpus: int) -> list[str]:
     """Arguments of `vllm serve`. If it needs a chat template, that is written to the folder."""
     served = tokenizer.load(Path(settings.model), settings.trust_remote_code)
     template = templates.from_record(json_object.read(Path(settings.data) / prompts.RECORD), served)
-    command = ["--model", settings.model, "--host", settings.host, "--port", str(settings.port)]
-    command += ["--served-model-name", settings.name + (BASE if settings.adapter else "")]
-    command += ["--dtype", engine.DTYPE[settings.precision]]
-    unpacked = engine.UNPACKED if settings.adapter and engine.is_quantised(Path(settings.model)) else LOADED
-    for key, value in unpacked.items():
-        command += [f"--{key.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value)]
-    command += ["--generation-config", "vllm", "--override-generation-config", json.dumps(DEFAULTS)]
-    command += ["--structured-outputs-config", json.dumps({"backend": constraints.BACKEND})]
-    command += ["--max-model-len", str(settings.length or "auto")]
-    command += ["--max-num-seqs", str(SEQUENCES), "--allowed-origins", "[]", "--disable-uvicorn-access-log"]
-    command += ["--middleware", "trainer.serving.public_paths.PublicPaths", "--shutdown-timeout", str(DRAIN_SECONDS)]
-    command += ["--quantization", engine.QUANTIZATION[settings.quantization]] if settings.quantization else []
-    command += ["--tensor-parallel-size", str(gpus)] if gpus else []
-    command += ["--trust-remote-code"] if settings.trust_remote_code else []
-    command += ["--enforce-eager"] if vllm_cpu.is_installed() else []
-    command += _adapter(settings.name, Path(settings.adapter), gpus) if settings.adapter else []
-    if (text := chat_template.of(template)) is not None:
+    adapter = unmerged.read(Path(settings.adapter), settings.name) if settings.adapter else None
+    values: dict[str, Any] = {"model": settings.model, "host": settings.host, "port": settings.port}
+    values |= {"served_model_name": settings.name + (BASE if adapter else "")}
+    values |= {"dtype": engine.DTYPE[settings.precision], "trust_remote_code": settings.trust_remote_code}
+    values |= engine.UNPACKED if adapter and engine.is_quantised(Path(settings.model)) else LOADED
+    values |= {"generation_config": "vllm", "override_generation_config": DEFAULTS}
+    values |= {"structured_outputs_config": {"backend": constraints.BACKEND}}
+    values |= {"max_model_len": settings.length or "auto", "max_num_seqs": SEQUENCES}
+    values |= {"allowed_origins": "[]", "disable_uvicorn_access_log": True, "shutdown_timeout": DRAIN_SECONDS}
+    values |= {"middleware": "trainer.serving.public_paths.PublicPaths", "enforce_eager": vllm_cpu.is_installed()}
+    values |= {"quantization": engine.QUANTIZATION[settings.quantization]} if settings.quantization else {}
+    values |= {"tensor_parallel_size": gpus} if gpus else {}
+    if adapter:
+        module = {"name": settings.name, "path": settings.adapter, "is_3d_lora_weight": adapter.experts}
+        values |= {"lora_modules": module} | adapter.settings(max(1, gpus), expert_parallel=False)
+    if (text := chat_template(template)) is not None:
         (folder / "chat_template.jinja").write_text(text)
-        command += ["--chat-template", str(folder / "chat_template.jinja")]
+        values |= {"chat_template": str(folder / "chat_template.jinja")}
     if template.kind == "chat" and template.options:
-        command += ["--default-chat-template-kwargs", json.dumps(template.options)]
-    return command
+        values |= {"default_chat_template_kwargs": template.options}
+    return [word for key, value in values.items() for word in _option(key, value)]
 
 
-def _adapter(name: str, folder: Path, gpus: int) -> list[str]:
-    adapter = unmerged.read(folder, name)
-    module = {"name": name, "path": str(folder), "is_3d_lora_weight": adapter.experts}
-    command = ["--lora-modules", json.dumps(module)]
-    for key, value in adapter.settings(max(1, gpus), expert_parallel=False).items():
-        values = [] if value is True else [str(item) for item in value] if isinstance(value, list) else [str(value)]
-        command += [f"--{key.replace('_', '-')}", *values] if value is not False else []
-    return command
+def _option(key: str, value: Any) -> list[str]:
+    """The words of an option: its name, and its values unless it is a switch."""
+    if value is False:
+        return []
+    values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+    return [f"--{key.replace('_', '-')}", *([] if value is True else map(str, values))]
+
+
+def chat_template(template: Template) -> str | None:
+    """The training's template as the server's: it turns a question in a chat into the trained prompt.
+
+    chat     the tokenizer's own template needs nothing; a Jinja file is used unchanged
+    plain    the text around {input}, for one message
+    jinja    the text that a file with `input` and `output` writes before the answer, for one message
+
+    None if the tokenizer's own chat template is used, or the data have no prompts.
+    """
+    if template.kind == "plain":
+        before, after, _ = split(template.text)
+        return f"{ONE}{{{{ {_literal(before)} + {QUESTION}.strip(' ') + {_literal(after)} }}}}"
+    if template.kind == "jinja":
+        variables = f"{{%- set input = {QUESTION} -%}}{{%- set output = {_literal(MARK)} -%}}"
+        options = "".join(f"{{%- set {name} = {_literal(value)} -%}}" for name, value in template.options.items())
+        whole = f"{{% set whole %}}\n{template.text}{{% endset %}}"  # transformers drops a line break after a block
+        return f"{ONE}{variables}{options}{whole}{{{{- whole.split({_literal(MARK)})[0].removesuffix(' ') }}}}"
+    if template.kind == "chat" and template.origin != templates.CHAT:
+        return template.text
+    return None
+
+
+def _literal(value: object) -> str:
+    """A value as a Jinja literal. Jinja accepts JSON's escapes, true and false."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _gpus(settings: ServedModel) -> int:

@@ -64,15 +64,15 @@ def serve(run: Run, precision: str, progress: Progress):
 
     Never returns on the other hosts of a gang, which only compute for the first.
     """
-    place = hosts.meet()
+    of_hosts = hosts.meet()
 
     with vllm_cpu.hidden():
         from lm_eval.models import vllm_causallms
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import SamplingParams
 
         vllm_cpu.ask_in_process()
 
-    if place and place.node:
+    if of_hosts.get("node_rank"):
         vllm_causallms.LLM = hosts.follow  # lm-eval calls it with the same arguments as on the first host
     adapter = unmerged.find(run)
     lm_evals: Any = vllm_causallms.VLLM  # its decorator hides its class from type checkers
@@ -97,20 +97,12 @@ def serve(run: Run, precision: str, progress: Progress):
             return self._run(requests, sampling_params, "answers" if generate else "likelihoods")
 
         def _run(self, requests, sampling_params, kind: str):
-            prompts = [TokensPrompt(prompt_token_ids=request) for request in requests]
-            lora = {"lora_request": adapter.request()} if adapter else {}
-            return self.model.generate(prompts, sampling_params, use_tqdm=_bar(progress, kind), **lora)
+            lora = adapter.request() if adapter else None
+            return generate(self.model, requests, sampling_params, lora, _bar(progress, kind))
 
         def read(self, requests: list[list[int]]) -> list[list[float]]:
-            """Log-probabilities of the tokens of each request except its first.
-
-            prompt_logprobs has None for the first token, and for each other token a dictionary that contains it.
-            """
-            outputs = self._model_generate(requests)
-            return [
-                [at[token].logprob for token, at in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
-                for tokens, output in zip(requests, outputs, strict=True)
-            ]
+            """Log-probabilities of the tokens of each request except its first."""
+            return of_prompts(requests, self._model_generate(requests))
 
         def continue_prompts(self, requests: list[list[int]], count: int) -> list[tuple[list[int], list[float]]]:
             """Write `count` tokens after each request. Returns them and their log-probabilities as written."""
@@ -126,13 +118,34 @@ def serve(run: Run, precision: str, progress: Progress):
 
     with contextlib.ExitStack() as stack:
         path = unmerged.model(run)
-        if not vllm_cpu.is_installed() and not place:
+        if not vllm_cpu.is_installed() and not of_hosts:
             path = stack.enter_context(start_up.fixed_name(Path(run.paths.kernels).absolute(), path, precision))
-        settings = arguments(run, precision, adapter) | _unpacking(run)
-        served = Served(pretrained=str(path), **settings, **hosts.arguments(place))
-    if place:
+        settings = arguments(run, precision, adapter)
+        if rounding(run) != "as_released" and is_quantised(unmerged.model(run)):
+            settings |= UNPACKED  # as in training
+        served = Served(pretrained=str(path), **settings, **of_hosts)
+    if of_hosts:
         hosts.report_steps(served.model.llm_engine)
     return served
+
+
+def generate(llm: Any, prompts: list[list[int]], params: Any, adapter: Any, bar: Any = False) -> list[Any]:
+    """vLLM's outputs for prompts of tokens, by a model with an adapter or None."""
+    from vllm import TokensPrompt
+
+    tokens = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+    return llm.generate(tokens, params, use_tqdm=bar, lora_request=adapter)
+
+
+def of_prompts(prompts: list[list[int]], outputs: list[Any]) -> list[list[float]]:
+    """Log-probabilities of the tokens of each prompt except its first.
+
+    prompt_logprobs has None for the first token, and for each other token a dictionary that contains it.
+    """
+    return [
+        [at[token].logprob for token, at in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
+        for tokens, output in zip(prompts, outputs, strict=True)
+    ]
 
 
 def arguments(run: Run, precision: str, adapter: unmerged.Adapter | None) -> dict[str, Any]:
@@ -151,13 +164,6 @@ def arguments(run: Run, precision: str, adapter: unmerged.Adapter | None) -> dic
     }
     settings |= start_up.settings(run, start_up.length(run), precision, vllm_cpu.is_installed())
     return settings | (adapter.settings(gpus, spread) if adapter else {})
-
-
-def _unpacking(run: Run) -> dict[str, Any]:
-    """Arguments for a quantised release, which is served unpacked, as in training."""
-    if rounding(run) == "as_released" or not is_quantised(unmerged.model(run)):
-        return {}
-    return dict(UNPACKED)
 
 
 def is_quantised(folder: Path) -> bool:

@@ -9,7 +9,7 @@ Two lm-eval tasks over the same rows of test.jsonl, reported as one:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from conf.schema.run import Run
@@ -60,16 +60,7 @@ def tasks(run: Run, test: Test) -> list[dict]:
     """Task configurations for lm_eval's TaskManager.load()."""
     from datasets import Dataset
 
-    docs = [
-        {
-            "prompt": row.prompt,
-            "reference": row.accepted[0],
-            "accepted": list(row.accepted),
-            "learned": row.learned,
-            "tokens": len(row.learned_ids),
-        }
-        for row in test.rows
-    ]
+    docs = [asdict(row) | {"reference": row.accepted[0]} for row in test.rows]
     shared = {
         "custom_dataset": lambda **_: {"test": Dataset.from_list(docs)},
         "test_split": "test",
@@ -89,7 +80,7 @@ def tasks(run: Run, test: Test) -> list[dict]:
         "task": LIKELIHOOD,
         "output_type": "loglikelihood",
         "doc_to_target": lambda row: row["learned"],
-        "process_results": lambda row, results: dict.fromkeys(METRICS[1:], (results[0][0], row["tokens"])),
+        "process_results": lambda row, results: dict.fromkeys(METRICS[1:], (results[0][0], len(row["learned_ids"]))),
         "metric_list": [
             {"metric": "log_likelihood", "aggregation": _mean, "higher_is_better": True},
             {"metric": "perplexity", "aggregation": lambda pairs: perplexity(-_mean(pairs)), "higher_is_better": False},

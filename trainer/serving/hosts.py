@@ -9,26 +9,15 @@ when the engine ends, and lets them exit with code 0 when one of their workers h
 import itertools
 import os
 import socket
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
 from trainer.startup import heartbeat
 
 WITHIN = 300.0  # seconds that the first host may need to publish its port
-# Variables of torchrun that vLLM's workers would misread as their own: with TORCHELASTIC_USE_AGENT_STORE each of them
-# would wait for a server that nobody starts.
+# Variables of torchrun, by their beginnings, that vLLM would misread as its own: with TORCHELASTIC_USE_AGENT_STORE each
+# worker would wait for a server that nobody starts.
 OF_TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE", "MASTER_")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Place of this process among the hosts."""
-
-    node: int
-    nodes: int
-    master: str  # address of the first host
-    port: int  # on the first host, for vLLM's workers to connect
 
 
 def is_one_of_several() -> bool:
@@ -41,10 +30,10 @@ def only_computes() -> bool:
     return is_one_of_several() and os.environ.get("RANK", "0") != "0"
 
 
-def meet() -> Place | None:
-    """Connect with the other hosts of the gang. None if this process is not part of a gang."""
+def meet() -> dict[str, Any]:
+    """Connect with the other hosts of the gang. Returns vLLM's arguments about them; empty without a gang."""
     if not is_one_of_several():
-        return None
+        return {}
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     name = os.environ["GANG_ATTEMPT"]
@@ -53,19 +42,12 @@ def meet() -> Place | None:
     store = TCPStore(master, port, is_master=False, timeout=timedelta(seconds=WITHIN))
     if node == 0:
         here = os.environ["GANG_ADDRESS"]
-        store.set(f"serving/{name}", f"{here}:{_free_port(here)}")
+        store.set(f"serving/{name}", f"{here}:{free_port(here)}")
     address, _, free = store.get(f"serving/{name}").decode().rpartition(":")
     for variable in [variable for variable in os.environ if variable.startswith(OF_TORCHRUN)]:
         del os.environ[variable]
-    return Place(node, nodes, address, int(free))
-
-
-def arguments(place: Place | None) -> dict[str, Any]:
-    """Arguments of vLLM with the place of this process among the hosts."""
-    if place is None:
-        return {}
-    rank = {"nnodes": place.nodes, "node_rank": place.node, "pipeline_parallel_size": place.nodes}
-    return {"distributed_executor_backend": "mp", "master_addr": place.master, "master_port": place.port} | rank
+    place = {"nnodes": nodes, "node_rank": node, "pipeline_parallel_size": nodes}
+    return place | {"distributed_executor_backend": "mp", "master_addr": address, "master_port": int(free)}
 
 
 def follow(**arguments: Any) -> NoReturn:
@@ -94,7 +76,8 @@ def report_steps(engine: Any) -> None:
     engine.step = reported_step
 
 
-def _free_port(address: str) -> int:
+def free_port(address: str) -> int:
+    """A port of this host's address on which nobody listens."""
     with socket.socket() as free:
         free.bind((address, 0))
         return free.getsockname()[1]

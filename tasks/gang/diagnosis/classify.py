@@ -4,7 +4,7 @@
 
 One of N ranks has a cause, and the others report that they lost it. The order of causes is therefore: an error text,
 death by a signal, a lost host, ranks that hang, failed connections. The order in which ranks died decides only between
-equal causes. The texts are in tasks/gang/diagnosis/causes.py, the next action in tasks/gang/diagnosis/next_step.py.
+equal causes. The texts are in tasks/gang/diagnosis/causes.yaml, the next action in tasks/gang/diagnosis/next_step.py.
 
     kind        for example                               retry
     user        configuration, environment, checkpoint    no: it would fail again
@@ -23,6 +23,7 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from conf.schema.run import Run
 from tasks.gang.diagnosis.causes import ECHO, LINK, OWN, Cause, Kind, read
 
 SURE: tuple[Kind, ...] = ("host", "memory")  # kinds on which the kernel's log is more reliable than any process's
@@ -58,7 +59,6 @@ class Evidence:
     free: dict[str, int] = field(default_factory=dict)  # by host: bytes of disk
     engine: tuple[str, ...] = ()  # the engine's lines: reasons of pods, Slurm's messages
     stalled: bool = False  # all ranks are alive and no step completes
-    cancelled: bool = False  # a user cancelled the run
 
 
 @dataclass(frozen=True)
@@ -72,27 +72,12 @@ class Failure:
     blamed: tuple[str, ...] = ()  # hosts that later attempts exclude
 
 
-@dataclass(frozen=True)
-class Reads:
-    """Prepared data that training reads, one batch per step."""
-
-    data: str
-    batch: int
-
-    def after(self, step: int) -> str:
-        """The samples of the step after this one."""
-        first = step * self.batch
-        return f"samples {first} to {first + self.batch - 1} of {self.data}, in training's order"
-
-
-def classify(evidence: Evidence, reads: Reads | None = None) -> Failure:
-    """Find the cause of a failed attempt. With `reads`, the line of a data error names the samples of its step."""
-    if evidence.cancelled:
-        return Failure("user", "cancelled", False, step=_last_step(evidence))
+def classify(evidence: Evidence, run: Run | None = None) -> Failure:
+    """Find the cause of a failed attempt. With the run, the line of a data error names the samples of its step."""
     reported = read(evidence.engine)
     if reported and reported.strength == OWN:
         return _of_host(reported, _named(evidence, reported.says), evidence)
-    failure = _by_preflight(evidence) or _by_kernel(evidence, SURE) or _by_text(evidence, reads)
+    failure = _by_preflight(evidence) or _by_kernel(evidence, SURE) or _by_text(evidence, run)
     failure = failure or _by_kernel(evidence, None) or _by_signal(evidence)
     if failure:
         return failure
@@ -143,11 +128,11 @@ def _of_host(cause: Cause, host: str, evidence: Evidence) -> Failure:
     return Failure(cause.kind, line, cause.retry, host, None, _last_step(evidence), _blamed(cause, host, evidence))
 
 
-def _by_text(evidence: Evidence, reads: Reads | None) -> Failure | None:
+def _by_text(evidence: Evidence, run: Run | None) -> Failure | None:
     for rank in sorted(evidence.ranks, key=lambda rank: rank.order):
         cause = _own_cause(rank)
         if cause:
-            return _of_rank(cause, rank, evidence, reads)
+            return _of_rank(cause, rank, evidence, run)
     return None
 
 
@@ -164,10 +149,12 @@ def _own_cause(rank: Rank) -> Cause | None:
     return Cause("unknown", own[-1], "")
 
 
-def _of_rank(cause: Cause, rank: Rank, evidence: Evidence, reads: Reads | None) -> Failure:
+def _of_rank(cause: Cause, rank: Rank, evidence: Evidence, run: Run | None) -> Failure:
     what = f": {_meaning(cause)}"
-    if cause.kind == "data" and reads and rank.step:
-        what += f"; step {rank.step + 1} reads {reads.after(rank.step)}"
+    if cause.kind == "data" and run and rank.step:
+        first = rank.step * run.train.global_batch
+        samples = f"samples {first} to {first + run.train.global_batch - 1} of {run.paths.data}"
+        what += f"; step {rank.step + 1} reads {samples}, in training's order"
     return _at(rank, cause.kind, what, cause.retry, _blamed(cause, rank.host, evidence))
 
 

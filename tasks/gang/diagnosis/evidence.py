@@ -1,13 +1,14 @@
 """Evidence on the end of an attempt, from its members' messages, for tasks/gang/diagnosis/classify.py."""
 
+from conf.schema.run import Run
 from tasks.gang.controller_link import Lookout
 from tasks.gang.diagnosis.causes import OWN, read
-from tasks.gang.diagnosis.classify import Evidence, Failure, Rank, Reads, classify
+from tasks.gang.diagnosis.classify import Evidence, Failure, Rank, classify
 from tasks.gang.messages import End, Member
 
 
 def of_attempt(
-    reads: Reads,
+    run: Run,
     lookout: Lookout,
     nodes: dict[int, Member],
     hosts: dict[int, str],
@@ -37,7 +38,7 @@ def of_attempt(
     kernel = {hosts[k]: node.kernel for k, node in nodes.items()}
     kills = {hosts[k]: node.oom_kills for k, node in nodes.items()}
     lost = tuple(hosts[k] for k in sorted(gone))
-    return classify(Evidence(tuple(ranks), lost, kernel, kills, free, engine, stalled), reads)
+    return classify(Evidence(tuple(ranks), lost, kernel, kills, free, engine, stalled), run)
 
 
 def was_told(node: Member) -> bool:

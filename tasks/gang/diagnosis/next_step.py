@@ -49,7 +49,6 @@ class Attempt:
     """An attempt that has ended, as the controller saw it."""
 
     failure: Failure
-    hosts: tuple[str, ...]
     checkpoint: int = 0  # newest complete step when it ended
 
 
@@ -114,13 +113,8 @@ def left_out(attempts: Iterable[Attempt]) -> tuple[str, ...]:
 def _since_progress(attempts: Sequence[Attempt]) -> list[Attempt]:
     """Attempts at the end of the history that ended with the newest checkpoint, in order."""
     newest = attempts[-1].checkpoint
-    since: list[Attempt] = []
-    for attempt in reversed(attempts):
-        since.insert(0, attempt)
-        earlier = attempts[: len(attempts) - len(since)]
-        if not earlier or earlier[-1].checkpoint < newest:
-            break
-    return since
+    earlier = [number for number, attempt in enumerate(attempts) if attempt.checkpoint < newest]
+    return [*attempts[max(earlier, default=-1) + 1 :]]
 
 
 def _repeats(counted: Sequence[Attempt]) -> bool:

@@ -98,11 +98,10 @@ def spared(without: tuple[str, ...], enough: Callable[[tuple[str, ...]], bool]) 
 
 def guarded(gang: Gang, board: Board, node: str, python: str = sys.executable) -> list[str]:
     """The command of a member under its guard; `node` is its number, or a variable that holds it."""
-    member = [python, "-m", *command(board, 0)[:-1], node]
-    return guard.guarded(member, grace(gang), python)
+    return guard.guarded([python, "-m", *command(board, node)], grace(gang), python)
 
 
-def command(board: Board, node: int) -> list[str]:
+def command(board: Board, node: str) -> list[str]:
     """Arguments after python -m that start a member."""
-    place = ["--store", board.store.uri, "--gang", board.gang, "--attempt", str(board.attempt), "--node", str(node)]
+    place = ["--store", board.store.uri, "--gang", board.gang, "--attempt", str(board.attempt), "--node", node]
     return ["tasks.gang.member", *place]

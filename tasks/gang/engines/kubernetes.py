@@ -99,7 +99,8 @@ def capacity(demand: Demand, without: tuple[str, ...] = ()) -> str | None:
 def available(demand: Demand, without: tuple[str, ...] = ()) -> int | None:
     """Number of ready nodes, used or not. Nodes that an autoscaler would add do not count yet."""
     section, each = demand.kubernetes, demand.gpus_per_node
-    result = client.run([*_kubectl(section), "get", "nodes", "--output=json", *_selector(section)])
+    selector = [f"--selector={','.join(section.selector)}"] if section.selector else []
+    result = client.run([*_kubectl(section), "get", "nodes", "--output=json", *selector])
     if result.code:  # for example without the right to list nodes
         return None
     nodes = json.loads(result.output)["items"]
@@ -217,10 +218,6 @@ def _with_values(content: Any) -> Any:
 def _kubectl(section: Kubernetes) -> list[str]:
     pairs = (("context", section.context), ("namespace", section.namespace))
     return ["kubectl", *(f"--{name}={value}" for name, value in pairs if value)]
-
-
-def _selector(section: Kubernetes) -> list[str]:
-    return [f"--selector={','.join(section.selector)}"] if section.selector else []
 
 
 def _usable(node: dict[str, Any], section: Kubernetes, needed: int) -> bool:

@@ -107,7 +107,7 @@ def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -
         for node in range(n):
             flow_run = run_deployment(
                 f"node/{pool}",
-                parameters={"arguments": command(board, node), "without": [*without], "grace": grace(demand.gang)},
+                parameters={"arguments": command(board, str(node)), "without": [*without], "grace": grace(demand.gang)},
                 flow_run_name=f"{board.gang}-{board.attempt}-{node}",
                 tags=[f"gang:{board.gang}"],
                 timeout=0,

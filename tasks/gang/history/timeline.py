@@ -85,7 +85,7 @@ class Teller:
     _before: Any = field(default=None, init=False)
 
     def begins(self, number: int) -> None:
-        self._add(Attempt(number, time.time()))
+        self._set(attempts=(*self.history.attempts, Attempt(number, time.time()))[-KEPT:])
 
     def trains(self, names: dict[int, str], nodes: dict[int, Member], each: int, start: int) -> None:
         """Record that an attempt trains.
@@ -116,9 +116,6 @@ class Teller:
             self._set(end=str(error) or type(error).__name__)
             raise
         self._set(end=DONE)
-
-    def _add(self, attempt: Attempt) -> None:
-        self._set(attempts=(*self.history.attempts, attempt)[-KEPT:])
 
     def _change(self, **changes: Any) -> None:
         *others, last = self.history.attempts

@@ -217,18 +217,13 @@ def _from_folder(resolved: Resolved, name: str, part: Path, meter: Meter) -> Non
     size = resolved.files[name]
     original = (Path(resolved.source).expanduser() / name).resolve()  # the Hub's cache contains links to blobs
     part.unlink(missing_ok=True)
-    if size < LINK_FROM or not _link(original, part):
+    if size >= LINK_FROM:
+        with contextlib.suppress(OSError):  # another file system, one without links, or a file of another user
+            os.link(original, part)
+    if not part.exists():
         shutil.copyfile(original, part)
     if not holds(part, resolved.digests[name], size, meter.add):
         raise Fault(f"{original}: it has changed since the run began; start again")
-
-
-def _link(original: Path, part: Path) -> bool:
-    try:
-        os.link(original, part)
-    except OSError:  # another file system, one without links, or a file of another user
-        return False
-    return True
 
 
 def _part(folder: Path, name: str, digest: str) -> Path:

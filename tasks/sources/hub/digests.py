@@ -107,17 +107,13 @@ def complete(
 
 def holds(path: Path, digest: str, size: int, count) -> bool:
     """Whether the file exists with the content of this digest. If so, its bytes are counted."""
-    check = Check(digest, size)
     try:
         if path.stat().st_size != size:
             return False
         with path.open("rb") as file:
-            while chunk := file.read(CHUNK):
-                check.update(chunk)
-                count(len(chunk))
+            right = Partial(file, digest, size, count, Event()).check.right()
     except FileNotFoundError:
         return False
-    if check.right():
-        return True
-    count(-size)
-    return False
+    if not right:
+        count(-size)
+    return right

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 from contract.faults import Fault
 from tasks.sources.hub.digests import Partial, complete
@@ -19,16 +20,11 @@ def look(uri: str) -> tuple[str, dict[str, tuple[int, str]]]:
     store = open_store(uri)
     folder, _, name = store.uri.rpartition("/")
     if folder != "s3:/" and not uri.endswith("/"):
-        above = open_store(folder)
-        with contextlib.suppress(Refused):
-            return folder, {name: _size_and_tag(above, name)}
+        above: Any = open_store(folder)
+        with contextlib.suppress(Refused), plainly(above):
+            head = above.client.head_object(Bucket=above.bucket, Key=above.at(name))
+            return folder, {name: (head["ContentLength"], tag_of(head))}
     return store.uri, store.keys("")
-
-
-def _size_and_tag(store, name: str) -> tuple[int, str]:
-    with plainly(store):
-        head = store.client.head_object(Bucket=store.bucket, Key=store.at(name))
-        return head["ContentLength"], tag_of(head)
 
 
 def digest(store, name: str, size: int, tag: str) -> str:

@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy
 from megatron.bridge.training.callbacks import Callback
-from megatron.core import parallel_state
 
 from conf.schema.reinforcement import Reinforce
 from conf.schema.run import Run
 from trainer.reinforcement import routes
-from trainer.reinforcement.batches import Form, micro_batches
 from trainer.reinforcement.policy import exact_logits
-from trainer.reinforcement.policy.policy_step import Feed, FromOutside, PolicyStep, log_probs
+from trainer.reinforcement.policy.policy_step import Feed, FromOutside, PolicyStep, batches_of_rank, log_probs
 from trainer.reinforcement.samples import Scored
 
 VOCABULARY = 100
@@ -42,13 +40,12 @@ class Answers(Callback):
             exact_logits.install(context.model)
         if self.replayed:
             self.step.replay.install(context.model)
-        self.said |= log_probs(self.run, context, self.step, self._batches(self._drawn(context)))
-        self.step.replay.end()
+        self.said |= log_probs(self.run, context, self.step, self._drawn(context))
 
     def on_train_step_start(self, context: Any) -> None:
         answers = self._drawn(context)
         self.step.begin(answers)
-        self.feed.give(self._batches(answers))
+        self.feed.give(batches_of_rank(self.run, answers))
 
     def on_train_step_end(self, context: Any) -> None:
         if context.state.cfg.model.recompute_granularity:  # each micro batch's experts were taken once again
@@ -59,10 +56,6 @@ class Answers(Callback):
         model = context.state.cfg.model
         experts = (model.num_layers, model.moe_router_topk, model.num_moe_experts) if self.replayed else None
         return drawn(self.run, context.state.train_state.step, experts)
-
-    def _batches(self, answers: list[Scored]) -> list[dict[str, Any]]:
-        rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        return micro_batches(answers, Form.of(self.run), rank, ranks)
 
 
 def fed(run: Run, policy: str) -> tuple[FromOutside, PolicyStep, list[Callback]]:

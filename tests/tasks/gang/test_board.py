@@ -13,7 +13,7 @@ import pytest
 from contract.faults import Fault
 from tasks.gang import member_link as links
 from tasks.gang import peer_probe
-from tasks.gang.board import STALE, Board, Notice, Watch, newest_attempt
+from tasks.gang.board import STALE, Board, Watch, newest_attempt
 from tasks.gang.controller_link import Lookout
 from tasks.gang.member_link import Link
 from tasks.gang.messages import End, Member, Peers, Standing
@@ -87,7 +87,7 @@ def test_a_controller_of_another_version_ends_a_member(board):
     lookout.begin()
     one = member(board)
     one.join()
-    lookout._notice.board.write("gang.json", b'{"by": "x", "state": "going"}')
+    lookout.board.write("gang.json", b'{"by": "x", "state": "going"}')
     wait_for(lambda: "(state: Input should be 'gathering', 'go' or 'stop')" in one.why_stop())
     one.end(5)
     lookout.end(5)
@@ -134,12 +134,12 @@ def test_a_member_knows_the_others_once_the_controller_has_said_go(board):
     lookout.end(5)
 
 
-def test_a_notice_that_another_has_written_is_lost(board):
-    mine = Notice(board, "nodes/0.json")
-    assert mine.create(Member("me", "host0", "waiting"))
-    assert mine.write(Member("me", "host0", "running"))
+def test_a_message_that_another_has_written_is_lost(board):
+    mine = Link(board, 0, Member("me", "host0", "waiting"))
+    assert mine.create()
+    assert mine._write(Member("me", "host0", "running"))
     board.write("nodes/0.json", json.dumps({"by": "you"}).encode())
-    assert not mine.write(Member("me", "host0", "done"))
+    assert not mine._write(Member("me", "host0", "done"))
     assert board.read("nodes/0.json") == {"by": "you"}
 
 

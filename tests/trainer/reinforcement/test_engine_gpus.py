@@ -32,7 +32,7 @@ class Workers:
 
     def collective_rpc(self, method: str, args: tuple) -> list[Any]:
         assert method == "answer_or_fault"
-        if args[0] == "cannot_repeat":
+        if args[0] == "weight_transfer_engine.cannot_repeat":
             return [("", None), ("it packs its weights", None)]
         return [(None, str(one)) if isinstance(one, Fault) else (one, None) for one in self.said]
 

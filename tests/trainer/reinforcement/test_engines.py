@@ -13,8 +13,7 @@ import pytest
 
 from contract.faults import Fault
 from trainer.reinforcement.engines import engine
-from trainer.reinforcement.engines.engine import LocalEngine, Lost
-from trainer.reinforcement.engines.group import Group
+from trainer.reinforcement.engines.engine import Group, LocalEngine, Lost
 from trainer.reinforcement.rollouts import Rollouts
 
 KILLED = """

@@ -16,7 +16,7 @@ from conf.load import load
 from contract.faults import Fault
 from tests.tasks.gang import world
 from trainer.reinforcement.engines import meeting
-from trainer.reinforcement.engines.group import Group
+from trainer.reinforcement.engines.engine import Group
 from trainer.reinforcement.engines.meeting import Meeting
 from trainer.reinforcement.rollouts import Rollouts
 

@@ -95,7 +95,7 @@ def test_what_is_made_of_weights_is_made_of_later_ones_alike(how):
     assert not watch.refused
     for parameter in toy.parameters():
         parameter.data.normal_()
-    assert torch.equal(recipes.Kitchen().make(found["tensor"]), HOWS[how](toy))
+    assert torch.equal(recipes.compute(found["tensor"], {}), HOWS[how](toy))
     assert recipes.pieces(found["tensor"]) == []
     merged = recipes.merges(found["tensor"])
     assert len(merged) == (0 if "adapter" not in how else 2 if "heads" in how else 1)
@@ -259,7 +259,7 @@ def learned(model: Inner, transfers: int = 2) -> tuple[Learned, list[torch.Tenso
         with watch:
             model.load([memory.view(torch.float32).view(2, 5) for memory in buckets])
         if found is None:
-            found = Learned(model, watch.ended())
+            found = watch.ended()
         else:
             found.compare(model)
     assert found
@@ -272,7 +272,7 @@ def test_what_was_copied_of_buckets_is_copied_again():
     assert found.refused(model, sleeps=False) == ""
     buckets = [torch.randn(2, 5) for _ in range(2)]
     for number, bucket in enumerate(buckets):
-        found.loading.put(number, bucket.view(-1).view(torch.uint8))
+        found.put(number, bucket.view(-1).view(torch.uint8))
     assert torch.equal(model.whole, torch.cat(buckets)[:, 1:4])
 
 
@@ -288,8 +288,8 @@ def test_memory_that_a_layer_is_given_behind_a_bucket_is_not_taken_for_it():
     with watch:
         made.copy_(bucket.view(4, 3))
         model.whole.data.copy_(made)
-    loading = watch.ended()
-    assert loading.refused == "" and [*loading.copies] == [1]
+    ended = watch.ended()
+    assert ended.refusal == "" and [*ended.copies] == [1]
 
 
 def test_a_layer_that_is_made_where_another_one_was_is_not_taken_for_it():
@@ -302,7 +302,7 @@ def test_a_layer_that_is_made_where_another_one_was_is_not_taken_for_it():
         small = torch.from_numpy(memory[:12].reshape(4, 3))
         small.copy_(bucket[:12].view(4, 3))
         model.whole.data.copy_(small)
-    assert watch.ended().refused == "layers keep their weights in another form"
+    assert watch.ended().refusal == "layers keep their weights in another form"
 
 
 def test_the_digest_of_a_tensor_is_of_its_own_bytes_and_of_its_place():

@@ -17,6 +17,7 @@ from contract.faults import Fault
 from tests.support.reinforced import ADAPTER, answers, of_steps
 from trainer.reinforcement.engines import settings
 from trainer.reinforcement.transfer import shared_memory, wire
+from trainer.serving.hosts import free_port
 
 SENT = torch.arange(5000).to(torch.uint8)
 
@@ -30,7 +31,7 @@ def other_side(port: int, ends_early: bool) -> None:
 
 @pytest.mark.parametrize("ends_early", [False, True])
 def test_what_goes_through_a_pipe_arrives_and_a_side_that_has_ended_is_noticed(ends_early):
-    port = wire.free_port()
+    port = free_port("127.0.0.1")
     process = multiprocessing.get_context("fork").Process(target=other_side, args=(port, ends_early))
     process.start()
     pipe = wire.Pipe("127.0.0.1", port, 0)
@@ -55,7 +56,7 @@ def worker(port: int, rank: int, ends_early: bool, found) -> None:
 
 @pytest.mark.parametrize("ends_early", [False, True])
 def test_all_workers_behind_a_pipe_get_what_is_sent_once_and_one_that_has_ended_is_noticed(ends_early):
-    port, context = wire.free_port(), multiprocessing.get_context("fork")
+    port, context = free_port("127.0.0.1"), multiprocessing.get_context("fork")
     mine, theirs = multiprocessing.Pipe()
     workers = [context.Process(target=worker, args=(port, rank, ends_early, theirs)) for rank in (1, 2)]
     for one in workers:
@@ -82,7 +83,7 @@ def takes_nothing(port: int) -> None:
 
 
 def test_a_side_that_takes_nothing_is_waited_for_so_many_seconds():
-    port = wire.free_port()
+    port = free_port("127.0.0.1")
     process = multiprocessing.get_context("fork").Process(target=takes_nothing, args=(port,))
     process.start()
     pipe = wire.Pipe("127.0.0.1", port, 0, seconds=1.0)

@@ -16,7 +16,8 @@ from contract.faults import Fault
 from contract.served_model import ServedModel
 from tests.support import data_folders
 from trainer.data.tokens import templates, tokenizer
-from trainer.serving import api_server, chat_template
+from trainer.serving import api_server
+from trainer.serving.api_server import chat_template
 from trainer.serving.public_paths import PublicPaths
 
 QUESTION = '  17 + 25? "{{ messages }}" \\n {input} \U0001f600'
@@ -46,7 +47,7 @@ JINJA = (
 @pytest.mark.parametrize("text", PLAIN)
 def test_a_question_in_a_chat_is_the_prompt_of_a_plain_template(model, text):
     trained = template(model, template=text)
-    served = rendered(chat_template.of(trained), [{"role": "user", "content": QUESTION}])
+    served = rendered(chat_template(trained), [{"role": "user", "content": QUESTION}])
     assert served == trained.prompt({"input": QUESTION, "output": ANSWER})
 
 
@@ -55,21 +56,21 @@ def test_a_question_in_a_chat_is_the_prompt_of_a_file_with_input_and_output(mode
     (tmp_path / "own.jinja").write_text(text)
     trained = template(model, template=str(tmp_path / "own.jinja"), template_options={"brief": True})
     assert trained.kind == "jinja"
-    served = rendered(chat_template.of(trained), [{"role": "user", "content": QUESTION}])
+    served = rendered(chat_template(trained), [{"role": "user", "content": QUESTION}])
     assert served == trained.prompt({"input": QUESTION, "output": ANSWER})
 
 
 @pytest.mark.parametrize("roles", [[], ["system", "user"], ["user", "assistant", "user"]])
 def test_a_model_of_single_questions_takes_no_conversation(model, roles):
-    text = chat_template.of(template(model, template=PLAIN[0]))
+    text = chat_template(template(model, template=PLAIN[0]))
     with pytest.raises(TemplateError, match="trained on single questions"):
         rendered(text, [{"role": role, "content": "x"} for role in roles])
 
 
 def test_a_file_for_messages_is_taken_as_it_is_and_the_tokenizers_own_needs_nothing(model, tmp_path):
     (tmp_path / "own.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    assert chat_template.of(template(model, "messages", template=str(tmp_path / "own.jinja"))).startswith("{% for")
-    assert chat_template.of(template(model, "messages")) is None
+    assert chat_template(template(model, "messages", template=str(tmp_path / "own.jinja"))).startswith("{% for")
+    assert chat_template(template(model, "messages")) is None
 
 
 @pytest.fixture

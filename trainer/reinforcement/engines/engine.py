@@ -1,4 +1,4 @@
-"""One vLLM engine, as the trainer calls it: over a connection, one call at a time.
+"""vLLM engines, as the trainer calls them: over a connection, one call at a time, alone or in a group.
 
 A LocalEngine is a process on the trainer's host: the trainer starts it and calls it over a socket pair, which nobody
 else can reach, and it ends with the trainer. Its output goes to a log file. Engines on other hosts are in
@@ -14,7 +14,8 @@ import sys
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from contract.faults import Fault
 from contract.processes import end_with_parent
 from trainer.reinforcement import judge, messages
 from trainer.reinforcement.transfer import wire
+from trainer.serving import hosts
+from trainer.startup.console import say
 
-# Variables of torchrun that vLLM would misread as its own.
-OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
-OF_RANKS += ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "GROUP_WORLD_SIZE", "ROLE_NAME")
+# Beginnings of variables that are not for vLLM: of torchrun, of the gang, and the judge's key.
+NOT_INHERITED = (*hosts.OF_TORCHRUN, "OMP_NUM_THREADS", "GANG_", judge.KEY)
 PROGRAM = "trainer.reinforcement.vllm_process"
 SHOWN = 3  # last lines of a log
 PATIENCE = 10  # seconds for a process to end before it is killed
@@ -139,6 +141,49 @@ class LocalEngine(Engine):
             self.process.wait()
 
 
+class Group:
+    """Engines of vLLM that get the same calls. An engine that ends is removed, unless it is the last."""
+
+    def __init__(self, started: int, far: bool):
+        self.engines: list[Engine] = []
+        self.started, self.far, self.closing = started, far, False
+
+    def each(self, name: str, **arguments: Any) -> dict[Engine, Any]:
+        """Call every engine. Returns the result of each."""
+        return self.answers(self.ask(name, arguments), name)
+
+    def ask(self, name: str, arguments: dict[str, Any]) -> list[Engine]:
+        """Send a call to every engine. Returns those that have it."""
+        return self.attempt_each(lambda engine: engine.ask(name, arguments))
+
+    def answers(self, asked: Iterable[Engine], name: str) -> dict[Engine, Any]:
+        """Wait for the answers to a call."""
+        return {engine: result for engine in asked for result in self.attempt(engine, partial(engine.answer, name))}
+
+    def attempt_each(self, call: Callable[[Engine], Any]) -> list[Engine]:
+        """Make a call with every engine. Returns the engines with which it succeeded."""
+        return [engine for engine in [*self.engines] for _ in self.attempt(engine, partial(call, engine))]
+
+    def attempt(self, engine: Engine, call: Callable[[], Any]) -> list[Any]:
+        """Result of the call in a list; an empty list if the engine is lost and others remain.
+
+        An engine that was removed before is not called: a caller may still hold it from an earlier call.
+        """
+        if engine not in self.engines:
+            return []
+        try:
+            return [call()]
+        except Lost as lost:
+            if len(self.engines) == 1 and self.far and not self.closing:
+                raise RuntimeError(f"{lost}; no host of vLLM's is left") from None  # the next attempt has others
+            if len(self.engines) == 1 or self.closing:
+                raise
+            self.engines.remove(engine)
+            engine.close(patience=0)
+            say(f"{lost}; {engine.name} is removed, and {len(self.engines)} of {self.started} engines continue")
+            return []
+
+
 def start(
     connection: socket.socket, settings: dict[str, Any], log: Path, environment: dict[str, str]
 ) -> subprocess.Popen:
@@ -147,7 +192,7 @@ def start(
     It reads its settings from its standard input, an unnamed file, of which nothing remains however the processes end.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    inherited = {name: value for name, value in os.environ.items() if not _is_of_ranks(name) and name != judge.KEY}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}
     with log.open("a") as file, tempfile.TemporaryFile("w+") as stdin:
         json.dump(settings, stdin)
         stdin.seek(0)
@@ -160,7 +205,3 @@ def start(
             pass_fds=[connection.fileno()],
             preexec_fn=end_with_parent,
         )
-
-
-def _is_of_ranks(name: str) -> bool:
-    return name in OF_RANKS or name.startswith(("TORCHELASTIC", "GANG_"))

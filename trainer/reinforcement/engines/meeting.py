@@ -17,6 +17,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -134,13 +135,10 @@ class Meeting:
         """The engine at the other end, after both ends have proved that they know the key."""
         silent_after, key = self.run.gang.silent_after, self.place.key.encode()
         with other:
-            _limit(other, ANSWERED)
-            with Connection(os.dup(other.fileno())) as handshake:
+            with _handshake(other, silent_after) as handshake:
                 deliver_challenge(handshake, key)
                 answer_challenge(handshake, key)
                 guest = Guest(**json.loads(handshake.recv_bytes(1 << 12)))
-            _limit(other, 0)
-            _notice_silence(other, silent_after)
             connection = Connection(other.detach())
         return FarEngine(guest, connection, self.place.address, silent_after), guest.number
 
@@ -161,25 +159,25 @@ def connect(run: Run, log: Path) -> socket.socket:
 def _connected(place: Place, guest: Guest, silent_after: float) -> socket.socket:
     connection = socket.create_connection((place.address, place.port), timeout=ANSWERED)
     connection.settimeout(None)
-    _limit(connection, ANSWERED)
-    with Connection(os.dup(connection.fileno())) as handshake:
+    with _handshake(connection, silent_after) as handshake:
         answer_challenge(handshake, place.key.encode())
         deliver_challenge(handshake, place.key.encode())
         handshake.send_bytes(json.dumps(asdict(guest)).encode())
-    _limit(connection, 0)
-    _notice_silence(connection, silent_after)
     return connection
 
 
-def _limit(connection: socket.socket, seconds: int) -> None:
-    """Let reads of the connection time out after `seconds`; 0 = never."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+@contextlib.contextmanager
+def _handshake(connection: socket.socket, silent_after: float) -> Iterator[Connection]:
+    """Context for the proof of the key, in which each read has a limit.
 
-
-def _notice_silence(connection: socket.socket, seconds: float) -> None:
-    """Let the kernel end the connection if the other host does not respond for `seconds`."""
+    Afterwards the kernel ends the connection if the other host does not respond for `silent_after` seconds.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", ANSWERED, 0))
+    with Connection(os.dup(connection.fileno())) as handshake:
+        yield handshake
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, BETWEEN)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, BETWEEN)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent_after * 1000))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

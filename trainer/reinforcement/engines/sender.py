@@ -16,13 +16,13 @@ from conf.rules.reinforcement import cut
 from conf.schema.run import Run
 from contract.faults import Fault
 from trainer.reinforcement.engines import settings
-from trainer.reinforcement.engines.engine import Engine
-from trainer.reinforcement.engines.group import Group
+from trainer.reinforcement.engines.engine import Engine, Group
 from trainer.reinforcement.transfer import shared_memory, wire
 from trainer.reinforcement.transfer.export import Export
 from trainer.reinforcement.transfer.repeated import filling
 from trainer.reinforcement.transfer.repeated.buckets import Buckets
 from trainer.reinforcement.transfer.repeated.filling import Filling
+from trainer.serving import hosts
 from trainer.startup import device
 from trainer.startup.console import say
 
@@ -35,17 +35,18 @@ class Sender:
 
     def __init__(self, run: Run, group: Group, transport: str):
         self.run, self.group, self.transport = run, group, transport
+        self.device = torch.device("cuda" if device.has_gpu() else "cpu")
         self.buckets: list[list[wire.Meta]] = []  # of the last whole transfer
         self.repeated: Buckets | None = None  # the same buckets, after the first repetition
         self.can_repeat = self.reported = False  # whether every engine can repeat; whether the reason was logged
         self.fillings: list[Filling] | None = None  # these may fill the buckets without Bridge
         self.proven = False  # whether they have filled them with the same bytes as Bridge
+        self.handles: dict[int, Any] = {}  # of shared memory in this transfer, by address
 
     def send(self, tensors: Tensors, version: int, export: Export | None) -> int:
         """Send the weights of a version to every engine. Returns the number of bytes sent to each."""
-        for engine in [*self.group.engines]:
-            if not engine.joined:
-                self.group.attempt(engine, partial(self._join, engine))
+        self.group.attempt_each(self._join)
+        self.handles = {}
         sent = (self._repeat if self.can_repeat else self._send_whole)(tensors, version, export)
         self.proven = bool(self.fillings)
         if export and self.unlike:
@@ -68,14 +69,13 @@ class Sender:
         self.group.each("begin")
         before, self.buckets, self.repeated = self.buckets, [], None
         allocate, size = self._memory()
-        reading, handles = list[Engine](), dict[int, Any]()
+        reading = list[Engine]()
         for bucket in wire.buckets(tensors, allocate, size):
-            self._wait_for(reading)
+            self.group.answers(reading, "bucket")  # the memory of the previous bucket is filled next
             self._compare(len(self.buckets), bucket.metas, bucket.bytes)
-            for engine in [*self.group.engines]:
-                reading += [engine for _ in self.group.attempt(engine, partial(self._send, engine, bucket, handles))]
+            reading = self.group.attempt_each(partial(self._send, bucket))
             self.buckets.append(bucket.metas)
-        self._wait_for(reading)
+        self.group.answers(reading, "bucket")
         reasons = self.group.each("finish", version=version).values()
         self.can_repeat = not any(reasons) and bool(before)
         if before and not self.can_repeat and not self.reported and device.has_gpu():  # a CPU can never repeat
@@ -97,14 +97,8 @@ class Sender:
         if self.unlike:
             self.fillings = None
 
-    def _wait_for(self, reading: list[Engine]) -> None:
-        """Wait until vLLM has read the previous bucket, whose memory is filled next."""
-        for engine in reading:
-            self.group.attempt(engine, partial(engine.answer, "bucket"))
-        reading.clear()
-
-    def _send(self, engine: Engine, bucket: wire.Bucket, handles: dict[int, Any]) -> None:
-        shared = self._shared(bucket.memory, handles) if self.transport == "ipc" else None
+    def _send(self, bucket: wire.Bucket, engine: Engine) -> None:
+        shared = self._shared(bucket.memory) if self.transport == "ipc" else None
         engine.ask("bucket", {"metas": bucket.metas, "used": bucket.used, "shared": shared})
         if engine.pipe is not None:
             self._over(engine, "bucket", partial(engine.pipe.send, bucket.bytes))
@@ -112,11 +106,10 @@ class Sender:
     def _repeat(self, tensors: Tensors, version: int, export: Export | None) -> int:
         """Send all buckets again with new numbers."""
         if self.transport != "ipc":
-            for engine in [*self.group.engines]:  # they prepare while this side does
-                self.group.attempt(engine, partial(engine.ask, "repeat", {"version": version}))
+            self.group.ask("repeat", {"version": version})  # engines prepare while this side does
         self._prepare(export)
         allocate, _ = self._memory()
-        self.repeated = self.repeated or Buckets(self.buckets, torch.device("cuda" if device.has_gpu() else "cpu"))
+        self.repeated = self.repeated or Buckets(self.buckets, self.device)
         self.repeated.begin()
         rooms = self.repeated.rooms(allocate)
         if self.transport == "ipc":
@@ -146,23 +139,19 @@ class Sender:
         for engine in [*self.group.engines]:
             assert engine.pipe
             self._attempt_over(engine, partial(engine.pipe.send, digests))
-        for engine in [*self.group.engines]:
-            self.group.attempt(engine, partial(engine.answer, "repeat"))
+        self.group.answers([*self.group.engines], "repeat")
 
     def _repeat_shared(self, tensors: Tensors, rooms: list[torch.Tensor], repeated: Buckets) -> None:
-        reading, handles = list[Engine](), dict[int, Any]()
+        reading = list[Engine]()
         for number, (room, used) in enumerate(zip(rooms, repeated.used, strict=True)):
             memory = room[:used]
             self._fill(number, memory, tensors)
             repeated.add(number, memory)
             if memory.is_cuda:  # the other process does not wait for this process's stream
                 torch.cuda.current_stream().synchronize()
-            self._wait_for(reading)
-            arguments = {"number": number, "shared": self._shared(room, handles)}
-            for engine in [*self.group.engines]:
-                ask = partial(engine.ask, "repeat_bucket", arguments)
-                reading += [engine for _ in self.group.attempt(engine, ask)]
-        self._wait_for(reading)
+            self.group.answers(reading, "bucket")
+            reading = self.group.ask("repeat_bucket", {"number": number, "shared": self._shared(room)})
+        self.group.answers(reading, "bucket")
 
     def _fill(self, number: int, memory: torch.Tensor, tensors: Tensors) -> None:
         """Fill a bucket's memory."""
@@ -177,11 +166,11 @@ class Sender:
             wire.part(memory, meta, place).copy_(tensor.detach())
         self._compare(number, metas, memory)
 
-    def _shared(self, memory: torch.Tensor, handles: dict[int, Any]) -> Any:
+    def _shared(self, memory: torch.Tensor) -> Any:
         """Handle that opens the memory in another process. A second handle of the same memory would never free it."""
         place = memory.data_ptr()
-        handles[place] = handles.get(place) or shared_memory.shared(memory)
-        return handles[place]
+        self.handles[place] = self.handles.get(place) or shared_memory.shared(memory)
+        return self.handles[place]
 
     def _attempt_over(self, engine: Engine, call: Callable[[], Any]) -> list[Any]:
         return self.group.attempt(engine, partial(self._over, engine, "repeat", call))
@@ -197,13 +186,16 @@ class Sender:
             raise
 
     def _join(self, engine: Engine) -> None:
+        """Connect with an engine, unless that was done before."""
+        if engine.joined:
+            return
         if self.transport == "ipc":
             settings.require_reach(self.run)
             engine.call("join", host=None, port=None)
         else:
-            port = wire.free_port()
+            port = hosts.free_port(engine.address)
             engine.ask("join", {"host": engine.address, "port": port})
-            where = torch.device("cuda" if self.transport == "nccl" and device.has_gpu() else "cpu")
+            where = self.device if self.transport == "nccl" else wire.HOST
             try:
                 end = (engine.address, port, 0, where, engine.is_gone, engine.patience)
                 engine.pipe = wire.Pipe(*end, workers=cut(self.run))
@@ -216,9 +208,7 @@ class Sender:
 
     def _memory(self) -> tuple[Callable[[int], torch.Tensor], int]:
         """The function that allocates memory for buckets, and the number of bytes of a bucket."""
+        size = wire.BUCKET_OF_GPU if device.has_gpu() and self.transport != "gloo" else wire.BUCKET
         if self.transport == "ipc":
-            return shared_memory.allocate, wire.BUCKET_OF_GPU if device.has_gpu() else wire.BUCKET
-        where, size = ("cuda", wire.BUCKET_OF_GPU) if device.has_gpu() else ("cpu", wire.BUCKET)
-        if self.transport == "gloo":
-            size = wire.BUCKET
-        return (lambda size: torch.empty(size, dtype=torch.uint8, device=where)), size
+            return shared_memory.allocate, size
+        return partial(torch.empty, dtype=torch.uint8, device=self.device), size

@@ -52,15 +52,14 @@ class Worker:
     """A guarded process for one kind of code. If it has died, the next call starts it again."""
 
     def __init__(self, kind: str, function: str | None, seconds: float, memory_gb: float):
-        self.kind, self.seconds, self.memory_gb = kind, seconds, memory_gb
-        self.name, self.source, self.file = "", "", ""
-        self.key = KEYS.get(kind, "reinforce.reward")
+        self.kind, self.seconds, self.key = kind, seconds, KEYS.get(kind, "reinforce.reward")
+        self.settings: dict[str, Any] = {"kind": kind, "memory_gb": memory_gb}
         if function is not None:
             try:
-                self.name, self.source = rewards.function(function, rewards.CALLED_WITH[kind])
+                name, source = rewards.function(function, rewards.CALLED_WITH[kind])
             except Fault as fault:
                 raise Fault(f"{self.key}: {fault}") from None
-            self.file = Path(function.rpartition(":")[0]).name
+            self.settings |= {"name": name, "source": source, "file": Path(function.rpartition(":")[0]).name}
         self.process: subprocess.Popen[bytes] | None = None
         self.connection: Connection | None = None
         self._start()  # a function that cannot be loaded is reported before sampling starts
@@ -118,12 +117,10 @@ class Worker:
                 preexec_fn=end_with_parent,
             )
         self.connection = Connection(own_end.detach())
-        settings = {"kind": self.kind, "source": self.source, "file": self.file, "name": self.name}
-        settings |= {"memory_gb": self.memory_gb}
-        result = self._exchange(settings, STARTS_WITHIN, "to load the file")
+        result = self._exchange(self.settings, STARTS_WITHIN, "to load the file")
         if "refused" in result:
             self.close()
-            raise Fault(f"{self.key}: {self.name or self.kind}: {result['refused']}")
+            raise Fault(f"{self.key}: {self.settings.get('name', self.kind)}: {result['refused']}")
 
     def _exchange(self, message: dict[str, Any], seconds: float, limit: str) -> dict[str, Any]:
         """Send a message and return the answer in plain types: data of the guarded process are never unpickled."""

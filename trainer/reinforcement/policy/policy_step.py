@@ -29,7 +29,7 @@ from torch import distributed
 from conf.schema.reinforcement import Reinforce
 from conf.schema.run import Run
 from trainer.megatron.whole_rows import whole
-from trainer.reinforcement.batches import ROWS, Form
+from trainer.reinforcement.batches import ROWS, Form, micro_batches
 from trainer.reinforcement.policy.losses import Batch, by_answer, objective
 from trainer.reinforcement.routes import Replay
 from trainer.reinforcement.samples import Scored
@@ -147,12 +147,17 @@ def add_figures(total: dict[str, float], figures: Mapping[str, Any]) -> None:
         total[key] = max(before, float(value)) if key == LARGEST else before + float(value)
 
 
-def log_probs(
-    run: Run, context: Any, step: PolicyStep, batches: list[dict[str, torch.Tensor]]
-) -> dict[int, list[float]]:
-    """Log-probabilities of the answers in a rank's micro batches by the current policy, by the answers' numbers."""
-    form = Form.of(run)
+def batches_of_rank(run: Run, answers: Sequence[Scored]) -> list[dict[str, torch.Tensor]]:
+    """Micro batches of this data-parallel rank, from the answers of an optimizer step."""
+    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    return micro_batches(answers, Form.of(run), rank, ranks)
+
+
+def log_probs(run: Run, context: Any, step: PolicyStep, answers: Sequence[Scored]) -> dict[int, list[float]]:
+    """Log-probabilities of this rank's answers by the current policy, by the answers' numbers."""
+    form, batches = Form.of(run), batches_of_rank(run, answers)
     outputs = forward_only(context, step, batches, form.rows, form.length)
+    step.replay.end()
     by_number: list[Any] = [None]
     if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         lengths = [batch["counts"].tolist() for batch in batches]

@@ -9,7 +9,9 @@ reinforce.staleness more steps of the policy. Older answers, for example in a co
 weights only change between steps: all answers of a step are of one version.
 """
 
-from threading import Condition, Thread
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread
 
 from conf.schema.reinforcement import Reinforce
 from contract.faults import Fault
@@ -20,39 +22,34 @@ from trainer.startup.console import say
 
 
 class Ahead:
-    """A thread of rank 0 that samples, and its steps that have not been trained on."""
+    """A thread of rank 0 that samples, and the steps that it has or will have sampled."""
 
     def __init__(self, sampler: Sampler, journal: Journal, reinforce: Reinforce):
         self.sampler, self.journal, self.reinforce = sampler, journal, reinforce
-        self.changed = Condition()
-        self.steps: dict[int, Sampled] = {}
-        self.next = self.limit = self.version = self.outdated = 0
-        self.working = False
-        self.error: BaseException | None = None
+        self.steps: dict[int, Future[Sampled]] = {}  # not trained on yet
+        self.orders: SimpleQueue[tuple[int, int, Future[Sampled]]] = SimpleQueue()  # step, version, and its result
+        self.next = self.outdated = 0
         # Processes for rewards end with the thread that has started them: this thread runs until the end.
         Thread(target=self._work, name="sampling", daemon=True).start()
 
     def take(self, number: int) -> Sampled | None:
-        with self.changed:
-            self.changed.wait_for(lambda: number in self.steps or not self.working)
-            if self.error:
-                raise self.error
-            if number not in self.steps:
-                self.next = number
-                self._read_journal(self.next)
-            return self.steps.pop(number, None)
+        if number not in self.steps:
+            self.next = number
+            self._read_journal(number)
+        step = self.steps.pop(number, None)
+        return step.result() if step else None
 
     def needs(self, version: int) -> bool:
-        with self.changed:
-            if self.working:
-                return False
-            self._read_journal(self._last(version))
-            return self.next <= self._last(version)
+        if not all(step.done() for step in self.steps.values()):
+            return False
+        self._read_journal(self._last(version))
+        return self.next <= self._last(version)
 
     def begin(self, version: int) -> None:
-        with self.changed:
-            self.version, self.limit, self.working = version, self._last(version), True
-            self.changed.notify_all()
+        for number in range(self.next, self._last(version) + 1):
+            self.steps[number] = Future()
+            self.orders.put((number, version, self.steps[number]))
+        self.next = self._last(version) + 1
 
     def _last(self, version: int) -> int:
         """The last step that may be sampled with weights of this version."""
@@ -69,27 +66,20 @@ class Ahead:
                 self.outdated = self.next
                 return
             say(f"step {step.number}: trained on the answers in {self.journal.folder}")
-            self.steps[self.next] = Sampled(step, {})
+            self.steps[self.next] = Future()
+            self.steps[self.next].set_result(Sampled(step, {}))
             self.next += 1
 
     def _work(self) -> None:
         while True:
-            with self.changed:
-                self.changed.wait_for(lambda: self.working)
-                number, version = self.next, self.version
+            number, version, step = self.orders.get()
             try:
                 sampled = self.sampler.step(number, version)
                 self.journal.write(sampled.step)
             except BaseException as error:  # take() raises it
-                with self.changed:
-                    self.error, self.working = error, False
-                    self.changed.notify_all()
+                step.set_exception(error)
                 return
-            with self.changed:
-                self.steps[number] = sampled
-                self.next += 1
-                self.working = self.next <= self.limit
-                self.changed.notify_all()
+            step.set_result(sampled)
 
 
 def lag(step: Step, reinforce: Reinforce) -> float:

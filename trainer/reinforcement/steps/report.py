@@ -75,18 +75,12 @@ class Report:
 
 def add_to_table(output: Path, step: Step, template: Template, rows: list[Row]) -> None:
     """Append some answers of a step to the table."""
-    lines = [
-        {
-            "step": step.number,
-            "prompt": template.prompt(rows[group.row]),
-            "answer": group.answers[0].text,
-            "reference": template.reference(rows[group.row]),
-            "reward": group.answers[0].reward,
-        }
-        for group in step.groups[:SHOWN]
-    ]
     with (output / TABLE).open("a") as file:
-        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        for group in step.groups[:SHOWN]:
+            row, answer = rows[group.row], group.answers[0]
+            line = {"step": step.number, "prompt": template.prompt(row), "answer": answer.text}
+            line |= {"reference": template.reference(row), "reward": answer.reward}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 def _signal(step: Step) -> int:

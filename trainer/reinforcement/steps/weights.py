@@ -26,12 +26,7 @@ class Weights:
     """The weights of the policy for vLLM. Every rank makes the same calls; only rank 0 has a sampler."""
 
     def __init__(
-        self,
-        run: Run,
-        bridge: Any,
-        sampler: Sampler | None,
-        on_first: FirstRank,
-        probe_rows: list[list[int]],
+        self, run: Run, bridge: Any, sampler: Sampler | None, on_first: FirstRank, probe_rows: list[list[int]]
     ):
         self.run, self.bridge, self.sampler, self.on_first, self.probe_rows = run, bridge, sampler, on_first, probe_rows
         self.temperature, self.phases = Temperature(run.reinforce.temperature), Phases()
@@ -73,7 +68,7 @@ class Weights:
         start, self.phases.seconds["export"] = time.monotonic(), 0.0
         self.export = self.export or Export(self.bridge, context.model)
         for named in self.export.tensors():
-            self.phases.add("export", time.monotonic() - start)
+            self.phases.seconds["export"] += time.monotonic() - start
             yield named
             start = time.monotonic()
 

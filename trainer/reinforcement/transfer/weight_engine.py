@@ -1,4 +1,4 @@
-"""Implementations of vLLM's WeightTransferEngine: over gloo or NCCL, or through shared memory.
+"""vLLM's side of a transfer of weights: its workers' WeightTransferEngine, over gloo, NCCL or shared memory.
 
 Each of vLLM's workers has an engine and gets whole tensors: it compares their digests and loads its part of them.
 
@@ -17,6 +17,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,10 +25,13 @@ from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from contract.faults import Fault
+from trainer.patches import vllm_cpu
 from trainer.reinforcement.transfer import wire
 from trainer.reinforcement.transfer.repeated import loading
 from trainer.reinforcement.transfer.repeated.buckets import Buckets
 from trainer.weights import digests
+
+WORKER = f"{__name__}.Worker"
 
 
 @dataclass
@@ -66,7 +70,7 @@ class BucketEngine(base.WeightTransferEngine[Init, Update]):
         with self.watch or contextlib.nullcontext():
             finalize_layerwise_reload(self.model, self.model_config)
         if self.watch:
-            self.learned, self.watch = loading.Learned(self.model, self.watch.ended()), None
+            self.learned, self.watch = self.watch.ended(), None
         elif self.learned:
             self.learned.compare(self.model)
 
@@ -97,7 +101,7 @@ class BucketEngine(base.WeightTransferEngine[Init, Update]):
         """Copy a repeated bucket to its targets."""
         assert self.learned
         self.known().add(number, memory)
-        self.learned.loading.put(number, memory)
+        self.learned.put(number, memory)
 
     def require(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Raise a Fault unless all tensors have the digests with which they were sent."""
@@ -128,15 +132,13 @@ class GlooEngine(BucketEngine):
     """Buckets over gloo, from host memory to host memory."""
 
     pipe: wire.Pipe
+    on_device = False  # whether buckets arrive in the memory of the model's device
 
     def init_transfer_engine(self, init_info: Init) -> None:
         assert init_info.host and init_info.port
-        workers = self.parallel_config.world_size
-        place = 1 + self.parallel_config.rank
-        self.pipe = wire.Pipe(init_info.host, init_info.port, place, self.ends_in(), workers=workers)
-
-    def ends_in(self) -> torch.device:
-        return wire.HOST
+        workers, rank = self.parallel_config.world_size, 1 + self.parallel_config.rank
+        end = torch.device(self.device) if self.on_device else wire.HOST
+        self.pipe = wire.Pipe(init_info.host, init_info.port, rank, end, workers=workers)
 
     def received(self, update_info: Update) -> torch.Tensor:
         return self.pipe.receive(update_info.used).to(self.device)
@@ -162,8 +164,7 @@ class GlooEngine(BucketEngine):
 class NcclEngine(GlooEngine):
     """Buckets over NCCL, from GPU to GPU. On a CPU, gloo does the same."""
 
-    def ends_in(self) -> torch.device:
-        return torch.device(self.device)
+    on_device = True
 
 
 class SharedEngine(BucketEngine):
@@ -217,6 +218,42 @@ def name(transport: str) -> str:
     return f"buckets-{transport if transport in ENGINES else 'gloo'}"
 
 
-def register() -> None:
-    for transport, engine in ENGINES.items():
-        WeightTransferEngineFactory.register_engine(name(transport), engine)
+for transport, engine in ENGINES.items():
+    WeightTransferEngineFactory.register_engine(name(transport), engine)  # each worker looks it up by its name
+
+
+class Worker:
+    """Additional methods of vLLM's workers, for its collective_rpc: an engine has a worker for each of its GPUs.
+
+    vLLM imports this module in every worker, because of its setting worker_extension_cls, and adds this class to its
+    own. If an engine has several workers, each is a process; the worker of an engine on one GPU runs in the engine's
+    process.
+    """
+
+    weight_transfer_engine: Any
+    model_runner: Any
+
+    def answer_or_fault(self, name: str, arguments: dict[str, Any]) -> tuple[Any, str | None]:
+        """Call a method of this worker or of its weight_transfer_engine, by its dotted name.
+
+        Returns its result, or the line of a Fault, which vLLM would report like any other error.
+        """
+        try:
+            return attrgetter(name)(self)(**arguments), None
+        except Fault as fault:
+            return None, str(fault)
+
+    def arrived_tensors(self) -> frozenset[str]:
+        """Names of all tensors that arrived undamaged since the transfer began, and were loaded."""
+        return frozenset(self.weight_transfer_engine.arrived)
+
+    def seed_draws(self, seed: int) -> None:
+        """Seed the generators that vLLM uses for requests without a seed."""
+        import numpy
+
+        torch.manual_seed(seed)
+        numpy.random.seed(seed % 2**32)
+
+    def tell_routes(self) -> None:
+        """Make the routers on a CPU record which experts they choose."""
+        vllm_cpu.tell_routes(self.model_runner.get_model())

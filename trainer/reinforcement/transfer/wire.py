@@ -8,10 +8,9 @@ on its place (trainer/weights/digests.py), and a tensor's digest is the sum over
 
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false, reportArgumentType=false
 
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import accumulate
 from math import prod
@@ -31,8 +30,6 @@ PATIENCE = timedelta(minutes=10)
 MEETS = timedelta(minutes=1)  # for a process of another host to connect
 POLL = 0.0005  # seconds
 HOST = torch.device("cpu")
-
-Sent = tuple[str, str, tuple[int, ...], int]  # name, type, shape and bytes
 
 
 @dataclass(frozen=True)
@@ -80,20 +77,20 @@ def buckets(
     a bucket, the previous one must have been read.
     """
     memories: list[torch.Tensor | None] = [None, None]
-    group: list[Sent] = []
+    group: list[Meta] = []
     turn = at = 0
     for name, tensor in tensors:
-        count = tensor.numel() * tensor.element_size()
-        end = at + _rows(count) * ROW
+        meta = Meta(name, dtype(tensor), tuple(tensor.shape), digest="")
+        end = at + _rows(meta.bytes) * ROW
         if group and end > size:
             yield _bucket(group, memories[turn])
             group, turn, at, end = [], 1 - turn, 0, end - at
         memory = memories[turn]
         if memory is None or end > len(memory):
             memories[turn] = memory = allocate(max(end, size))
-        memory[at : at + count].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        memory[at + count : end].zero_()
-        group.append((name, dtype(tensor), tuple(tensor.shape), count))
+        part(memory, meta, at).copy_(tensor.detach())
+        memory[at + meta.bytes : end].zero_()
+        group.append(meta)
         at = end
     if group:
         yield _bucket(group, memories[turn])
@@ -101,8 +98,7 @@ def buckets(
 
 def taken_apart(metas: Sequence[Meta], memory: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Tensors of a bucket, as views of its memory. Raises a Fault that names the first damaged tensor."""
-    sizes = [meta.bytes for meta in metas]
-    for meta, digest in zip(metas, _digests(memory, sizes), strict=True):
+    for meta, digest in zip(metas, _digests(memory, metas), strict=True):
         if digest != meta.digest:
             raise Fault(f"transfer of weights: {meta.name} is not what was sent: digest {digest}, not {meta.digest}")
     return [(meta.name, part(memory, meta, place)) for meta, place in placed(metas)]
@@ -133,22 +129,25 @@ def require(sent: Meta, tensor: torch.Tensor) -> None:
         raise Fault(f"transfer of weights: {sent.name} is not what was sent: {difference}")
 
 
-def _bucket(group: Sequence[Sent], memory: torch.Tensor | None) -> Bucket:
+def _bucket(group: Sequence[Meta], memory: torch.Tensor | None) -> Bucket:
     assert memory is not None
-    of_tensors = _digests(memory, [size for *_, size in group])
-    metas = [Meta(name, kind, shape, digest) for (name, kind, shape, _), digest in zip(group, of_tensors, strict=True)]
-    return Bucket(metas, memory)
+    pairs = zip(group, _digests(memory, group), strict=True)
+    return Bucket([replace(meta, digest=digest) for meta, digest in pairs], memory)
 
 
-def _digests(memory: torch.Tensor, sizes: Sequence[int]) -> list[str]:
-    """Digests of tensors with these sizes, which follow each other in the memory."""
-    ends = [*accumulate(map(_rows, sizes), initial=0)]
+def _digests(memory: torch.Tensor, metas: Sequence[Meta]) -> list[str]:
+    """Digests of a bucket's tensors."""
+    ends = [*accumulate((_rows(meta.bytes) for meta in metas), initial=0)]
     rows = memory[: ends[-1] * ROW].view(torch.int64).view(-1, WORDS)
-    of_rows = (rows * digests.place_factors(0, 0, WORDS, memory.device)).sum(-1)
-    of_rows *= digests.place_factors(1, 0, len(rows), memory.device)
-    until = torch.cat([of_rows.new_zeros(1), of_rows.cumsum(0)])
-    of_tensors = until[torch.tensor(ends, device=memory.device)].diff()
+    sums = (rows * digests.place_factors(0, 0, WORDS, memory.device)).sum(-1)
+    of_tensors = of_rows(sums, torch.tensor(ends, device=memory.device))
     return [digests.text(number) for number in of_tensors.tolist()]
+
+
+def of_rows(sums: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Digest of each tensor, from the sums of all rows and the first row of each tensor and of the end."""
+    rows = sums * digests.place_factors(1, 0, len(sums), sums.device)
+    return torch.cat([rows.new_zeros(1), rows.cumsum(0)])[ends].diff()
 
 
 def _rows(size: int) -> int:
@@ -158,13 +157,6 @@ def _rows(size: int) -> int:
 def dtype(tensor: torch.Tensor) -> str:
     """Name of a tensor's type, as in a Meta."""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def free_port() -> int:
-    """A port of this host on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Pipe:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from conf.load import load
 from tasks.gang.diagnosis.causes import ECHO, LINK, OWN, XIDS, read
-from tasks.gang.diagnosis.classify import Evidence, Failure, Rank, Reads, classify
+from tasks.gang.diagnosis.classify import Evidence, Failure, Rank, classify
 from tasks.gang.diagnosis.evidence import of_attempt
 from tasks.gang.messages import Member, Sign
 
@@ -214,18 +215,17 @@ def test_a_host_whose_own_disk_is_full_is_left_out():
 
 
 def test_data_names_its_samples():
-    reads = Reads("runs/tiny/data", 16)
-    failure = classify(Evidence((Rank(0, "a", 1, 3, ("IndexError: index out of range in self",)),)), reads)
+    run = load("tiny", ["train.global_batch=16", "paths.data=runs/tiny/data"])
+    failure = classify(Evidence((Rank(0, "a", 1, 3, ("IndexError: index out of range in self",)),)), run)
     assert failure.kind == "data" and "step 4 reads samples 48 to 63 of runs/tiny/data" in failure.line
 
 
-def test_preemption_and_cancelling():
+def test_preemption():
     line = "slurmstepd: error: *** JOB 42 ON node7 CANCELLED AT 2026-11-21T10:00:00 DUE TO PREEMPTION ***"
     ranks = (Rank(0, "node7", -signal.SIGTERM, 5), Rank(1, "node8", -signal.SIGTERM, 5))
     failure = classify(Evidence(ranks, engine=(line,)))
     assert (failure.kind, failure.retry, failure.host, failure.blamed) == ("preempted", True, "node7", ())
     assert classify(Evidence(ranks)).kind == "preempted"
-    assert classify(Evidence(ranks, cancelled=True)) == Failure("user", "cancelled", False, step=5)
 
 
 @pytest.mark.parametrize("state", ["preempted", "stopped"])
@@ -235,7 +235,7 @@ def test_why_a_host_was_told_to_end_is_the_schedulers_to_say(state):
     lookout: Any = SimpleNamespace(order_of_failure=lambda k: k)
 
     def verdict(*engine: str) -> Failure:
-        return of_attempt(Reads("data", 16), lookout, nodes, {0: "node7", 1: "node8"}, set(), engine)
+        return of_attempt(load("tiny"), lookout, nodes, {0: "node7", 1: "node8"}, set(), engine)
 
     unsaid = verdict("slurmstepd: error: *** STEP 42.0 ON node8 CANCELLED AT 2026-11-21T10:00:00 ***")
     assert unsaid.kind == ("preempted" if state == "preempted" else "host") and unsaid.blamed == ()

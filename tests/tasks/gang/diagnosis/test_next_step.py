@@ -19,8 +19,8 @@ def fits(min_nodes):
     return fewer_hosts(load("glm47", [f"gang.min_nodes={min_nodes}"]))
 
 
-def attempt(kind, host="", step=5, checkpoint=0, retry=True, blamed=(), hosts=HOSTS):
-    return Attempt(Failure(kind, f"{kind}: {host}", retry, host, None, step, blamed), hosts, checkpoint)
+def attempt(kind, host="", step=5, checkpoint=0, retry=True, blamed=()):
+    return Attempt(Failure(kind, f"{kind}: {host}", retry, host, None, step, blamed), checkpoint)
 
 
 @pytest.mark.parametrize("kind", ["user", "memory", "data"])
@@ -51,7 +51,7 @@ def test_a_broken_host_is_left_out_at_once_a_suspect_the_second_time():
     suspect = [attempt("hang", "c"), attempt("network", "c")]
     assert decide(suspect[:1], GLM, retries=3).action == "retry"
     assert decide(suspect, GLM, retries=3).without == ("c",)
-    gone = [attempt("host", "b", blamed=("b",)), attempt("host", "d", blamed=("d",), hosts=("a", "c", "d", "e"))]
+    gone = [attempt("host", "b", blamed=("b",)), attempt("host", "d", blamed=("d",))]
     assert decide(gone, GLM, retries=3).without == ("d", "b")
 
 
@@ -73,7 +73,7 @@ def test_fewer_hosts_only_where_allowed_and_legal():
 
 
 def test_once_there_are_enough_hosts_all_are_taken_again():
-    history = [attempt("host", "b", blamed=("b",)), attempt("network", checkpoint=9, hosts=("a", "c"))]
+    history = [attempt("host", "b", blamed=("b",)), attempt("network", checkpoint=9)]
     assert decide(history, GLM, retries=3, available=4, fits=fits(1)).nodes == 2
     decision = decide(history, GLM, retries=3, available=5, fits=fits(1))
     assert (decision.action, decision.nodes, decision.without) == ("retry without", 4, ("b",))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainer.reinforcement.transfer import wire
-from trainer.reinforcement.transfer.repeated.recipes import Kitchen, Merged, Recipe, merges, pieces
+from trainer.reinforcement.transfer.repeated.recipes import Recipe, compute, merges, pieces
 
 COMPARED = 2**24  # numbers at once
 
@@ -25,63 +25,43 @@ class Filling:
         self._sort([(meta, place, recipes[meta.name]) for meta, place in wire.placed(metas)])
 
     def _sort(self, recipes: Sequence[tuple[wire.Meta, int, Recipe]]) -> None:
-        copies: list[tuple[int, torch.Tensor]] = []
-        merged: dict[tuple | None, list[tuple[int, Merged]]] = defaultdict(list)
+        launches: dict[tuple[Any, Any], list[tuple[int, Any]]] = defaultdict(list)
         for meta, place, recipe in recipes:
-            if of_tensor := _copied(meta, place, recipe):
-                copies += of_tensor
-            elif kinds := _merged(meta, place, recipe):
-                for kind, at, part in kinds:
-                    merged[kind].append((at, part))
-            else:
+            parts = _of_kernels(meta, place, recipe)
+            for launch, at, part in parts:
+                launches[launch].append((at, part))
+            if not parts:
                 self.steps.append((meta, place, recipe))
-        if copies or merged:
-            from trainer.reinforcement.transfer.repeated.kernels import Copies, Merges
-
-            self.launches += [Copies(*zip(*copies, strict=True))] if copies else []
-            self.launches += [Merges(*zip(*each, strict=True)) for each in merged.values()]
+        self.launches = [kernel(*zip(*parts, strict=True)) for (kernel, _), parts in launches.items()]
 
     @torch.no_grad()
     def fill(self, memory: torch.Tensor) -> None:
         """Write all tensors of the bucket to its memory. The bytes between them do not change."""
         for launch in self.launches:
             launch.fill(memory)
-        kitchen = Kitchen()
+        results: dict[int, Any] = {}
         for meta, place, recipe in self.steps:
-            wire.part(memory, meta, place).copy_(kitchen.make(recipe))
+            wire.part(memory, meta, place).copy_(compute(recipe, results))
 
 
-def _copied(meta: wire.Meta, place: int, recipe: Recipe) -> list[tuple[int, torch.Tensor]]:
-    """The parts of Megatron's memory that a kernel can copy for this tensor, each with its place; or an empty list."""
-    parts = pieces(recipe)
-    if not _are_all_of(meta, parts):
+def _of_kernels(meta: wire.Meta, place: int, recipe: Recipe) -> list[tuple[tuple[Any, Any], int, Any]]:
+    """The parts of a tensor that kernels copy or merge, each with its kernel, its kind and its place.
+
+    The list is empty if kernels cannot make all of the tensor from parts of a GPU's memory of its type.
+    """
+    copied = pieces(recipe)
+    merged = [] if copied else merges(recipe)
+    bases = copied or [part.base for part in merged]
+    alike = all(base.is_cuda and meta.dtype == wire.dtype(base) for base in bases)
+    if not bases or not alike or sum(base.nbytes for base in bases) != meta.bytes:
         return []
-    from trainer.reinforcement.transfer.repeated.kernels import Copies
+    from trainer.reinforcement.transfer.repeated.kernels import Copies, Merges
 
-    placed = [*zip(_places(place, parts), parts, strict=True)]
-    return placed if all(Copies.has(*part) for part in placed) else []
-
-
-def _merged(meta: wire.Meta, place: int, recipe: Recipe) -> list[tuple[tuple | None, int, Merged]]:
-    """The matrices that a kernel can merge for this tensor, each with its kind and place; or an empty list."""
-    parts = merges(recipe)
-    if not _are_all_of(meta, [part.base for part in parts]):
-        return []
-    from trainer.reinforcement.transfer.repeated.kernels import Merges
-
-    places = _places(place, [part.base for part in parts])
-    kinds = [Merges.kind(*part) for part in zip(places, parts, strict=True)]
-    return [*zip(kinds, places, parts, strict=True)] if all(kinds) else []
-
-
-def _are_all_of(meta: wire.Meta, parts: Sequence[torch.Tensor]) -> bool:
-    """Whether a tensor consists of these parts of a GPU's memory, and has their type."""
-    alike = all(part.is_cuda and meta.dtype == wire.dtype(part) for part in parts)
-    return bool(parts) and alike and sum(part.nbytes for part in parts) == meta.bytes
-
-
-def _places(first: int, parts: Sequence[torch.Tensor]) -> list[int]:
-    return [*accumulate((part.nbytes for part in parts[:-1]), initial=first)]
+    places = [*accumulate((base.nbytes for base in bases[:-1]), initial=place)]
+    launches = [(Copies, Copies.has(*placed)) for placed in zip(places, copied, strict=False)]
+    launches += [(Merges, Merges.kind(*placed)) for placed in zip(places, merged, strict=False)]
+    complete = all(kind for _, kind in launches)
+    return [*zip(launches, places, copied or merged, strict=True)] if complete else []
 
 
 def first_unlike(metas: Sequence[wire.Meta], actual: torch.Tensor, expected: torch.Tensor) -> str | None:
@@ -98,8 +78,5 @@ def _is_near(actual: torch.Tensor, expected: torch.Tensor) -> bool:
         return False
     # The second tolerance is for summands that cancel out.
     relative, absolute = torch.finfo(actual.dtype).eps, torch.finfo(torch.float32).eps
-    for a, b in zip(actual.split(COMPARED), expected.split(COMPARED), strict=True):
-        bound = relative * torch.maximum(a.abs(), b.abs()).float() + absolute
-        if not bool(((a.float() - b.float()).abs() <= bound).all()):
-            return False
-    return True
+    pairs = zip(actual.split(COMPARED), expected.split(COMPARED), strict=True)
+    return all(torch.allclose(a.float(), b.float(), relative, absolute) for a, b in pairs)

@@ -5,8 +5,7 @@ worker's part, and waits for the rest of its layer. In the end they copy numbers
 do nothing else with them, a later transfer only needs these copies:
 
 1. While vLLM loads the first transfer, every copy is recorded. Afterwards the content of each parameter is compared
-with
-   the copied numbers: it differs if a layer swaps or packs its weights.
+   with the copied numbers: it differs if a layer swaps or packs its weights.
 2. vLLM loads the second transfer in the same way. Tensors without copies must not have changed: if they have, vLLM has
    computed them from the weights, and would have to do so again.
 """
@@ -65,12 +64,14 @@ class Copy:
 
 
 @dataclass
-class Loading:
-    """Copies of a transfer."""
+class Learned:
+    """The copies of the first transfer, and whether they are enough for later ones."""
 
     copies: dict[int, list[tuple[Form, torch.Tensor]]] = field(default_factory=lambda: defaultdict(list))
     together: dict[int, Any] = field(default_factory=dict)  # copies that one kernel makes, by bucket
-    refused: str = ""  # reason why the copies are not enough
+    refusal: str = ""  # reason why the copies are not enough
+    proven: bool = False  # by a second transfer
+    totals: dict[str, int] = field(default_factory=dict)  # digests of tensors that the copies do not fill
 
     def put(self, bucket: int, memory: torch.Tensor) -> None:
         """Copy the numbers of a bucket to their targets."""
@@ -94,7 +95,41 @@ class Loading:
         places, targets = [form.offset for form, _ in whole], [target for _, target in whole]
         self.together[bucket] = Copies(places, targets) if whole else None
 
-    def filled(self) -> dict[int, int]:
+    def refuse(self, reason: str) -> None:
+        self.refusal = self.refusal or reason
+        self.copies.clear()
+
+    def compare(self, model: torch.nn.Module) -> None:
+        """Check a model that was loaded again with other weights: tensors without copies must not have changed."""
+        if self.proven or self.refusal:
+            return
+        now = _totals(self.untouched(model))
+        changed = [name for name in self.totals.keys() | now.keys() if self.totals.get(name) != now.get(name)]
+        if changed:
+            self.refuse(f"{changed[0]} is computed from weights")
+        self.proven = True
+
+    def refused(self, model: torch.nn.Module, sleeps: bool) -> str:
+        """The reason why the copies are not enough, or "". While vLLM sleeps, it keeps only buffers."""
+        if sleeps and self.proven and not self.refusal:
+            buffers, counts = {name for name, _ in model.named_buffers()}, self._filled()
+            for name, tensor in self.untouched(model).items():
+                if name not in buffers and not counts[tensor.untyped_storage().data_ptr()]:
+                    self.refuse(f"{name} is not kept while vLLM sleeps")
+        return self.refusal or ("" if self.proven else "one transfer proves nothing")
+
+    def untouched(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Tensors of a model, on the device of its weights, that the copies do not fill completely; by name."""
+        filled, device = self._filled(), next(model.parameters()).device
+        return {
+            name: tensor
+            for name, tensor in _all_tensors(model)
+            if tensor.numel()
+            and tensor.device == device
+            and filled[tensor.untyped_storage().data_ptr()] < tensor.numel()
+        }
+
+    def _filled(self) -> dict[int, int]:
         """The number of copied numbers for each piece of memory."""
         counts: dict[int, int] = defaultdict(int)
         single = (target for copies in self.copies.values() for _, target in copies)
@@ -120,7 +155,7 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
-        self.loading = Loading()
+        self.learned, self._model = Learned(), model
         tensors = chain(model.parameters(), model.buffers())
         self._registered = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
         self._buckets: dict[int, tuple[int, int, StorageWeakRef]] = {}  # by memory: number, first byte, and the memory
@@ -134,34 +169,35 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is COPY and not self.loading.refused and not args[0].is_meta and not args[1].is_meta:
+        if func is COPY and not self.learned.refusal and not args[0].is_meta and not args[1].is_meta:
             self._note(args[0], args[1])
         return result
 
-    def ended(self) -> Loading:
+    def ended(self) -> Learned:
         """All copies, after the model is complete. They are refused if a layer's content differs from the copies."""
         if self._layers:
-            self._refuse(ELSEWHERE)
-        if self._totals and not self.loading.refused:
+            self.learned.refuse(ELSEWHERE)
+        if self._totals and not self.learned.refusal:
             copied, actual = (torch.stack(column) for column in zip(*self._totals, strict=True))
             if bool((copied != actual).any()):
-                self._refuse(f"{int((copied != actual).sum())} tensors are in another order within their layers")
-        self._layers.clear()
-        self._totals.clear()
-        return self.loading
+                count = int((copied != actual).sum())
+                self.learned.refuse(f"{count} tensors are in another order within their layers")
+        if not self.learned.refusal:
+            self.learned.totals = _totals(self.learned.untouched(self._model))
+        return self.learned
 
     def _note(self, target: torch.Tensor, source: torch.Tensor) -> None:
         into, out = target.untyped_storage(), source.untyped_storage()
         bucket, first, held = self._buckets.get(out.data_ptr(), (0, 0, None))
         layer = self._layers.get(out.data_ptr())
         if layer and layer.held.expired():
-            self._refuse(ELSEWHERE)
+            self.learned.refuse(ELSEWHERE)
         elif layer and into.data_ptr() in self._registered:
             self._forward(self._layers.pop(out.data_ptr()), Form.of(source), target)
         elif held and not held.expired():
             form = Form(source.dtype, source.shape, source.stride(), source.data_ptr() - first)
             if target.shape != source.shape:
-                self._refuse("one number is copied to many places")
+                self.learned.refuse("one number is copied to many places")
                 return
             copy = Copy(bucket, form, Form.of(target), _total(source.to(target.dtype)))
             if into.data_ptr() in self._registered:
@@ -169,70 +205,22 @@ class Watch(TorchDispatchMode):
                 return
             layer = self._layers.setdefault(into.data_ptr(), Layer(StorageWeakRef(into)))
             if layer.held.expired():
-                self._refuse(ELSEWHERE)
+                self.learned.refuse(ELSEWHERE)
             layer.copies.append(copy)
 
     def _forward(self, layer: Layer, whole: Form, target: torch.Tensor) -> None:
         """Record the copies to a layer's temporary tensor as copies to the parameter to which it is copied."""
-        form = Form.of(target)
-        if (whole.dtype, whole.shape, whole.strides) != (form.dtype, form.shape, form.strides):
-            self._refuse("a layer has its weights in another form")
+        if not whole.is_like(target):
+            self.learned.refuse("a layer has its weights in another form")
             return
         for copy in layer.copies:
-            place = copy.target.offset - whole.offset + form.offset
+            place = copy.target.offset - whole.offset + int(target.storage_offset())
             self._add(copy, target.as_strided(copy.target.shape, copy.target.strides, place))
 
     def _add(self, copy: Copy, target: torch.Tensor) -> None:
         target = target.detach()
-        self.loading.copies[copy.bucket].append((copy.source, target))
+        self.learned.copies[copy.bucket].append((copy.source, target))
         self._totals.append((copy.total, _total(target)))
-
-    def _refuse(self, reason: str) -> None:
-        self.loading.refused = self.loading.refused or reason
-
-
-class Learned:
-    """The copies of the first transfer, and whether they are enough for later ones."""
-
-    def __init__(self, model: torch.nn.Module, loading: Loading):
-        self.loading, self._proven = loading, False
-        self._before = {} if loading.refused else _totals(self._untouched(model))
-
-    def compare(self, model: torch.nn.Module) -> None:
-        """Check a model that was loaded again with other weights: tensors without copies must not have changed."""
-        if self._proven or self.loading.refused:
-            return
-        now = _totals(self._untouched(model))
-        changed = next(
-            (name for name in self._before.keys() | now.keys() if self._before.get(name) != now.get(name)), ""
-        )
-        if changed:
-            self._refuse(f"{changed} is computed from weights")
-        self._proven = True
-
-    def refused(self, model: torch.nn.Module, sleeps: bool) -> str:
-        """The reason why the copies are not enough, or "". While vLLM sleeps, it keeps only buffers."""
-        if sleeps and self._proven and not self.loading.refused:
-            buffers, counts = {name for name, _ in model.named_buffers()}, self.loading.filled()
-            for name, tensor in self._untouched(model).items():
-                if name not in buffers and not counts[tensor.untyped_storage().data_ptr()]:
-                    self._refuse(f"{name} is not kept while vLLM sleeps")
-        return self.loading.refused or ("" if self._proven else "one transfer proves nothing")
-
-    def _refuse(self, reason: str) -> None:
-        self.loading.refused = self.loading.refused or reason
-        self.loading.copies.clear()
-
-    def _untouched(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Tensors of a model, on the device of its weights, that the copies do not fill completely; by name."""
-        filled, device = self.loading.filled(), next(model.parameters()).device
-        return {
-            name: tensor
-            for name, tensor in _all_tensors(model)
-            if tensor.numel()
-            and tensor.device == device
-            and filled[tensor.untyped_storage().data_ptr()] < tensor.numel()
-        }
 
 
 def _all_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

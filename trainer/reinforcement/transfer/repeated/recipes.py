@@ -117,33 +117,21 @@ def memory_used(recipe: Recipe) -> set[int]:
     """Addresses of all memory that a recipe uses."""
     if isinstance(recipe, torch.Tensor):
         return {memory(recipe)}
-    leaves = tree_leaves((recipe.arguments, recipe.keys), is_leaf=lambda leaf: isinstance(leaf, Step))
-    parts = (
-        leaf
-        for leaf in leaves
-        if isinstance(leaf, Step) or (isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
-    )
-    return set[int]().union(*map(memory_used, parts))
+    leaves = tree_leaves((recipe.arguments, recipe.keys))
+    steps = [leaf for leaf in leaves if isinstance(leaf, Step)]
+    weights = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return set[int]().union(*map(memory_used, [*steps, *weights]))
 
 
-class Kitchen:
-    """Computation of tensors by their recipes. A step that several recipes share is computed once per Kitchen."""
-
-    def __init__(self) -> None:
-        self._results: dict[int, Any] = {}
-
-    def make(self, recipe: Recipe) -> torch.Tensor:
-        if isinstance(recipe, torch.Tensor):
-            return recipe
-        key = id(recipe)
-        if key not in self._results:
-            self._results[key] = self._compute(recipe)
-        return self._results[key]
-
-    def _compute(self, step: Step) -> torch.Tensor:
-        arguments, keys = tree_map_only(Step, self.make, (step.arguments, step.keys))
-        results = step.operation(*arguments, **keys)
-        return results[step.number] if isinstance(results, (tuple, list)) else results
+def compute(recipe: Recipe, results: dict[int, Any]) -> torch.Tensor:
+    """The tensor of a recipe. `results` keeps the results of steps, for other recipes that share them."""
+    if isinstance(recipe, torch.Tensor):
+        return recipe
+    if id(recipe) not in results:
+        arguments, keys = tree_map_only(Step, lambda step: compute(step, results), (recipe.arguments, recipe.keys))
+        values = recipe.operation(*arguments, **keys)
+        results[id(recipe)] = values[recipe.number] if isinstance(values, (tuple, list)) else values
+    return results[id(recipe)]
 
 
 @torch.no_grad()
