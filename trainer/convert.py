@@ -70,7 +70,7 @@ def main(run: Run) -> None:
 def _convert(run: Run, model: released.Model, known: dict[str, str] | None, facts: dict) -> None:
     """Convert the model. `known` are its tensors' checksums; if None, they are computed."""
     from trainer.megatron.model import open_bridge
-    from trainer.weights.conversion import base
+    from trainer.weights.conversion import base, shards
     from trainer.weights.packed_base import conversion as packed
 
     warnings.filterwarnings("ignore", "ModelProviderMixin-based")  # no user can migrate it
@@ -78,7 +78,7 @@ def _convert(run: Run, model: released.Model, known: dict[str, str] | None, fact
     with megatron_to(Path(run.paths.logs)):
         conversion = base.Conversion(run, open_bridge(run), model, known)
         facts |= {"left_out": conversion.left_out, "tensors": len(model.tensors)}
-        state = json.dumps([facts, conversion.digest, released.CHECKSUMS], sort_keys=True)
+        state = json.dumps([facts, shards.digest(conversion.shards), released.CHECKSUMS], sort_keys=True)
         with atomic_folder.write(Path(run.paths.base), facts, BASE, state) as partial:
             sums = conversion.write(partial, partial / JOURNAL, weights=run.convert.to == "torch_dist")
             facts["digest"] = released.digest(model, sums)
@@ -87,7 +87,7 @@ def _convert(run: Run, model: released.Model, known: dict[str, str] | None, fact
             if run.convert.to == "packed":
                 packed.write(run, conversion.chunks, partial, partial / JOURNAL / "packed")
             compare.converted(run, partial)  # in parallel with the disk's writes
-            conversion.settle()
+            conversion.work.wait()
 
 
 def _recorded(base: Path) -> dict[str, str]:

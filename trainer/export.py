@@ -94,15 +94,8 @@ def _state(run: Run, folder: Path, model) -> list:
     base = Path(run.paths.base)
     marks = [mark.stat().st_mtime_ns for place in (folder, base) if (mark := place / checkpoints.MARK).exists()]
     tools = {tool: importlib.metadata.version(tool) for tool in TOOLS}
-    return [
-        str(folder.resolve()),
-        marks,
-        model.stamps(),
-        run.export.quantization,
-        run.export.merge_onto,
-        run.train.precision,
-        tools,
-    ]
+    keys = run.export.quantization, run.export.merge_onto, run.train.precision
+    return [str(folder.resolve()), marks, model.stamps(), *keys, tools]
 
 
 def _trained_facts(trained) -> dict:
@@ -160,7 +153,7 @@ def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
     if "merged" in formats:
         as_released = run.export.quantization == "as_released"
         source = format_of_release.Rounding(trained) if as_released else parts.Merged(trained)
-        layouts = (format_of_release if as_released else merged_format).layouts(trained.model)
+        layouts = merged_format.layouts(trained.model, as_released)
         journal = partial / JOURNAL
         entries = parts.write(source, layouts, partial / "merged", journal)
         if as_released:

@@ -12,18 +12,15 @@ from typing import Any
 
 from conf.model_facts import ModelFacts, facts_from_hf
 from conf.model_files import config_json, quantization, weights
-from conf.model_files.weights import Entry
 from conf.planner import released_model, stage_needs
 from conf.rules import objectives, packed_base, reinforcement, schedule
 from conf.rules.conversion import obstacles, unwritable
 from conf.rules.layout import problems
-from conf.rules.reinforcement import as_training
 from conf.rules.serving import is_apart
 from conf.schema.run import Run
 from contract import checkpoints, json_object, output_marks
 from contract.amounts import unlike
 from contract.faults import Fault
-from contract.output_marks import PARTIAL, REFERENCE, REINFORCEMENT, TRAINING
 from trainer.data import prepared, references
 from trainer.data.tokens import tokenizer
 from trainer.megatron.recipe import checkpoint_folder
@@ -57,7 +54,7 @@ def check_train(run: Run) -> Run:
         run = schedule.resolved(run)
         resume.check(run, checkpoint_folder(run))
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        output_marks.take(Path(run.paths.output), TRAINING)
+        output_marks.take(Path(run.paths.output), output_marks.TRAINING)
     if "RANK" not in os.environ:  # for ranks, the process that started them has prepared the data
         prepared.make(run)
     data = prepared.check(run)
@@ -104,7 +101,7 @@ def check_reference(run: Run) -> None:
     if objectives.has_starting_adapter(run):
         check_adapter(run)
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        output_marks.take(Path(run.paths.reference), REFERENCE)
+        output_marks.take(Path(run.paths.reference), output_marks.REFERENCE)
     data = prepared.check(run)
     _refuse(objectives.unfit(run, str(prepared.folder(run)), data.kind))
 
@@ -127,7 +124,7 @@ def check_tokens(run: Run) -> None:
 
 def check_reinforce(configured: Run) -> None:
     """Check the inputs of reinforcement learning."""
-    run = as_training(configured)
+    run = reinforcement.as_training(configured)
     facts = check_model(run)
     checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
     _check_layout(run, facts)
@@ -147,7 +144,7 @@ def check_reinforce(configured: Run) -> None:
     if "RANK" not in os.environ or ("GANG_ATTEMPT" in os.environ and os.environ["RANK"] == "0"):
         rewards.check(run)
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        output_marks.take(Path(run.paths.output), REINFORCEMENT)
+        output_marks.take(Path(run.paths.output), output_marks.REINFORCEMENT)
     if "RANK" not in os.environ:
         prepared.make(run)
     # Any number of prompts is enough: a step uses a prompt several times if there are too few.
@@ -260,7 +257,7 @@ def _converted(run: Run) -> int:
     return quantization.parameters(config, tensors) * byte
 
 
-def _described(run: Run) -> tuple[dict[str, Any], dict[str, Entry]]:
+def _described(run: Run) -> tuple[dict[str, Any], dict[str, weights.Entry]]:
     model = Path(run.paths.model)
     return config_json.read(model / config_json.NAME), weights.tensors(model)
 
@@ -269,7 +266,7 @@ def _check_space(folder: Path, needed: int, content: str) -> None:
     place = Path(os.path.realpath(folder))
     existing = next(parent for parent in (place, *place.parents) if parent.exists())
     # An earlier attempt's files count as free: the command continues with them or deletes them.
-    partial = place.with_name(place.name + PARTIAL)
+    partial = place.with_name(place.name + output_marks.PARTIAL)
     files = (path for path in partial.rglob("*") if path.is_file()) if partial.is_dir() else ()
     free = shutil.disk_usage(existing).free + sum(path.stat().st_blocks * 512 for path in files)
     if free < needed:

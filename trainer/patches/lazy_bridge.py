@@ -48,11 +48,8 @@ def load_family(architecture: str) -> None:
     models = Path(spec.submodule_search_locations[0])
     for file in sorted(models.rglob("*_bridge.py")):
         text = file.read_text()
-        if (
-            "register_bridge" in text
-            and architecture in text
-            and file.name not in ("model_bridge.py", "auto_bridge.py")
-        ):
+        registers = "register_bridge" in text and file.name not in ("model_bridge.py", "auto_bridge.py")
+        if registers and architecture in text:
             importlib.import_module(".".join((ROOT, "models", *file.relative_to(models).with_suffix("").parts)))
 
 

@@ -12,7 +12,6 @@ import json
 from pathlib import Path
 
 from conf.model_files import config_json, safetensors_header, weights
-from conf.model_files.weights import Entry
 from conf.schema.run import Run
 from contract import checkpoints, json_object
 from trainer.megatron.recipe import checkpoint_folder
@@ -50,8 +49,8 @@ def _merged(trained, folder: Path, as_released: bool, findings: Findings) -> Non
     from trainer.weights.exported import as_released as format_of_release
     from trainer.weights.exported import merged_format
 
-    model, rounding = trained.model, format_of_release.Rounding(trained)
-    layouts = (format_of_release if as_released else merged_format).layouts(model)
+    model, rounding = trained.model, format_of_release.Rounding(trained) if as_released else None
+    layouts = merged_format.layouts(model, as_released)
     for extra in sorted({path.name for path in folder.glob("*.safetensors")} - {layout.file for layout in layouts}):
         findings.add(f"{folder / extra}: this file is not part of the export")
     for layout in layouts:
@@ -65,7 +64,7 @@ def _merged(trained, folder: Path, as_released: bool, findings: Findings) -> Non
                 continue
         for name, place in layout.rows.items():
             with findings.of(name):
-                if wrong := _wrong(trained, rounding if as_released else None, path, name, place):
+                if wrong := _wrong(trained, rounding, path, name, place):
                     findings.add(f"{path}: {name}: {wrong}")
             findings.moved(place.size)
     _other_files(model, folder, bool(model.packed) and not as_released, findings)
@@ -82,7 +81,7 @@ def _other_files(model: released.Model, folder: Path, unpacked: bool, findings: 
             findings.add(f"{copy}: is not the release's")
 
 
-def _wrong(trained, rounding, path: Path, name: str, place: Entry) -> str:
+def _wrong(trained, rounding, path: Path, name: str, place: weights.Entry) -> str:
     """The reason why the tensor at this place is wrong; "" if it is right."""
     from trainer.weights import released_tensors
 

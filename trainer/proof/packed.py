@@ -5,7 +5,6 @@ from pathlib import Path
 from conf.rules.packed_base import FORMATS
 from trainer.proof.findings import Findings, same_bits
 from trainer.weights.packed_base import files
-from trainer.weights.packed_base.files import Packed
 from trainer.weights.packed_base.packing import Packing
 from trainer.weights.packed_base.part import Part, unpacked
 from trainer.weights.quantised import report
@@ -29,7 +28,7 @@ def prove(base: Path, name: str, stored: Stored, findings: Findings) -> int:
     return count
 
 
-def _wrong(packed: Packed, again: Packing, name: str, as_released: bool) -> str:
+def _wrong(packed: files.Packed, again: Packing, name: str, as_released: bool) -> str:
     """The reason why a tensor in the files is wrong; "" if it is right."""
     shape, row = again.shape(name), packed.index[name]
     if packed.shape(name) != shape:

@@ -15,7 +15,6 @@ from contract.faults import Fault
 from trainer.weights import released
 from trainer.weights.atomic_folder import gather
 from trainer.weights.mapping import released_names
-from trainer.weights.released import enumerate_names
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -42,7 +41,7 @@ def check(bridge, chunks: list, model: released.Model, sums: dict[str, str], lef
         if [sums[part] for part in model.parts(copy)] != [sums[part] for part in model.parts(original)]
     ]
     problems = [
-        f"{text} ({len(names)}): {enumerate_names(sorted(names))}"
+        f"{text} ({len(names)}): {released.enumerate_names(sorted(names))}"
         for text, names in (
             ("tensors that nothing in the model uses", extra),
             ("tensors missing", missing),

@@ -25,7 +25,7 @@ def do(
     sizes: dict[int, int],
     is_whole: Callable[[int, Entry], bool],
     make: Callable[[int], Entry],
-    ahead: Callable[[int], None],
+    ahead: Callable[[int], None] = lambda number: None,
 ) -> dict[int, Entry]:
     """Do every unit that is missing or no longer valid. Return all entries, on every rank.
 

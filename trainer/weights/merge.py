@@ -125,10 +125,8 @@ def find_adapters(stored: Stored, registry, model: Model) -> dict[str, tuple[Ada
     whole, broken = _in_order(adapters, model)
     unmatched += [f"those for {name}, of some but not all experts" for name in broken]
     if unmatched:
-        raise Fault(
-            f"{stored.folder}: {len(unmatched)} tensors belong to no adapter of {model.folder}: "
-            f"{enumerate_names(sorted(unmatched))}"
-        )
+        names = enumerate_names(sorted(unmatched))
+        raise Fault(f"{stored.folder}: {len(unmatched)} tensors belong to no adapter of {model.folder}: {names}")
     return whole
 
 
@@ -178,12 +176,11 @@ def _in_order[Kind](
 
 def _alpha(stored: Stored) -> float:
     """Return the adapter's alpha from Megatron-Bridge's file, after comparing it with training's."""
-    written = yaml.safe_load((stored.folder / "run_config.yaml").read_text())["peft"]["alpha"]
+    path = stored.folder / "run_config.yaml"
+    written = yaml.safe_load(path.read_text())["peft"]["alpha"]
     used = stored.in_memory["alpha"] if stored.in_memory else written
     if written != used:
-        raise Fault(
-            f"{stored.folder / 'run_config.yaml'}: peft.alpha is {written}; the adapter was trained with {used}"
-        )
+        raise Fault(f"{path}: peft.alpha is {written}; the adapter was trained with {used}")
     return used
 
 

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import xxhash
@@ -145,9 +144,8 @@ def checksums(
 
 def not_finite(model: Model, names: list[str]) -> Fault:
     text = f"{len(names)} tensors hold numbers that are infinite or not a number"
-    text += (
-        ", or scales that are not above 0" if any({*one.of_scales} & {*names} for one in model.packed.values()) else ""
-    )
+    if any({*one.of_scales} & {*names} for one in model.packed.values()):
+        text += ", or scales that are not above 0"
     return Fault(f"{model.folder}: {text}: {enumerate_names(sorted(names))}; download it again")
 
 
@@ -162,9 +160,8 @@ def has_sum(path: Path, entry: Entry, recorded: str) -> bool:
 def checksum(path: Path, entry: Entry, recorded: str = "") -> str:
     """Checksum of the bytes at this place of a file, of the kind of the recorded one."""
     found = new_sum(recorded)
-    with path.open("rb") as f:
-        for block in blocks(f, entry):
-            found.update(block)
+    for block in blocks(path, entry):
+        found.update(block)
     return found.hexdigest()
 
 
@@ -187,10 +184,9 @@ def new_sum(recorded: str):
 def _read(path: Path, entry: Entry, scale: bool, recorded: str) -> tuple[str, bool]:
     """Checksum of a tensor, and whether all its numbers are finite; those of a scale, above 0 as well."""
     found, finite = new_sum(recorded), True
-    with path.open("rb") as f:
-        for block in blocks(f, entry):
-            found.update(block)
-            finite = finite and is_finite(block, entry.dtype) and not (scale and _has_no_scale(block, entry.dtype))
+    for block in blocks(path, entry):
+        found.update(block)
+        finite = finite and is_finite(block, entry.dtype) and not (scale and _has_no_scale(block, entry.dtype))
     return found.hexdigest(), finite
 
 
@@ -241,20 +237,21 @@ def _is_in_memory(descriptor: int, entry: Entry) -> bool:
         return False
 
 
-def blocks(f: BinaryIO, entry: Entry) -> Iterator[memoryview]:
+def blocks(path: Path, entry: Entry) -> Iterator[memoryview]:
     """Yield the bytes of a tensor in blocks; each block is invalid after the next is requested."""
-    f.seek(entry.start)
     left = entry.size
     try:
         memory = _memory.pop()
     except IndexError:
         memory = memoryview(bytearray(BLOCK))
     try:
-        while left:
-            count = f.readinto(memory[:left])  # pyright: ignore[reportAttributeAccessIssue]
-            if not count:
-                raise Fault(f"{f.name}: ends {left} bytes early; download it again")
-            yield memory[:count]
-            left -= count
+        with path.open("rb") as f:
+            f.seek(entry.start)
+            while left:
+                count = f.readinto(memory[:left])  # pyright: ignore[reportAttributeAccessIssue]
+                if not count:
+                    raise Fault(f"{path}: ends {left} bytes early; download it again")
+                yield memory[:count]
+                left -= count
     finally:
         _memory.append(memory)  # reuse it: the kernel clears new memory page by page

@@ -32,7 +32,6 @@ from contract import regular_files
 from contract.faults import Fault
 from trainer.weights import digests, file_sums
 from trainer.weights.mapped import mapped_piece
-from trainer.weights.mapped.mapped_piece import Layout
 from trainer.weights.released import enumerate_names
 
 NOT_WEIGHTS = re.compile(r"^(optimizer|rng_state|common_state|rerun_state_machine_state)\b|_extra_state")
@@ -60,7 +59,7 @@ class Stored:
     places: dict[str, Place]  # by Megatron's name; experts as in a grouped layer: ...linear_fc1.weight7
     in_memory: dict | None = None  # result of digests.read()
     seen: set[str] = field(default_factory=set)  # names of the weights that were read
-    layouts: dict[tuple, Layout] = field(default_factory=dict)  # of the pieces that were read
+    layouts: dict[tuple, mapped_piece.Layout] = field(default_factory=dict)  # of the pieces that were read
     sums: dict[str, str] = field(default_factory=dict)  # of its pieces, or of its files
     whole: dict[str, bool] = field(default_factory=dict)  # by file: whether its checksum is correct
     looking: threading.Lock = field(default_factory=threading.Lock)  # held while a file is compared
@@ -230,7 +229,7 @@ def _load(
     return piece[tuple(slice(first, first + count) for first, count in inside)]
 
 
-def _is_sound(stored: Stored, place: Any, file: BinaryIO, layout: Layout) -> bool:
+def _is_sound(stored: Stored, place: Any, file: BinaryIO, layout: mapped_piece.Layout) -> bool:
     """Whether a piece is intact: its checksum is correct, or its file's."""
     name = place.relative_path
     if known := stored.sums.get(file_sums.name(name, place.offset)):

@@ -26,7 +26,7 @@ def main(run: Run) -> None:
     journal.SMALLEST = packed.LARGEST = SIZE
     do, dies = journal.do, wish.get("rank") in (None, atomic_folder.rank())
 
-    def do_and_die(noted, sizes, is_whole, make, ahead):
+    def do_and_die(noted, sizes, is_whole, make, **ahead):
         done = 0
         if dies and "seconds" in wish:
             threading.Timer(wish["seconds"], die).start()
@@ -41,7 +41,7 @@ def main(run: Run) -> None:
             done += 1
             return make(number)
 
-        return do(noted, sizes, is_whole, make_and_die, ahead)
+        return do(noted, sizes, is_whole, make_and_die, **ahead)
 
     journal.do = do_and_die
     importlib.import_module(f"trainer.{wish['command']}").main(run)

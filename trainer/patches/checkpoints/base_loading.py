@@ -25,10 +25,8 @@ WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
 def build_without_memory() -> Callable[[], None]:
     """Build Transformer Engine's layers on meta from now on. Return the function that ends this."""
     versions.check(__name__, WRITTEN_FOR)
-    if os.environ.get(FUSED, "0") != "0":
-        raise Fault(
-            f"{FUSED}: {os.environ[FUSED]} keeps experts' weights unpacked, which model.base excludes; unset it"
-        )
+    if (fused := os.environ.get(FUSED, "0")) != "0":
+        raise Fault(f"{FUSED}: {fused} keeps experts' weights unpacked, which model.base excludes; unset it")
     from megatron.core.extensions import transformer_engine as extension
 
     usual = extension._get_extra_te_kwargs

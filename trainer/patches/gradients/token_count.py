@@ -26,12 +26,8 @@ _factor: torch.Tensor | None = None  # factor for the gradients, applied by the 
 def helps(run: Run) -> bool:
     """Whether core's Adam clips every gradient of the run, on the GPU."""
     optimizer = run.optimizer
-    return (
-        optimizer.clip_grad > 0
-        and optimizer.kind == "adamw"
-        and not optimizer.offload
-        and run.train.precision != "fp16"
-    )
+    clips = optimizer.clip_grad > 0 and optimizer.kind == "adamw" and not optimizer.offload
+    return clips and run.train.precision != "fp16"
 
 
 def install() -> None:

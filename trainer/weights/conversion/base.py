@@ -23,7 +23,6 @@ from conf.schema.sections import Layout
 from trainer.megatron.model import make_provider
 from trainer.weights import atomic_folder, coverage, journal, model_digests, released
 from trainer.weights.conversion import megatron_tensors, shards
-from trainer.weights.conversion.megatron_tensors import Piece, Values
 from trainer.weights.mapping import released_names
 
 _CHECKPOINT = CheckpointConfig(
@@ -34,12 +33,13 @@ _CHECKPOINT = CheckpointConfig(
 class Conversion:
     """A release and the Megatron model to fill from it, with everything that is known before a weight is read."""
 
+    work: shards.Work  # since writing began
+
     def __init__(self, run: Run, bridge, model: released.Model, known: dict[str, str] | None):
         self.model, self.bridge, self.known = model, bridge, known  # checksums of the tensors, or None
         if model.packed:  # give Bridge the names of weights; the release stores codes under other names
             bridge.hf_pretrained._state_dict_accessor = StateDict(dict.fromkeys(model.weights))
         self.chunks = megatron_tensors.build(_provider(run, bridge))
-        self.work: shards.Work | None = None  # set when writing begins
         left_out = set() if run.model.mtp else released.of_mtp(model)
         coverage.check(bridge, self.chunks, model, known or _sums_of_copies(model), left_out)
         self.left_out = sorted(left_out)
@@ -54,22 +54,18 @@ class Conversion:
         sources = {name: _released_tensors(task, self.model) for name, task in self.tasks.items()}
         return shards.cut(self.pieces, sources, self.model)
 
-    @property
-    def digest(self) -> str:
-        return shards.digest(self.shards)
-
-    def values(self) -> Values:
+    def values(self) -> megatron_tensors.Values:
         real = megatron_tensors.give_shapes(self.chunks)
         tasks = {
             name: replace(task, param_weight=real.get(id(task.param_weight), task.param_weight))
             for name, task in self.tasks.items()
         }
-        return Values(self.bridge, tasks, self.model)
+        return megatron_tensors.Values(self.bridge, tasks, self.model)
 
     def write(self, partial: Path, noted: Path, weights: bool) -> dict[str, str]:
         """Write the checkpoint over all ranks; without `weights`, everything else.
 
-        Return the checksums of all released tensors. settle() waits for the disk.
+        Return the checksums of all released tensors. work.wait() waits for the disk.
         """
         sums: dict[str, str] = {}
 
@@ -93,12 +89,7 @@ class Conversion:
         _save(self.chunks, self.state, partial, write)
         return sums
 
-    def settle(self) -> None:
-        """Wait until the disk has this rank's files."""
-        if self.work:
-            self.work.wait()
-
-    def _size(self, pieces: tuple[Piece, ...], tensors: tuple[str, ...]) -> int:
+    def _size(self, pieces: tuple[megatron_tensors.Piece, ...], tensors: tuple[str, ...]) -> int:
         return sum(piece.size for piece in pieces) + sum(self.model.tensors[name].size for name in tensors)
 
 

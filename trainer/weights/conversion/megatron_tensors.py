@@ -75,9 +75,8 @@ def pieces(tasks: dict, stored: list[ShardedTensor]) -> list[Piece]:
     for tensor in stored:
         name = names.get(storage(tensor.data))
         assert name, f"{tensor.key} belongs to no parameter of the model"
-        assert tensor.dtype == tasks[name].param_weight.dtype, (
-            f"{tensor.key} is stored in a type other than its parameter's"
-        )
+        same = tensor.dtype == tasks[name].param_weight.dtype
+        assert same, f"{tensor.key} is stored in a type other than its parameter's"
         result += _cut(tensor, name)
     return result
 

@@ -41,7 +41,6 @@ from trainer.megatron.model import make_provider, open_bridge, trusted
 from trainer.weights import atomic_folder, coverage, released, released_tensors, torch_dist
 from trainer.weights.conversion import unwritten
 from trainer.weights.mapping import released_names
-from trainer.weights.torch_dist import Stored
 
 BOUND = 1e-4  # both agree to 2e-6; with queries and keys changed over they differ by 0.1 and more
 ROWS, LENGTH = 4, 64  # of the tokens
@@ -186,7 +185,7 @@ def _folder(cut: Cut) -> Iterator[Path]:
         yield folder
 
 
-def _types(stored: Stored, bridge) -> dict[str, torch.dtype]:
+def _types(stored: torch_dist.Stored, bridge) -> dict[str, torch.dtype]:
     """Types of the base's tensors, by the names of the released ones that they are made of."""
     registry = bridge._model_bridge.mapping_registry()
     found: dict[str, torch.dtype] = {}
@@ -296,7 +295,7 @@ def _weights(cut: Cut, types: dict[str, torch.dtype]) -> tuple[Added, Added]:
     return weights, of_mtp
 
 
-def _by_megatron(cut: Cut, provider, stored: Stored) -> Added:
+def _by_megatron(cut: Cut, provider, stored: torch_dist.Stored) -> Added:
     from megatron.core import parallel_state
 
     provider.perform_initialization = False
@@ -318,7 +317,7 @@ def _by_megatron(cut: Cut, provider, stored: Stored) -> Added:
     return added | {LOGITS: logits.float()[..., : len(cut.rows)]}
 
 
-def _fill(cut: Cut, chunks, stored: Stored) -> None:
+def _fill(cut: Cut, chunks, stored: torch_dist.Stored) -> None:
     """Fill the model with the base's weights, one at a time."""
     for name, tensor in coverage.named_tensors(chunks):
         if tensor.numel() == 0:

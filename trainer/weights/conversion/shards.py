@@ -26,7 +26,6 @@ from trainer.weights import file_sums, journal, released, torch_dist
 from trainer.weights.conversion import tiling
 from trainer.weights.conversion.megatron_tensors import Piece, Values
 from trainer.weights.conversion.summed_stream import SummedStream
-from trainer.weights.released import Model
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Shard:
     tensors: tuple[str, ...]  # released tensors; each belongs to one shard
 
 
-def cut(pieces: list[Piece], made_of: dict[str, list[str]], model: Model) -> list[Shard]:
+def cut(pieces: list[Piece], made_of: dict[str, list[str]], model: released.Model) -> list[Shard]:
     """Cut the pieces into shards, in order. Everything made from one released tensor is in one shard.
 
     `made_of` has the released tensors of each parameter. Unused released tensors get shards without pieces, to be read
@@ -93,7 +92,7 @@ class Work:
         except (OSError, LookupError, TypeError, ValueError):  # no file, or an entry of another version
             return False
 
-    def make(self, number: int, model: Model, known: dict[str, str] | None) -> dict:
+    def make(self, number: int, model: released.Model, known: dict[str, str] | None) -> dict:
         """Write a shard, and return its entry. `known` are checksums of the released tensors, or None."""
         shard = self.shards[number]
         sums = {name: known[name] for name in shard.tensors} if known else _checksums(model, shard.tensors)
@@ -168,7 +167,7 @@ def _groups(pieces: list[Piece], made_of: dict[str, list[str]]) -> list[tuple[li
     return groups
 
 
-def _checksums(model: Model, names: tuple[str, ...]) -> dict[str, str]:
+def _checksums(model: released.Model, names: tuple[str, ...]) -> dict[str, str]:
     sums, infinite = released.checksums(model, names)
     if infinite:
         raise released.not_finite(model, infinite)

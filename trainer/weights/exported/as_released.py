@@ -16,11 +16,8 @@ from typing import Any
 import torch
 
 from trainer.weights import low_rank, released, released_tensors
-from trainer.weights.exported import merged_format
-from trainer.weights.exported.parts import Layout, Merged
+from trainer.weights.exported.parts import Merged
 from trainer.weights.quantised import pack, unpack
-from trainer.weights.quantised.pack import Loss
-from trainer.weights.released import Entry, Model
 
 Parts = dict[str, torch.Tensor]  # codes and scales, by name
 
@@ -30,7 +27,7 @@ class Rounding(Merged):
     """Trained weights in the release's format, one at a time, and the losses of rounding."""
 
     threads: int = 1  # `last` serves one thread
-    losses: dict[str, Loss] = field(default_factory=dict)
+    losses: dict[str, pack.Loss] = field(default_factory=dict)
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
     last: tuple[str, Parts] = ("", {})
 
@@ -43,7 +40,7 @@ class Rounding(Merged):
     def weight(self, name: str) -> str:
         return self.trained.model.weight_of.get(name, name)
 
-    def is_right(self, path: Path, name: str, entry: Entry, written: str) -> bool:
+    def is_right(self, path: Path, name: str, entry: released.Entry, written: str) -> bool:
         trained, weight = self.trained, self.weight(name)
         if not trained.has(weight):
             return released.has_sum(path, entry, trained.sums[name])
@@ -88,14 +85,10 @@ class Rounding(Merged):
         return bool(((unpacked - expected).abs() <= bound).all())
 
 
-def layouts(model: Model) -> list[Layout]:
-    return [merged_format.unchanged(model, file) for file in model.files()]
-
-
 def lost(entries: list[dict[str, Any]]) -> dict:
     """Return facts on the rounding losses of the weights in these parts."""
-    losses = {name: Loss(**loss) for entry in entries for name, loss in entry["losses"].items()}
-    total = sum(losses.values(), Loss())
+    losses = {name: pack.Loss(**loss) for entry in entries for name, loss in entry["losses"].items()}
+    total = sum(losses.values(), pack.Loss())
     worst = max(losses, key=lambda name: losses[name].relative, default="")
     facts = {"weights": len(losses), "error": total.relative, "kept": total.share}
     return facts | ({"worst": {"name": worst, "error": losses[worst].relative}} if worst else {})

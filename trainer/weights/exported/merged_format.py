@@ -17,17 +17,18 @@ from conf.model_files import config_json, quantization, weights
 from contract import checksums
 from trainer.weights import new_safetensors
 from trainer.weights.exported import parts
-from trainer.weights.exported.parts import Layout
 from trainer.weights.released import Model
 
 QUANTISED = "hf_quant_config.json"  # of ModelOpt; with it, vLLM treats a model as quantised
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".md"}
 
 
-def layouts(model: Model) -> list[Layout]:
-    """Return the files of the merged model, without files that contain only scales."""
-    files = sorted({model.tensors[model.parts(name)[0]].file for name in model.weights})
-    return [_unpacked(model, file) if model.packed else unchanged(model, file) for file in files]
+def layouts(model: Model, as_released: bool = False) -> list[parts.Layout]:
+    """Return the files of the merged model. Without codes, files that contain only scales are left out."""
+    if as_released or not model.packed:
+        return [unchanged(model, file) for file in model.files()]
+    files = {model.tensors[model.parts(name)[0]].file for name in model.weights}
+    return [_unpacked(model, file) for file in sorted(files)]
 
 
 def copy_other_files(model: Model, folder: Path, as_released: bool = False) -> str | None:
@@ -47,21 +48,21 @@ def other_files(model: Model) -> list[Path]:
     return [path for path in files if not path.name.startswith(".") and path.name != QUANTISED]
 
 
-def unchanged(model: Model, file: str) -> Layout:
+def unchanged(model: Model, file: str) -> parts.Layout:
     """Return a released file with its own header."""
     entries = [(name, entry) for name, entry in model.tensors.items() if entry.file == file]
     rows = dict(sorted(entries, key=lambda item: item[1].start))
     with (model.folder / file).open("rb") as f:
-        return Layout(file, rows, f.read(next(iter(rows.values())).start))
+        return parts.Layout(file, rows, f.read(next(iter(rows.values())).start))
 
 
-def _unpacked(model: Model, file: str) -> Layout:
+def _unpacked(model: Model, file: str) -> parts.Layout:
     """Return the file with weights in place of codes."""
     of_codes = {one.codes: name for name, one in model.packed.items()}
     names = [of_codes.get(name, name) for name in unchanged(model, file).rows]
     shapes = {name: (one.dtype, one.shape) for name in names if (one := model.weights.get(name))}
     header, rows = new_safetensors.header(file, shapes)
-    return Layout(file, rows, header)
+    return parts.Layout(file, rows, header)
 
 
 def _describe_unpacked(model: Model, folder: Path) -> None:

@@ -137,7 +137,7 @@ def write(contents: Merged, layouts: list[Layout], folder: Path, journal_folder:
         def read_ahead(number: int) -> None:
             released.read_ahead(model, _released(contents.trained, cut[number]))
 
-        entries = journal.do(journal_folder, sizes, is_whole, make, read_ahead)
+        entries = journal.do(journal_folder, sizes, is_whole, make, ahead=read_ahead)
     contents.trained.stored.seen.update(name for entry in entries.values() for name in entry["seen"])
     return [entries[number] for number in sorted(entries)]
 
@@ -207,10 +207,9 @@ def _write(name: str, blocks: Iterable[torch.Tensor], entry: Entry, new: BinaryI
 def _copy(model: released.Model, name: str, entry: Entry, new: BinaryIO) -> str:
     """Copy a released tensor. Return its checksum."""
     found, old, at = xxhash.xxh3_128(), model.tensors[name], entry.start
-    with (model.folder / old.file).open("rb") as file:
-        for block in released.blocks(file, old):
-            found.update(block)
-            at += _write_at(new, block, at)
+    for block in released.blocks(model.folder / old.file, old):
+        found.update(block)
+        at += _write_at(new, block, at)
     return found.hexdigest()
 
 

@@ -170,15 +170,12 @@ def _leaves(expert: dict[str, Adapter]) -> dict[str, tuple[str, ...]]:
 
 def _shortest(names: set[str], trained: Trained, parts: int) -> list[str]:
     """Return short names that match only these by PEFT's rule (equal, or the end of the full name), else full names."""
-    whole = _expressible_names(trained, names)
+    whole = {name for name in trained.model.weights if not _is_of_expert(name)} - released.of_mtp(trained.model)
+    if not all(name.endswith(".weight") for name in names):
+        whole = {name.removesuffix(".weight") for name in whole}
     short = {_ending(name, parts) for name in names}
     matched = {name for name in whole if any(name.endswith("." + ending) for ending in short)}
     return sorted(short if matched == names else names)
-
-
-def _expressible_names(trained: Trained, names: set[str]) -> set[str]:
-    weights = {name for name in trained.model.weights if not _is_of_expert(name)} - released.of_mtp(trained.model)
-    return weights if all(name.endswith(".weight") for name in names) else {n.removesuffix(".weight") for n in weights}
 
 
 def _ending(name: str, parts: int) -> str:

@@ -79,15 +79,9 @@ class AsTrained:
         fp32.
         """
         name, _ = self.parts[part.name][part.expert]
-        released, change = mapping.read(self.model, part), trained - before.float()
-        onto_released = (released.float() + change).to(merged.dtype).float()
-        values = (
-            released.float(),
-            before.float() - released.float(),
-            trained,
-            merged.float() - trained,
-            onto_released - trained,
-        )
+        released, before = mapping.read(self.model, part).float(), before.float()
+        onto_released = (released + (trained - before)).to(merged.dtype).float()
+        values = (released, before - released, trained, merged.float() - trained, onto_released - trained)
         self.sums.setdefault(part.name, {})[name] = Sums(*(float(value.square().sum()) for value in values))
 
     def notes(self, names: Iterable[str]) -> dict[str, Any]:

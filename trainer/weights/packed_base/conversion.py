@@ -74,7 +74,6 @@ def write(run: Run, chunks: list, base: Path, journal_folder: Path) -> None:
         {number: sum(tensor.size for tensor in unit) for number, unit in enumerate(units)},
         lambda number, entry: _checksum(folder / _name(number)) == entry.get("sum"),
         make,
-        ahead=lambda number: None,
     )
     if atomic_folder.rank() == 0:
         indexes = [entry["index"] for _, entry in sorted(entries.items())]

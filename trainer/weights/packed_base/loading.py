@@ -33,7 +33,6 @@ from trainer.weights.coverage import VOCABULARY
 from trainer.weights.packed_base import files, packing
 from trainer.weights.packed_base.part import Found, Part
 from trainer.weights.quantised import report
-from trainer.weights.torch_dist import Stored
 
 
 class Source(Protocol):
@@ -65,7 +64,7 @@ def prepare(run: Run) -> None:
     base_loading.load_by(load_once, base)
 
 
-def load_anew(run: Run, form: Format, stored: Stored, chunks: list) -> None:
+def load_anew(run: Run, form: Format, stored: torch_dist.Stored, chunks: list) -> None:
     """Fill the chunks of a model from the base, packing here."""
     rows: list[report.Row] = []
     release = packing.release(run, form, chunks[0].config)
@@ -131,9 +130,8 @@ def store(form: Format, dtype: torch.dtype, source: Source, matrices: list[list[
     scales = torch.empty(blocks, dtype=SCALES[form.kind], device="cuda")
     factors = torch.ones((len(matrices), len(matrices[0])), device="cuda") if form.factor_bytes else None
     for number, matrix in enumerate(matrices):
-        assert not form.factor_bytes or len({part.sizes[0] for part in matrix}) == 1, (
-            "stacked matrices have equal numbers of rows"
-        )
+        equal = len({part.sizes[0] for part in matrix}) == 1
+        assert equal or not form.factor_bytes, "stacked matrices have equal numbers of rows"
         for place, part in enumerate(sorted(matrix, key=lambda part: part.start)):
             part_codes, of_blocks, factor = source.of_part(part, (height, width))
             codes[number, part.start : part.start + part.sizes[0]] = part_codes

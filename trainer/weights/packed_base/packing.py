@@ -21,7 +21,6 @@ from trainer.weights import released, torch_dist
 from trainer.weights.packed_base import released_scales
 from trainer.weights.packed_base.part import Found, Part, cut, unpacked
 from trainer.weights.quantised import e2m1, pack, report
-from trainer.weights.torch_dist import Stored
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Packing:
     """Source of codes made from a base, with a list of packing losses."""
 
     form: Format
-    stored: Stored
+    stored: torch_dist.Stored
     release: released_scales.Release | None
     rows: list[report.Row] | None  # None: losses are not recorded
     device: str

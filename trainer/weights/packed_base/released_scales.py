@@ -15,7 +15,6 @@ from conf.model_files.quantization import E2M1, Packed
 from conf.rules.packed_base import Format, is_same
 from contract.faults import Fault
 from trainer.megatron.packed_base import codes as of_codes
-from trainer.megatron.packed_base.codes import SCALES
 from trainer.weights import released_tensors
 from trainer.weights.quantised import e2m1
 from trainer.weights.released import Model
@@ -79,7 +78,7 @@ class Release:
         of_rows, source, begin, dtype = {}, torch.full((rows,), -1), 0, torch.float32
         factors = torch.ones(rows) if self.form.factor_bytes else None
         for part in parts:
-            packed, kind = self.model.packed[part.name], SCALES[self.form.kind]
+            packed, kind = self.model.packed[part.name], of_codes.SCALES[self.form.kind]
             released = part.of(released_tensors.at(self.model.folder, self.model.tensors[packed.scales]))
             scales = released.to(kind)
             if scales.dtype != released.dtype and not torch.equal(scales.float(), released.float()):

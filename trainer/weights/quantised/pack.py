@@ -17,7 +17,7 @@ The random numbers depend on the weight's name, so the same training gives the s
 # pyright: reportArgumentType=false
 
 import zlib
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Self
 
 import torch
@@ -59,13 +59,13 @@ class Loss(Squares):
 def pack(packed: Packed, weight: torch.Tensor, kind: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes closest to a weight's values, and scales that this type can represent."""
     scheme = packed.scheme
-    largest = _largest_of_blocks(weight.float(), scheme)
+    largest, (low, top) = _largest_of_blocks(weight.float(), scheme), _range(scheme)
     # Divide by a tensor: on a GPU torch multiplies by the reciprocal of a number, and scales would differ from a CPU's.
-    scales = torch.where(largest > 0, largest / torch.full_like(largest, _top(scheme)), 1.0).to(kind).float()
+    scales = torch.where(largest > 0, largest / torch.full_like(largest, top), 1.0).to(kind).float()
     numbers = weight.float() / spread(scales, packed, 0, packed.shape[0])
     if scheme.kind == "int":
-        return _joined(numbers.round().clamp(*_range(scheme)).int(), scheme), scales
-    return numbers.clamp(FP8.min, FP8.max).to(torch.float8_e4m3fn), scales
+        return _joined(numbers.round().clamp(low, top).int(), scheme), scales
+    return numbers.clamp(low, top).to(torch.float8_e4m3fn), scales
 
 
 def change(
@@ -80,10 +80,10 @@ def change(
     for start, stop in spans(packed, 0, packed.shape[0]):
         rows = slice(start // height, -(-stop // height))
         before = codes[start:stop].float()
-        of_span = _span(packed, start, stop)
+        of_span = replace(packed, shape=(stop - start, packed.shape[1]))
         old = spread(scales.float()[rows], of_span, 0, stop - start)
         target = before * old + by[start:stop]
-        outgrown = _largest_of_blocks(target, scheme) / (scales.float()[rows] * _top(scheme))
+        outgrown = _largest_of_blocks(target, scheme) / (scales.float()[rows] * FP8.max)
         times = torch.exp2(outgrown.clamp(min=1).log2().ceil())
         factor = spread(times, of_span, 0, stop - start)
         rounded = _rounded(before / factor + by[start:stop] / (old * factor), random)
@@ -94,10 +94,6 @@ def change(
         loss += _loss(target, held, before * old, by[start:stop])
         new_codes[start:stop] = rounded.to(codes.dtype)
     return new_codes, new_scales, loss
-
-
-def _span(packed: Packed, start: int, stop: int) -> Packed:
-    return Packed(packed.scheme, (stop - start, packed.shape[1]), packed.codes, packed.scales)
 
 
 def _loss(target: torch.Tensor, written: torch.Tensor, before: torch.Tensor, by: torch.Tensor) -> Loss:
@@ -121,10 +117,6 @@ def _range(scheme: Scheme) -> tuple[float, float]:
     if scheme.kind == "int":
         return -(2 ** (scheme.bits - 1)), 2 ** (scheme.bits - 1) - 1
     return FP8.min, FP8.max
-
-
-def _top(scheme: Scheme) -> float:
-    return _range(scheme)[1]
 
 
 def _largest_of_blocks(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
