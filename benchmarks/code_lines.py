@@ -1,5 +1,7 @@
 """Code lines of each folder, without comments, docstrings and blank lines, compared with an earlier commit.
 
+A text right after an attribute is a docstring too, as in PEP 257: each key of a configuration has one.
+
     python -m benchmarks.code_lines                     the product, its tests and benchmarks
     python -m benchmarks.code_lines --before COMMIT     next to the lines of that commit
     python -m benchmarks.code_lines --top 10            the largest folders of the product too, two levels deep
@@ -15,6 +17,7 @@ import tarfile
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -30,9 +33,20 @@ def code_lines(text: str) -> int:
         if token.type not in (tokenize.COMMENT, *SPACE):
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
-            lines.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+        if isinstance(node, DOCUMENTED):
+            for docstring in _docstrings(node):
+                lines.difference_update(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
     return len(lines)
+
+
+def _docstrings(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.Expr]:
+    """Texts without effect: the first statement, and those after an attribute of a class or of a module."""
+    for before, statement in pairwise([None, *node.body]):
+        attribute = isinstance(before, ast.Assign | ast.AnnAssign) and isinstance(node, ast.Module | ast.ClassDef)
+        if not isinstance(statement, ast.Expr) or not (before is None or attribute):
+            continue
+        if isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str):
+            yield statement
 
 
 def counts(texts: Iterator[tuple[str, str]]) -> Counter[str]:

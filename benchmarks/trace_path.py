@@ -66,7 +66,7 @@ def flow(folder: Path) -> None:
     from conf.schema.run import Run
     from flows.finetune import finetune
     from flows.run_command import command
-    from tasks.run.stage_run import StageRun
+    from tasks.run.session import StageRun
 
     run = Trace(lambda value: isinstance(value, Run))
     stage = Trace(

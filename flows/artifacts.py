@@ -49,7 +49,6 @@ STAGES = sorted({name.partition("-")[0] for name in PIPELINE.names})
 PLACE = re.compile(rf"({'|'.join(STAGES)})/[0-9a-f]{{16}}")
 GANG = re.compile(r"train-[0-9a-f]{16}")
 DAY = 86400.0  # seconds
-CHANGES = 4  # shown
 # The stages that a proof reads, by the key of `paths` for their artifact; the last one that exists counts.
 OF_BASE = {"model": ("download",), "base": ("convert",)}
 PLACES = {"base": OF_BASE, "export": OF_BASE | {"output": ("train", "reinforce"), "export": ("export",)}}
@@ -78,8 +77,7 @@ def show_all(store: Store, stage: str) -> int:
         near = get_close_matches(stage.partition("-")[0], STAGES, n=1)
         raise Fault(f"{stage}: no stage; " + (f"did you mean {near[0]}?" if near else ", ".join(STAGES)))
     found = sorted(artifact.every(store, stage), key=lambda made: made.made["at"])
-    sources = found if not stage else list(artifact.every(store))
-    everything = {made.stage.fingerprint: made for made in sources}
+    everything = artifact.by_fingerprint(store)
     before: dict[tuple[str, ...], Artifact] = {}
     width = max((len(_conf(made)) for made in found), default=0)
     for made in found:
@@ -89,7 +87,8 @@ def show_all(store: Store, stage: str) -> int:
         print(f"{when}  {made.key:<28}  {spent}  {told}")
         kind = (made.stage.name, _conf(made), *sorted(made.stage.inputs))  # a base is evaluated without a training
         if kind in before:
-            print(f"{' ' * len(when)}  {_brief(_changes(before[kind].stage, made.stage, everything))}")
+            changes = artifact.brief(_changes(before[kind].stage, made.stage, everything))
+            print(f"{' ' * len(when)}  {changes or 'made of the same'}")
         before[kind] = made
     print(f"{len(found)} artifacts, {size(sum(made.size for made in found))}, in {store.uri}")
     gangs = _gangs(store.keys("gangs")) if stage in ("", "train") else None
@@ -130,13 +129,8 @@ def _changes(was: Stage, now: Stage, everything: dict[str, Artifact]) -> list[st
     return [*dict.fromkeys(found)]
 
 
-def _brief(changes: list[str]) -> str:
-    more = f" and {len(changes) - CHANGES} more" if len(changes) > CHANGES else ""
-    return "; ".join(changes[:CHANGES]) + more or "made of the same"
-
-
 def show(store: Store, made: Artifact) -> int:
-    everything = {other.stage.fingerprint: other for other in artifact.every(store)}
+    everything = artifact.by_fingerprint(store)
     print(f"{made.key}  content {made.digest}  {store.link(made.key + '/files')}")
     print(f"\nmade from\n{_tree(made, everything, 1)}")
     uses = [o for o in everything.values() if made.stage.fingerprint in o.stage.inputs.values()]
@@ -169,7 +163,9 @@ def prove(store: Store, made: Artifact) -> int:
     command = {"convert": "base", "export": "export"}.get(made.stage.name)
     if command is None:
         return 0
-    chain = {made.stage.name: made} | _sources(store, made)
+    chain = {made.stage.name: made}
+    for source in artifact.sources(made.stage, artifact.by_fingerprint(store)):
+        chain.setdefault(source.stage.name, source)  # of several of one stage, the nearest
     read = {name: [chain[stage] for stage in stages if stage in chain] for name, stages in PLACES[command].items()}
     if lost := [PLACES[command][name][0] for name, there in read.items() if not there]:
         raise Fault(f"{made.key}: its inputs are no longer in the store: {', '.join(lost)}")
@@ -185,20 +181,6 @@ def prove(store: Store, made: Artifact) -> int:
             preexec_fn=end_with_parent,
             check=False,
         ).returncode
-
-
-def _sources(store: Store, made: Artifact) -> dict[str, Artifact]:
-    """Direct and indirect inputs by stage; of several of one stage, the nearest."""
-    everything = {one.stage.fingerprint: one for one in artifact.every(store)}
-    found: dict[str, Artifact] = {}
-    pending = [made]
-    while pending:
-        one = pending.pop(0)
-        for fingerprint in one.stage.inputs.values():
-            if source := everything.get(fingerprint):
-                found.setdefault(source.stage.name, source)
-                pending.append(source)
-    return found
 
 
 def collect(store: Store, days: float | None, delete: bool) -> int:
@@ -257,15 +239,9 @@ def _referred_to(store: Store, old: list[str]) -> set[str]:
 
 
 def _with_inputs(keys: set[str], everything: dict[str, Artifact]) -> set[str]:
-    by_fingerprint = {made.stage.fingerprint: key for key, made in everything.items()}
-    pending, kept = [*keys], set[str]()
-    while pending:
-        key = pending.pop()
-        if key not in kept:
-            kept.add(key)
-            inputs = everything[key].stage.inputs.values() if key in everything else ()
-            pending += [by_fingerprint[fingerprint] for fingerprint in inputs if fingerprint in by_fingerprint]
-    return kept
+    known = {made.stage.fingerprint: made for made in everything.values()}
+    stages = [everything[key].stage for key in keys if key in everything]
+    return keys | {source.key for stage in stages for source in artifact.sources(stage, known)}
 
 
 def _older_than(store: Store, days: float, making: set[str]) -> list[str]:

@@ -9,7 +9,6 @@ because a URL can contain a password. Exit code 1: a check failed. A host withou
 
 from __future__ import annotations
 
-import base64
 import http.client
 import importlib.util
 import json
@@ -24,7 +23,6 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import unquote, urlsplit
 
 from conf.host import gpu_locks
 from contract import closed_pipe, installation
@@ -236,12 +234,7 @@ def probe(url: str, method: str = "GET") -> int | str:
 
     def ask() -> None:
         try:
-            parts = urlsplit(url)
-            account, _, host = parts.netloc.rpartition("@")
-            request = urllib.request.Request(parts._replace(netloc=host).geturl(), method=method)
-            if account:
-                request.add_header("Authorization", "Basic " + base64.b64encode(unquote(account).encode()).decode())
-            with urllib.request.urlopen(request, timeout=PROBE_SECONDS) as response:
+            with urllib.request.urlopen(scheduling.request_to(url, method), timeout=PROBE_SECONDS) as response:
                 answer[0] = response.status
         except urllib.error.HTTPError as error:
             answer[0] = error.code

@@ -2,8 +2,9 @@
 
     python -m flows.finetune tiny                                  on this host; no server needed
     python -m flows.finetune glm47 optimizer.lr=2e-4 --dry-run     list the stages, which are cached, and the cost
-    prefect deployment run finetune/glm47                          on a work pool (prefect.yaml)
-    finetune("tiny", learning_rate=2e-3)                           from Python, in any folder (examples/finetune.ipynb)
+
+    prefect deployment run finetune/glm47     on a work pool (prefect.yaml)
+    finetune("tiny", learning_rate=2e-3)      from Python, in any folder (examples/finetune.ipynb)
 
 If the plan does not fit, the run ends before it downloads anything (hardware.gate).
 A stage whose artifact is in the store ends as Cached. An interrupted stage resumes. flows/pipeline.py has all stages.
@@ -35,7 +36,7 @@ def finetune(
 ) -> State:
     """Plan, download, convert, prepare, train, export, evaluate and promote. Existing artifacts are not made again.
 
-    Called from Python it returns a tasks.stages.result.Result, and raises an error if the run fails.
+    Called from Python it returns a tasks.stages.run_report.Result, and raises an error if the run fails.
 
     Args:
         conf: The configuration that the run starts from.

@@ -15,12 +15,14 @@ Exit code 0: legal, fits and can be evaluated. 1: refused. 2: an error in the ca
 import argparse
 import json
 import math
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from conf import noise
-from conf.load import load
+from conf.load import dump, load
 from conf.model_facts import ModelFacts
 from conf.model_files import weights
 from conf.planner import display, hardware
@@ -35,9 +37,9 @@ from contract import closed_pipe
 from contract.faults import ConfigError
 from flows import arguments
 from flows.arguments import refused
+from tasks.run import launch
 from tasks.run.launch import Broken
 from tasks.sources import training_rows
-from tasks.stages import rehearse
 
 REASONS = 12  # shown; --json has them all
 
@@ -46,7 +48,9 @@ REASONS = 12  # shown; --json has them all
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments.plan().parse_intermixed_args(argv)
     _check(options)
-    run = load(options.conf, [*options.overrides, *_hardware(options)], illegal=True)
+    given = {"hardware.gpu": options.gpu, "hardware.price": options.price}
+    overrides = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    run = load(options.conf, [*options.overrides, *overrides], illegal=True)
     gpu, facts, teacher = hardware.of(run, options.gpus), facts_of(run), teacher_of(run)
     cannot = _obstacles(run)
     assumed = ""
@@ -69,17 +73,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     passed = planned.fits and not (planned.unserved or planned.unanswered or planned.unasked)
     if options.rehearse:
         try:
-            answer = rehearse.rehearse(run, options.steps)
+            answer = rehearse(run, options.steps)
         except Broken as failed:
             return refused(failed, code=1)
         shown["rehearsal"] = answer
         text += ["", "rehearsed with Megatron itself:", *answer["text"]]
-        passed = passed and rehearse.passed(answer)
+        passed = passed and answer["equal"] and not (answer["twin"] and answer["twin"]["failed"])
     if cannot:
         shown["obstacles"] = cannot
         text.append("refused all the same: the model cannot be converted; the plan is that of a copy that can")
     print(json.dumps(shown, indent=2) if options.json else "\n".join(text))
     return _told(cannot, 0 if passed else 1)
+
+
+def rehearse(run: Run, steps: int) -> dict[str, Any]:
+    """Megatron's own verdict on the layout, from trainer/rehearse.py in a separate process.
+
+    Raises a Fault for an error of the user, and Broken if the command itself fails.
+    """
+    said: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as name:
+        resolved = Path(name) / "run.yaml"
+        dump(run, resolved)
+        command = ["trainer.rehearse", str(resolved), "--json", "--steps", str(steps)]
+        try:
+            launch.process(command, Path(name) / "rehearse.log", said.append, stop=lambda: False)
+        except Broken:
+            if "}" not in said:  # else the verdict is no
+                raise
+    return json.loads("\n".join(said[said.index("{") : said.index("}") + 1]))
 
 
 def _obstacles(run: Run) -> list[str]:
@@ -100,12 +122,6 @@ def _obstacles(run: Run) -> list[str]:
 
 def _told(cannot: list[str], code: int) -> int:
     return refused(ConfigError(*cannot)) if cannot else code
-
-
-def _hardware(options: argparse.Namespace) -> list[str]:
-    """Options that stand for keys, as overrides."""
-    given = {"hardware.gpu": options.gpu, "hardware.price": options.price}
-    return [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
 
 
 def _check(options: argparse.Namespace) -> None:

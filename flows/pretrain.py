@@ -2,7 +2,8 @@
 
     python -m flows.pretrain tiny-pretrain                         on this host, within two minutes; no server needed
     python -m flows.pretrain llama-125m 'data.source=s3://bucket/tokens_text_document' --dry-run
-    prefect deployment run pretrain/llama-125m                     on a work pool (prefect.yaml)
+
+    prefect deployment run pretrain/llama-125m     on a work pool (prefect.yaml)
 
 Stages, artifacts and store are the same as for flows.finetune; all weights are trained. Training starts from random
 weights (model.source={config: ...}), or from a released model. Data are texts, or Megatron's .bin/.idx.

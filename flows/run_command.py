@@ -1,5 +1,6 @@
 """Command line of the flows. It reads and checks its arguments before Prefect starts anything."""
 
+import functools
 import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -8,15 +9,18 @@ from conf.load import load
 from conf.model_files import weights
 from conf.overrides import from_overrides
 from conf.planner import display
+from conf.planner.display import duration
 from conf.planner.verdict import Plan
 from conf.rules import objectives
 from conf.schema.run import Run
+from contract.amounts import clock, size
 from contract.faults import ConfigError, Fault
 from flows import arguments
 from flows.arguments import refused
 from flows.new import rows
 from flows.pipeline import PIPELINE
-from tasks.run import artifact, forecast
+from tasks.run import artifact
+from tasks.run.artifact import Artifact
 from tasks.run.places import open_run_store, runs_folder
 from tasks.run.steps import Request
 from tasks.servers import prefect_server
@@ -75,11 +79,74 @@ def _forecast(run: Run, from_stage: str | None, until_stage: str | None) -> list
         request = PIPELINE.request(planned.run, from_stage, until_stage)
         store = open_run_store()
         _require_rows_to_learn_from(planned.run, request, store)
-        lines = forecast.lines(request, store, planned)
+        lines = forecast(request, store, planned)
     except Unreachable as fault:
         planned = _possible(_recalled(run, fault), asked)
         lines = [str(fault), "So it is unknown which of these artifacts exist. By the config.json that is known here:"]
     return [*lines, *_lacks(run), *_takes(planned, asked), plan.summary(planned)]
+
+
+Cost = tuple[str, float | None]  # as text, and in seconds if it is known
+
+
+def forecast(request: Request, store: Store, planned: Plan) -> list[str]:
+    """A line for each stage: its fingerprint, whether it is cached, why not, and its estimated cost.
+
+    The estimate comes from the record of an earlier artifact, else from the plan, else (as on a CPU) from the most
+    similar artifact of the same model. Other models are not used.
+    """
+    width = max(map(len, request.stages))
+    found, seconds, unknown = [], 0.0, []
+    everything = functools.cache(lambda: artifact.by_fingerprint(store))
+    for name, stage in request.stages.items():
+        if name in request.unasked:
+            continue
+        stored = artifact.find(stage, store)
+        if isinstance(stored, Artifact) and name not in request.again:
+            line = f"hit   {size(stored.size)}, made in {clock(stored.made['seconds'])} by {stored.made['flow']}"
+        else:
+            known = stored if isinstance(stored, Artifact) else artifact.read(store, stage.key)
+            reason = "made again, as requested" if isinstance(stored, Artifact) else stored.reason
+            cost = _measured(known) if known else _planned(name, planned)
+            text, took = cost or _similar(name, request, everything(), planned)
+            line = f"miss  {reason}; {text}"
+            seconds += took or 0.0
+            unknown += [name] if took is None else []
+        found.append(f"{name.ljust(width)}  {stage.fingerprint}  {line}")
+    hours = seconds / 3600 * planned.run.world
+    without = f", without {', '.join(unknown)}" if unknown else ""
+    return [*found, f"known cost: {clock(seconds)} in sequence, {hours:.2f} process hours{without}"]
+
+
+def _measured(known: Artifact) -> Cost:
+    seconds = known.made["seconds"]
+    return f"it took {clock(seconds)} and {size(known.size)} before", seconds
+
+
+def _planned(name: str, planned: Plan) -> Cost | None:
+    need = next((need for need in planned.needs if need.stage == name and need.seconds is not None), None)
+    if need is None or need.seconds is None:
+        return None
+    return f"{duration(need.seconds)}{f' and {size(need.disk)}' if need.disk else ''} by the plan", need.seconds
+
+
+def _similar(name: str, request: Request, everything: dict[str, Artifact], planned: Plan) -> Cost:
+    """The cost of the most similar artifact that was made from the same download."""
+    stage, model = request.stages[name], request.stages["download"].fingerprint
+
+    def is_of_model(other: Artifact) -> bool:
+        chain = [other, *artifact.sources(other.stage, everything)]
+        return any(model in one.stage.inputs.values() for one in chain)
+
+    others = [other for other in everything.values() if other.stage.name == stage.name and other.key != stage.key]
+    similar = artifact.most_similar(filter(is_of_model, others), stage)
+    if similar is None:
+        return "no similar artifact of this model exists yet", None
+    seconds, speed = similar.made["seconds"], ""
+    if name == "train" and (steps := planned.run.train.steps) and {"steps", "median_step_seconds"} <= {*similar.result}:
+        step, more = similar.result["median_step_seconds"], steps - similar.result["steps"]
+        seconds, speed = max(step, seconds + more * step), f", at {step:.3g} s per step"
+    return f"about {clock(seconds)}{speed}, by a similar artifact of the same model", seconds
 
 
 def _require_rows_to_learn_from(run: Run, request: Request, store: Store) -> None:

@@ -20,7 +20,7 @@ from contract.faults import ConfigError, Fault
 from flows.pipeline import PIPELINE, run_stages
 from tasks.run.session import Session
 from tasks.servers import prefect_server
-from tasks.stages import result, run_report
+from tasks.stages import run_report
 from tasks.stages.plan import plan, tell
 
 Stage = Literal[*PIPELINE.names]  # type: ignore[valid-type]
@@ -64,7 +64,7 @@ def run_flow(
         tell(session.tracking, planned)
         run_stages(session)
         run_report.publish(planned, session.outcomes, session.store, session.tracking)
-        made = result.of(session.outcomes, session.store, session.tracking)
+        made = run_report.result(session.outcomes, session.store, session.tracking)
     return session.outcomes.verdict(made)
 
 

@@ -207,15 +207,21 @@ def _all(api: str, path: str, kind: str, wanted: dict | None = None) -> list[dic
     return found
 
 
-def _ask(url: str, body: dict) -> list[dict]:
+def request_to(url: str, method: str, body: bytes | None = None, account: str = "") -> urllib.request.Request:
+    """A request with the account in the address, else with this one, which a header carries."""
     parts = urlsplit(url)
-    account, _, host = parts.netloc.rpartition("@")
-    request = urllib.request.Request(parts._replace(netloc=host).geturl(), json.dumps(body).encode(), method="POST")
-    request.add_header("Content-Type", "application/json")
-    account = unquote(account) or os.environ.get("PREFECT_API_AUTH_STRING", "")
-    if account:
+    named, _, host = parts.netloc.rpartition("@")
+    request = urllib.request.Request(parts._replace(netloc=host).geturl(), body, method=method)
+    if account := unquote(named) or account:
         request.add_header("Authorization", "Basic " + base64.b64encode(account.encode()).decode())
-    elif os.environ.get("PREFECT_API_KEY"):
+    return request
+
+
+def _ask(url: str, body: dict) -> list[dict]:
+    account = os.environ.get("PREFECT_API_AUTH_STRING", "")
+    request = request_to(url, "POST", json.dumps(body).encode(), account)
+    request.add_header("Content-Type", "application/json")
+    if os.environ.get("PREFECT_API_KEY") and not request.has_header("Authorization"):
         request.add_header("Authorization", "Bearer " + os.environ["PREFECT_API_KEY"])
     for wait in BUSY_WAITS:
         try:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
+from jinja2 import Template
 from prefect import State, flow, get_run_logger
 from prefect.states import Completed, Failed
 
@@ -35,11 +36,12 @@ from flows.arguments import HOST, PORT, refused
 from tasks.run import artifact
 from tasks.run.launch import Broken, Turn
 from tasks.run.places import kernels_folder, open_run_store, runs_folder
-from tasks.serving import artifacts, named, questions, server
+from tasks.serving import artifacts, questions, server
 from tasks.serving.artifacts import Sources
 from tasks.tracking.address import resolve
 
 SAMPLING = {**DEFAULTS, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # that vLLM alone would take from a release
+HOW_TO_ASK = Path(__file__).with_name("how_to_ask.txt.j2")
 Say = Callable[[str], None]
 
 
@@ -91,7 +93,7 @@ def prepare(name: str, host: str, port: int, adapter: bool, length: int | None) 
     if length is not None and length < 2:
         raise Fault(f"--length: {length} leaves no token for an answer after a question; 2 at least")
     store, folder = open_run_store(), runs_folder()
-    found = named.find(name, store, resolve(None, folder))
+    found = artifacts.find(name, store, resolve(None, folder))
     sources = artifacts.collect(found, store, adapter, gpus=bool(gpu_locks.visible()))
     where = {"host": host, "port": port, "kernels": str(kernels_folder())}
     return sources, artifacts.served_model(sources, store, folder / "cache", length=length, **where)
@@ -157,17 +159,11 @@ def how_to_ask(served: ServedModel, max_tokens: int | None) -> str:
     """Commands that ask the server, by curl and by OpenAI's client, for the answers of the evaluation."""
     asked = questions.request(served.name, max_tokens, questions.stops(Path(served.data)))
     asked["messages"] = [{"role": "user", "content": questions.example(Path(served.data))}]
-    address = f"{server.url(served)}/v1"
-    key = f' -H "Authorization: Bearer ${KEY}"' if os.environ.get(KEY) else ""
-    given = f'os.environ["{KEY}"]' if key else '"none"'
-    arguments = ", ".join(f"{name}={value!r}" for name, value in asked.items())
-    return (
-        f"    curl {address}/chat/completions -H 'Content-Type: application/json'{key} \\\n"
-        f"        -d {shlex.quote(json.dumps(asked, ensure_ascii=False))}\n\n"
-        + ("    import os\n" if key else "")
-        + "    from openai import OpenAI\n"
-        f'    client = OpenAI(base_url="{address}", api_key={given})\n'
-        f"    print(client.chat.completions.create({arguments}).choices[0].message.content)\n"
+    return Template(HOW_TO_ASK.read_text("utf-8"), trim_blocks=True, keep_trailing_newline=True).render(
+        address=f"{server.url(served)}/v1",
+        key=KEY if os.environ.get(KEY) else "",
+        content=shlex.quote(json.dumps(asked, ensure_ascii=False)),
+        arguments=", ".join(f"{name}={value!r}" for name, value in asked.items()),
     )
 
 

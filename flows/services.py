@@ -24,6 +24,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from conf.schema.named import POOLS
 from contract import closed_pipe, json_object
 from contract.faults import Fault
@@ -61,7 +63,7 @@ def up() -> int:
     say("make up: Prefect server, MLflow server, workers, deployments")
     with _turn():
         running = _running()
-        workers = [f"worker-{POOLS[kind]}" for kind in ["cpu"] + ["gpu"] * _has_gpu()]
+        workers = [f"worker-{POOLS[kind]}" for kind in ["cpu"] + ["gpu"] * Path("/dev/nvidiactl").exists()]
         if {"prefect", "mlflow", *workers} <= {*running}:
             say("already up:")
             status()
@@ -83,7 +85,7 @@ def up() -> int:
         troubles = _troubles(running, environment["PREFECT_API_URL"])
     print(f"\nexport PREFECT_API_URL={environment['PREFECT_API_URL']}")
     print(f"export MLFLOW_TRACKING_URI={environment['MLFLOW_TRACKING_URI']}")
-    print(f"{_shown(BIN / 'prefect')} deployment run finetune/tiny --watch")
+    print(f"{os.path.relpath(BIN / 'prefect')} deployment run finetune/tiny --watch")
     for is_fatal, fact, mend in troubles:
         print(f"{'error' if is_fatal else 'warning'}: {fact}  ->  {mend}", file=sys.stderr)
     return int(any(trouble.is_fatal for trouble in troubles))
@@ -135,7 +137,11 @@ def _start_mlflow() -> dict:
     with prefect_server.free_port(5000) as free:
         port = free.getsockname()[1]
     say(f"MLflow server: starts; its log: {_folder() / 'mlflow.log'}")
-    return _start("mlflow", _mlflow(port), f"http://{HOST}:{port}", {**os.environ} | QUIET)
+    runs = runs_folder()
+    store = ["--backend-store-uri", f"sqlite:///{runs / 'mlflow.db'}", "--artifacts-destination"]
+    place = ["--host", HOST, "--port", str(port), "--workers", "1"]  # of four, each takes 250 MB
+    command = [BIN / "mlflow", "server", *place, *store, str(runs / "mlflow-artifacts")]
+    return _start("mlflow", command, f"http://{HOST}:{port}", {**os.environ} | QUIET)
 
 
 def _wait_until_healthy(name: str, process: dict, path: str) -> None:
@@ -186,13 +192,6 @@ def _troubles(running: dict, api: str) -> list[Trouble]:
     return clashes + errors + dead + unattended
 
 
-def _mlflow(port: int) -> list:
-    runs = runs_folder()
-    store = ["--backend-store-uri", f"sqlite:///{runs / 'mlflow.db'}", "--artifacts-destination"]
-    place = ["--host", HOST, "--port", str(port), "--workers", "1"]  # of four, each takes 250 MB
-    return [BIN / "mlflow", "server", *place, *store, str(runs / "mlflow-artifacts")]
-
-
 def _environment(running: dict) -> dict[str, str]:
     addresses = {
         "PREFECT_API_URL": running["prefect"]["address"] + "/api",
@@ -220,19 +219,8 @@ def _done(environment: dict[str, str], *command: str) -> str:
 
 
 def _start(name: str, command: list, address: str, environment: dict[str, str]) -> dict:
-    path = _folder() / f"{name}.log"
-    with path.open("a") as log:
-        begin = log.tell()
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=environment | {MARK: str(_folder())},
-            start_new_session=True,
-        )
-    place = {"address": address, "log": str(path), "log_from": begin}
-    return {"pid": process.pid, "started": started(process.pid)} | place
+    marked = environment | {MARK: str(_folder())}
+    return prefect_server.spawn(command, _folder() / f"{name}.log", address, marked)[1]
 
 
 def _running() -> dict[str, dict]:
@@ -275,13 +263,11 @@ def _signal(process: dict, number: int) -> None:
 
 def _left() -> dict[str, dict]:
     """Processes, in whatever sessions, that a service has started and not ended: a worker may have been killed."""
-    mark, processes = f"{MARK}={_folder()}".encode(), {}
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            since = started(int(entry))
-            if since and mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
-                processes[f"leftover {entry}"] = {"pid": int(entry), "started": since}
-    return processes
+    found = {}
+    for process in psutil.process_iter(["environ"]):  # None for another user's
+        if MARK in (process.info["environ"] or {}) and process.info["environ"][MARK] == str(_folder()):
+            found[f"leftover {process.pid}"] = {"pid": process.pid, "started": started(process.pid)}
+    return found
 
 
 def _used(server: dict) -> str:
@@ -290,19 +276,11 @@ def _used(server: dict) -> str:
     return f"{'prefect'.ljust(20)}  {server['address']}  (process {server['pid']}) {end}"
 
 
-def _has_gpu() -> bool:
-    return Path("/dev/nvidiactl").exists()
-
-
 def _folder() -> Path:
     folder = runs_folder() / SERVICES
     with plainly(runs_folder()):
         folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _shown(path: Path) -> str:
-    return os.path.relpath(path)
 
 
 if __name__ == "__main__":

@@ -201,4 +201,3 @@ def test_a_row_with_a_key_twice_is_bad(text, key):
 def test_a_row_with_quotes_and_backslashes_is_read_as_it_is(row):
     for text in (json.dumps(row), json.dumps(row, ensure_ascii=False)):
         assert lines.json_object(text.encode()) == row
-        assert lines._quotes(text.encode()) == 2 * lines._texts(row)  # and is read once

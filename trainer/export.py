@@ -94,15 +94,8 @@ def _state(run: Run, folder: Path, model) -> list:
     base = Path(run.paths.base)
     marks = [mark.stat().st_mtime_ns for place in (folder, base) if (mark := place / checkpoints.MARK).exists()]
     tools = {tool: importlib.metadata.version(tool) for tool in TOOLS}
-    return [
-        str(folder.resolve()),
-        marks,
-        model.stamps(),
-        run.export.quantization,
-        run.export.merge_onto,
-        run.train.precision,
-        tools,
-    ]
+    keys = run.export.quantization, run.export.merge_onto, run.train.precision
+    return [str(folder.resolve()), marks, model.stamps(), *keys, tools]
 
 
 def _trained_facts(trained) -> dict:

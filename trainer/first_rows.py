@@ -17,9 +17,9 @@ from conf.schema.run import Run
 from contract.faults import Fault
 from contract.first_rows import FirstRows
 from trainer.data.read import choose, shapes, sources
-from trainer.data.rows import Bad, Row
+from trainer.data.read.shapes import Shape
+from trainer.data.rows import Bad, Refused, Row
 from trainer.data.tokens import anomalies, chat, templates, tokenizer
-from trainer.data.tokens.spans import Refused
 from trainer.data.tokens.templates import Template
 from trainer.startup import entry
 from trainer.startup.console import say
@@ -49,8 +49,7 @@ def look(run: Run) -> FirstRows:
     (part,) = run.data.parts
     values, place, count, whole = _read(part)
     raw = [row for row in values if not isinstance(row, Bad)]
-    part, guessed = _named(part, raw, place)
-    shape = shapes.detect(part, raw[: sources.FIRST], place)
+    shape, guessed = _detected(part, raw, place)
     rows = [row if isinstance(row, Bad) else shape.row(row) for row in values]
     good = [row for row in rows if not isinstance(row, Bad)]
     bad = [row for row in rows if isinstance(row, Bad)]
@@ -103,26 +102,27 @@ def _read(part: Part) -> tuple[list[Row | Bad], str, int | None, bool]:
     return values, place, hub.count(part), False
 
 
-def _named(part: Part, raw: Sequence[Row], place: str) -> tuple[Part, str]:
-    """Return the part with columns for prompt and answer, and the reason, if they had to be guessed."""
-    if part.input or part.output or part.messages or part.text or part.shape != "auto":
-        return part, ""
+def _detected(part: Part, raw: Sequence[Row], place: str) -> tuple[Shape, str]:
+    """Return the meaning of the columns, and the reason for prompt and answer if they had to be guessed."""
+    first = raw[: sources.FIRST]
     try:
-        shapes.detect(part, raw[: sources.FIRST], place)
-        return part, ""
-    except Fault as fault:
-        guess = by_letters(raw) or by_values(raw)
+        return shapes.detect(part, first, place), ""
+    except Fault:
+        is_configured = part.input or part.output or part.messages or part.text or part.shape != "auto"
+        guess = None if is_configured else by_letters(raw) or by_values(raw)
         if guess is None:
-            raise Fault(str(fault)) from None
+            raise
         question, answer, why = guess
-        return part.model_copy(update={"input": question, "output": answer}), why
+        return shapes.detect(part.model_copy(update={"input": question, "output": answer}), first, place), why
 
 
 def by_letters(raw: Sequence[Row]) -> tuple[str, str, str] | None:
     """Return the columns of a known pair whose names differ only in capitals and separators."""
     names = {"".join(filter(str.isalnum, name)).lower(): name for row in raw[: sources.FIRST] for name in row}
-    pairs = [pair for pair in shapes.PAIRS if all(name in names for name in pair)]
-    return (names[pairs[0][0]], names[pairs[0][1]], "their names") if len(pairs) == 1 else None
+    pairs = [
+        (names[one], names[two]) for one, known in shapes.PAIRS.items() for two in known if {one, two} <= names.keys()
+    ]
+    return (*pairs[0], "their names") if len(pairs) == 1 else None
 
 
 def by_values(raw: Sequence[Row]) -> tuple[str, str, str] | None:
@@ -152,14 +152,10 @@ def _is_text(values: Sequence[Any]) -> bool:
 
 def _template(run: Run, kind: str) -> Template | None:
     """Return the template that preparation would use; None without a tokenizer."""
-    folder = Path(run.paths.model)
-    if not folder.is_dir():
+    if not Path(run.paths.model).is_dir():
         return None
-    tokens = tokenizer.load(folder, run.model.trust_remote_code)
-    if tokens.eos_token_id is None:
-        raise Fault(f"{folder}: the tokenizer has no eos_token, which pads sequences")
     data = run.data.model_copy(update={"seq_length": LONGEST, "packed": False})
-    return templates.choose(data, tokens, kind)
+    return templates.choose(data, tokenizer.of(run), kind)
 
 
 def _lengths(template: Template | None, rows: Sequence[Row]) -> tuple[list[int], list[int], list[Bad]]:
@@ -183,7 +179,7 @@ def _stop(template: Template, rows: Sequence[Row]) -> str:
     """
     few = rows[: sources.FIRST]
     encoded = [row for row in template.encode(few) if not isinstance(row, Bad)]
-    endless = template.checks(encoded, few)["answer without an end"] if len(encoded) == len(few) else []
+    endless = anomalies.find(template, encoded, few)[anomalies.ENDLESS] if len(encoded) == len(few) else []
     if not endless or template.kind != "chat":
         return ""
     turns = [{"role": role, "content": chat.MARK} for role in ("user", "assistant", "user")]

@@ -104,9 +104,8 @@ def stage_needs(
 
 def _model(run: Run, facts: ModelFacts, gpu: Gpu) -> list[StageNeed]:
     """Needs of the download and the conversion of a model."""
-    released, whole = _released(facts), parameters.total(facts) * states.byte(run.train)
-    fetched = StageNeed("download", 1, 0, 0, GIB, released, released / DOWNLOAD)
-    return [fetched, _conversion(run, gpu, converted(run, facts), whole, released)]
+    released = _released(facts)
+    return [StageNeed("download", 1, 0, 0, GIB, released, released / DOWNLOAD), _conversion(run, facts, gpu)]
 
 
 def _asked(asking: Asking, gpu: Gpu) -> StageNeed:
@@ -147,12 +146,9 @@ def converted(run: Run, facts: ModelFacts) -> int:
     return parameters.total(facts) * states.byte(run.train) if run.convert.to == "torch_dist" else 0
 
 
-def _conversion(run: Run, gpu: Gpu, written: int, whole: int, released: int) -> StageNeed:
-    """Conversion on the host of the flow, or those of training. A process has a shard in memory at a time.
-
-    `whole` are the bytes of all weights unpacked, `written` those of the base.
-    """
-    share = takes(run, "convert")
+def _conversion(run: Run, facts: ModelFacts, gpu: Gpu) -> StageNeed:
+    """Conversion on the host of the flow, or those of training. A process has a shard in memory at a time."""
+    share, written, released = takes(run, "convert"), converted(run, facts), _released(facts)
     gpus, hosts = (share.gpus or 0) if gpu.cuda else 0, share.hosts
     here = on_one_host(run) if run.layout.nodes > hosts else run
     resident = CONVERTING * here.layout.gpus_per_node
@@ -161,7 +157,8 @@ def _conversion(run: Run, gpu: Gpu, written: int, whole: int, released: int) -> 
         return StageNeed("convert", hosts, gpus, 0, resident, written, START + written / rate)
     seconds = START + released / min(CHECKED * here.world, READ * hosts)
     if run.convert.to == "packed":
-        seconds += max(whole / (PACKED * here.world), (released + written) / (READ * hosts))
+        unpacked = parameters.total(facts) * states.byte(run.train)
+        seconds += max(unpacked / (PACKED * here.world), (released + written) / (READ * hosts))
     return StageNeed("convert", hosts, gpus, 0, resident, written, seconds)
 
 
@@ -178,11 +175,10 @@ class Loading:
 
 def loadings(run: Run, facts: ModelFacts, gpu: Gpu) -> list[Loading]:
     """The ways of convert.to: by a converted base, without one and, where model.base is packed, by a packed one."""
-    released, whole = _released(facts), parameters.total(facts) * states.byte(run.train)
-    found = []
+    released, found = _released(facts), []
     for to in ("torch_dist", "none", *(["packed"] if packed_base.format_of(run) else [])):
         one = run.changed(convert={"to": to})
-        need = _conversion(one, gpu, converted(one, facts), whole, released)
+        need = _conversion(one, facts, gpu)
         assert need.seconds is not None
         loaded = released if to == "none" else need.disk
         again = released if to == "packed" else 0  # for its checksums, and to be packed

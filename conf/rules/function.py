@@ -4,7 +4,7 @@
 
 Each key is held against the model's family (conf/families/parts/family.py has what its tables mean) and against:
 
-    LEFT        does not change logits: token ids, dropout, losses of training, settings of generation
+    LEFT        does not change logits (conf/tables/keys_without_effect.yaml)
     OF_ALL      assumed of every family: transformers reads it in any config.json
 
 A key that is absent, or null, has the default of transformers 5.12. tests/trainer/test_function.py compares each entry
@@ -14,22 +14,12 @@ with the logits of transformers, and the tables with its classes.
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from conf import families
+from conf import families, strict_yaml
 from conf.families.parts.family import ANY, Family
 from contract.json_object import show
 
 BRIDGE = "0.6.2"  # the release of Megatron-Bridge that the tables were read from
-LEFT = {
-    *("architectures", "model_type", "auto_map", "transformers_version", "torch_dtype", "dtype", "quantization_config"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id"),
-    *("max_position_embeddings", "model_max_length", "n_positions", "initializer_range", "use_cache", "pretraining_tp"),
-    *("attention_dropout", "hidden_dropout", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size"),
-    *("output_router_logits", "output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate"),
-    *("chunk_size_feed_forward", "id2label", "label2id", "num_labels", "problem_type", "task_specific_params"),
-    *("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "num_beams", "repetition_penalty"),
-    *("length_penalty", "typical_p", "num_return_sequences", "max_new_tokens", "no_repeat_ngram_size"),
-    *("pruned_heads", "torchscript", "tie_encoder_decoder", "use_bfloat16", "output_scores", "qk_head_dim"),
-}
+LEFT = {key for keys in strict_yaml.table("keys_without_effect").values() for key in keys}
 PREFIXES = ("_", "unsloth_")  # of keys that tools add for themselves
 OF_LAYERS = {"layer_types": "full_attention", "attn_type_list": 1}  # the only kind of layer that is built
 WINDOWS = {"sliding_window", "max_window_layers"}  # without effect while use_sliding_window is false

@@ -11,15 +11,17 @@ Exit codes: 0, 1 for a defect, 2 for an error that you can fix (then nothing was
 """
 
 import argparse
+import contextlib
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment
 from pydantic import ValidationError
 
 from conf import noise
@@ -37,6 +39,7 @@ from flows.new.planned import Settled
 from tasks.run.launch import Broken
 
 DEPLOYMENTS = home() / deployment.NAME
+TOLD = Path(__file__).with_name("told.txt.j2")
 LONGEST = 60  # characters of a name that is made up
 
 OTHERWISE = {"name": "--name names it", "model.source": "MODEL says so", "data.source": "DATA says so"}
@@ -56,7 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _new(options: argparse.Namespace, folder: Path) -> int:
     asks = sys.stdin.isatty() and not options.yes
-    here, unknown = _this_host() if options.gpus is None or options.gpus.isdigit() else (None, "")
+    here, unknown = None, list[str]()  # the GPUs of this host, and why they cannot be used
+    if options.gpus is None or options.gpus.isdigit():
+        with _noted(unknown):
+            here = machine.of_this_host()
     if asks:
         options.model = options.model or _asked("Model (org/name on the Hub, a folder, s3://...)")
         options.data = options.data or _asked("Data (a file, a folder, org/name on the Hub, s3://...)")
@@ -68,14 +74,12 @@ def _new(options: argparse.Namespace, folder: Path) -> int:
     given, _, unread = read_overrides(options.overrides)
     wrong += unread + [f"{key}: {OTHERWISE[key]}" for key in given if key in OTHERWISE]
     wrong += [f"{key}: the flow sets all paths" for key in given if key.startswith("paths.")]
-    on: Machine | None = here
-    if unknown and options.gpus is None:
-        wrong.append(unknown)
-    elif options.gpus is not None:
-        try:
+    on = here
+    if options.gpus is None:
+        wrong += unknown
+    else:
+        with _noted(wrong):
             on = machine.parse(options.gpus, here)
-        except Fault as fault:
-            wrong.append(str(fault))
     wrong += [
         f"{what.upper()}: missing; {words}"
         for what, words in (("model", MODEL), ("data", DATA))
@@ -107,12 +111,13 @@ def _whole(value: Any) -> Any:
     return regular_files.whole(value) if isinstance(value, str) and re.match(r"(~|\.\.?)/", value) else value
 
 
-def _this_host() -> tuple[Machine | None, str]:
-    """The GPUs of this host, and why they cannot be used."""
+@contextlib.contextmanager
+def _noted(wrong: list[str]) -> Iterator[None]:
+    """Add the lines of a fault to `wrong`, and continue after the block."""
     try:
-        return machine.of_this_host(), ""
+        yield
     except Fault as fault:
-        return None, str(fault)
+        wrong += [line for line in str(fault).splitlines() if line not in wrong]
 
 
 def _asked(question: str, empty: bool = False) -> str:
@@ -169,50 +174,39 @@ def _look(
     )
     sources = {"model.source": options.model or "none", "data.source": options.data or "none"}
     places = [f"{key}={commented_yaml.in_line(value)}" for key, value in sources.items() if key not in given]
-    try:
+    run = load(draft, places)  # errors of model and data are reported although another override is wrong
+    with _noted(wrong):
         run = load(draft, [*options.overrides, *places], illegal=True)
-    except ConfigError as fault:
-        wrong += [line for line in str(fault).splitlines() if line not in wrong]
-        run = load(draft, places)  # errors of model and data are reported all the same
     found = first = None
     if options.model:
-        try:
+        with _noted(wrong):
             found = model.read(run.model, folder / "model")
-        except Fault as fault:
-            wrong += str(fault).splitlines()
     if options.data:
-        try:
+        with _noted(wrong):
             rows.whole(options.data)
             first = rows.look(run, found.tokenizer if found else None, folder / "look")
-        except Fault as fault:
-            wrong += str(fault).splitlines()
     return (found, first) if found and first else None
 
 
 def _settled(name: str, found: model.Model, first: FirstRows, on: Machine | None, given: dict[str, Any]) -> Settled:
-    made: Callable[[Machine], choices.Choices] = partial(_choices, name, found, first, given)
+    def made(on: Machine, unserved: str = "") -> choices.Choices:
+        chosen = choices.choose(name, found, first, on, given)
+        if unserved:
+            choices.without_evaluation(chosen, unserved)
+        return chosen
+
     try:
         settled = planned.settle_on(on, found, made) if on else planned.choose_machine(found, made)
         if why := settled.plan.unserved:
-            no_evaluation = partial(_choices, name, found, first, given, unserved=why)
-            settled = planned.settle_on(settled.machine, found, no_evaluation)
+            settled = planned.settle_on(settled.machine, found, partial(made, unserved=why))
     except ValidationError as error:
         raise ConfigError(*(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())) from None
     return settled
 
 
-def _choices(
-    name: str, found: model.Model, first: FirstRows, given: dict[str, Any], on: Machine, unserved: str = ""
-) -> choices.Choices:
-    made = choices.choose(name, found, first, on, given)
-    if unserved:
-        choices.without_evaluation(made, unserved)
-    return made
-
-
 def _text(settled: Settled, found: model.Model, path: Path) -> str:
     kind = settled.run.adapter.kind
-    trained = "every weight trained" if kind == "none" else f"with {'LoRA' if kind == 'lora' else 'DoRA'}"
+    trained = "every weight trained" if kind == "none" else f"with {choices.KINDS[kind]}"
     head = [
         f"{found.shown} ({found.size}) {trained}, on {settled.machine.shown}.",
         "",
@@ -256,37 +250,22 @@ def _write(path: Path, text: str, settled: Settled, found: model.Model) -> None:
 
 def _tell(settled: Settled, first: FirstRows, path: Path, printed: bool) -> None:
     """Print the choices and the next commands."""
-    where = sys.stderr if printed else sys.stdout
-    run, deployed = settled.run, path.parent == OWN
-    wrote = "would write" if printed else "wrote"
-    say = partial(print, file=where)
-    entry = f", and the deployment finetune/{path.stem} into {DEPLOYMENTS.name}" if deployed else ""
-    say(f"{wrote} {_shown(path)}{entry}")
-    say(f"  rows   {settled.choices.made['data.source'].why}")
-    if first.guessed:
-        say(f"         guessed from {first.guessed}; data.input=COLUMN data.output=COLUMN says otherwise")
-    say(f"  runs   {run.train.steps} steps of {run.train.global_batch} sequences on {settled.machine.shown}")
-    say(f"  plan   {planned.told(settled)}")
-    if few := noise.warning(run, None if first.rows is None else round(first.rows * run.data.test)):
-        say(f"  note   {few.removeprefix('warning: ')}")
-    if not run.evaluate.tasks:
-        say(f"  note   no evaluation: {settled.choices.made['evaluate.tasks'].why}")
-    name = path.stem if path.parent in (OWN, FOLDER) else _shown(path)
-    say("next:")
-    following = [
-        (f"python -m flows.plan {name}", "memory, time and price of each stage; --gpu h200 --gpus 4 for others"),
-        (f"python -m flows.finetune {name} --dry-run", "what would run"),
-        (f"python -m flows.finetune {name}", "runs it; results are kept, and the same line resumes"),
-    ]
-    if run.evaluate.tasks:
-        following.append(
-            (f"python -m flows.serve {run.promote.model}", "serves the tuned model, and prints how to ask it")
-        )
-    if deployed:
-        following.append((f"python -m flows.deploy {name}", "puts it on Prefect's server; make up starts one here"))
-    commands = [arguments.spoken(command).replace("python", _python(), 1) for command, _ in following]
-    for command, (_, what) in zip(commands, following, strict=True):
-        say(f"  {command.ljust(max(map(len, commands)))}  # {what}")
+    words = Environment(trim_blocks=True, lstrip_blocks=True)
+    words.filters["command"] = lambda command: arguments.spoken(command).replace("python", _python(), 1)
+    text = words.from_string(TOLD.read_text("utf-8")).render(
+        printed=printed,
+        file=_shown(path),
+        name=path.stem if path.parent in (OWN, FOLDER) else _shown(path),
+        deployed=path.parent == OWN,
+        deployments=DEPLOYMENTS.name,
+        made=settled.choices.made,
+        first=first,
+        run=settled.run,
+        machine=settled.machine,
+        plan=planned.told(settled),
+        few=noise.warning(settled.run, None if first.rows is None else round(first.rows * settled.run.data.test)),
+    )
+    print(text, end="", file=sys.stderr if printed else sys.stdout)
 
 
 def _shown(path: Path) -> str:

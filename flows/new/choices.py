@@ -34,6 +34,7 @@ SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 TESTED = 200  # rows that are asked about, evaluate.rows
 SHORT = 12  # tokens of an answer that has one right wording
 MANY_EXPERTS = 32
+KINDS = {"lora": "LoRA", "dora": "DoRA", "none": "all weights"}
 # Below so many parameters: the highest learning rate of LoRA and DoRA, and of all weights.
 RATES = ((1e7, 5e-3, 2e-3), (1e8, 2e-3, 5e-4), (1e9, 5e-4, 5e-5), (2e10, 2e-4, 1e-5), (float("inf"), 1e-4, 5e-6))
 
@@ -82,25 +83,27 @@ def choose(name: str, model: Model, rows: FirstRows, machine: Machine, given: di
         raise Fault(f"data.source: {rows.bad} of the first {rows.read} rows cannot be used: {rows.bad_sample}")
     found.put("name", name, "of the run's folder, its pages and the registered model")
     found.made["model.source"] = Choice(model.source, model.size)
-    _put_others(found, "model")
     _data(found, rows, count)
-    lengths = _lengths(found, model, rows, machine, count)
-    batch = given.get("train.global_batch") or global_batch(count * 0.85 / lengths.each, machine.gpus)
-    validating = _splits(found, rows, count, lengths, batch)
-    _put_others(found, "data")
+    most = min(model.context or LONGEST, LONGEST if machine.gpu.cuda else LONGEST_ON_CPU)
+    made = lengths(rows, count, most, machine.gpu.cuda, given)
+    found.put("data.seq_length", made.seq_length, made.why)
+    found.put("data.packed", made.packed, made.why_packed)
+    batch = given.get("train.global_batch") or global_batch(count * 0.85 / made.each, machine.gpus)
+    validating = _splits(found, rows, count, made, batch)
     kind = _adapter(found, model.facts)
     found.put("hardware.gpu", machine.kind, machine.why)
-    _put_others(found, "hardware")
-    _training(found, rows, count, lengths, batch, validating, model.parameters)
-    _put_precision(found, machine)
-    _put_others(found, "train")
-    found.put("optimizer.lr", rate(kind, model.parameters), f"usual for {_kind(kind)} of {amount(model.parameters)}")
+    _training(found, rows, count, made, batch, validating, model.parameters)
+    if machine.gpu.cuda:
+        found.put("train.precision", "bf16", "half of fp32's memory, and what GPUs are fast in")
+    else:
+        found.put("train.precision", "fp32", "a CPU computes bf16 slower")
+    found.put(
+        "optimizer.lr", rate(kind, model.parameters), f"usual for {KINDS.get(kind, kind)} of {amount(model.parameters)}"
+    )
     if "optimizer.warmup_steps" not in given:
         found.put("optimizer.warmup", 0.05, "share of the steps in which the learning rate rises")
-    _put_others(found, "optimizer")
     found.put("checkpoint.save_every", 0.2, "share of the steps: five; an interrupted run resumes from the last")
     found.put("checkpoint.keep", 2, "older ones are removed")
-    _put_others(found, "checkpoint")
     _evaluation(found, rows, model, machine)
     if machine.nodes > 1:
         found.put("gang.engine", WORKERS, f"a worker on each host starts its part; or {', '.join(SUBMITTING)}")
@@ -110,13 +113,6 @@ def choose(name: str, model: Model, rows: FirstRows, machine: Machine, given: di
     for key in given:
         found.made.setdefault(key, Choice(given[key], "as asked"))
     return found
-
-
-def _put_others(found: Choices, section: str) -> None:
-    """Keys of the section that the caller set and for which this module chooses no value."""
-    for key, value in found.given.items():
-        if key.startswith(f"{section}."):
-            found.made.setdefault(key, Choice(value, "as asked"))
 
 
 def _data(found: Choices, rows: FirstRows, count: int) -> None:
@@ -139,14 +135,6 @@ def _data(found: Choices, rows: FirstRows, count: int) -> None:
     if rows.bad:
         why = f"{rows.bad} of the first {rows.read} rows cannot be used, as: {rows.bad_sample}"
         found.put("data.bad_rows", "drop", why)
-
-
-def _lengths(found: Choices, model: Model, rows: FirstRows, machine: Machine, count: int) -> Lengths:
-    most = min(model.context or LONGEST, LONGEST if machine.gpu.cuda else LONGEST_ON_CPU)
-    made = lengths(rows, count, most, machine.gpu.cuda, found.given)
-    found.put("data.seq_length", made.seq_length, made.why)
-    found.put("data.packed", made.packed, made.why_packed)
-    return made
 
 
 def lengths(rows: FirstRows, count: int, most: int, cuda: bool, given: dict[str, Any]) -> Lengths:
@@ -244,16 +232,11 @@ def _adapter(found: Choices, facts: ModelFacts) -> str:
     found.put("adapter.targets", "all-linear", "attention, dense layers and experts")
     if facts.experts >= MANY_EXPERTS:
         found.put("adapter.experts", "shared", f"one for all {facts.experts} experts of a layer; each would be large")
-    _put_others(found, "adapter")
     return kind
 
 
 def rate(kind: str, parameters: int) -> float:
     return next(full if kind == "none" else low for limit, low, full in RATES if parameters < limit)
-
-
-def _kind(kind: str) -> str:
-    return {"lora": "LoRA", "dora": "DoRA", "none": "all weights"}.get(kind, kind)
 
 
 def _training(
@@ -278,33 +261,20 @@ def _training(
         found.put("train.validate_every", 0, "never: no rows are held out for it")
 
 
-def _put_precision(found: Choices, machine: Machine) -> None:
-    if machine.gpu.cuda:
-        found.put("train.precision", "bf16", "half of fp32's memory, and what GPUs are fast in")
-    else:
-        found.put("train.precision", "fp32", "a CPU computes bf16 slower")
-
-
 def _evaluation(found: Choices, rows: FirstRows, model: Model, machine: Machine) -> None:
     if rows.kind == "text":
         found.put("evaluate.tasks", [], "texts have no answers to compare; nothing is promoted then")
-        _put_others(found, "evaluate")
         return
     answers = sorted(rows.answers)
-    longest = min(_up_answer(answers[-1]), model.context or LONGEST)
+    rounded = max(8, ceil(answers[-1] * 1.25 / 8) * 8)
+    longest = min(rounded, model.context or LONGEST)
     found.put("evaluate.max_tokens", longest, f"the longest answer has {answers[-1]} tokens")
     if not machine.gpu.cuda:
         found.put("evaluate.rows", 50, "a CPU answers slowly")
-    _put_others(found, "evaluate")
     if answers[len(answers) // 2] <= SHORT and answers[-1] <= 2 * SHORT:
         found.put("promote.metric", "held_out/exact_match", "answers are short: they are right or wrong")
     else:
         found.put("promote.metric", "held_out/log_likelihood", "answers are long: many wordings are right")
-    _put_others(found, "promote")
-
-
-def _up_answer(tokens: int) -> int:
-    return max(8, ceil(tokens * 1.25 / 8) * 8)
 
 
 def without_evaluation(found: Choices, why: str) -> None:
@@ -320,7 +290,8 @@ def with_layout(found: Choices, run: Run, how: str) -> None:
     same = [key for key in type(run.layout).model_fields if getattr(run.layout, key) == getattr(usual, key)]
     shown = {key: value for key, value in run.layout if key not in same or key == "gpus_per_node"}
     for number, (key, value) in enumerate(shown.items()):
-        found.put(f"layout.{key}", value, MEANING.get(key, "") if number else how)
+        meaning = type(run.layout).model_fields[key].description or ""
+        found.put(f"layout.{key}", value, meaning if number else how)
     found.put("train.micro_batch", run.train.micro_batch, "sequences that a GPU has at once; chosen with the layout")
     if run.train.recompute != "none":
         found.put("train.recompute", run.train.recompute, "saves memory for activations; chosen with the layout")
@@ -328,16 +299,3 @@ def with_layout(found: Choices, run: Run, how: str) -> None:
             found.put("train.recompute_modules", [*run.train.recompute_modules], "cheap ones")
     if run.optimizer.offload:
         found.put("optimizer.offload", run.optimizer.offload, "share on the host, as GPUs have no room for all of it")
-
-
-MEANING = {
-    "gpus_per_node": "of each host",
-    "tp": "parts of each layer",
-    "pp": "stages of layers",
-    "vpp": "stages of each rank",
-    "cp": "parts of each sequence",
-    "ep": "parts of the experts",
-    "etp": "parts of each expert",
-    "sp": "cuts activations as tp cuts layers",
-    "last_stage_layers": "the last stage computes the loss as well",
-}

@@ -1,12 +1,15 @@
 """A deployment of a new configuration, as text at the end of prefect.own.yaml: its comments and all else stay."""
 
+from pathlib import Path
+
 import yaml
+from jinja2 import Template
 
 from conf.schema.named import POOLS
 from contract.faults import Fault
 
 NAME = "prefect.own.yaml"
-FLOW = "flows/finetune.py:finetune"
+ENTRY = Path(__file__).with_suffix(".yaml.j2")
 HEAD = """\
 # Deployments of this checkout, next to those of prefect.yaml and with the same keys. git ignores this file.
 # python -m flows.deploy and make up read both; a deployment here replaces one of the same name there.
@@ -21,18 +24,9 @@ def with_deployment(text: str, name: str, description: str, cuda: bool) -> str:
     if any(one["name"] == name for one in before):
         return text
     pool = "gpu" if cuda else "cpu"
-    made = (
-        f"\n  - name: {name}\n"
-        f"    description: {yaml.safe_dump(description, width=10**6).strip().removesuffix('...').strip()}\n"
-        f"    entrypoint: {FLOW}\n"
-        f"    parameters: {{conf: {name}}}\n"
-        f"    work_pool:\n"
-        f"      name: {POOLS[pool]}\n"
-        f'      job_variables: {{env: {{PREFECT_FLOWS_HEARTBEAT_FREQUENCY: "30"}}}}\n'
-        f"    tags: [{pool}]\n"
-        f"    concurrency_limit: {{limit: 1, collision_strategy: ENQUEUE}}\n"
-    )
-    whole = text.rstrip("\n") + "\n" + made
+    description = yaml.safe_dump(description, width=10**6).strip().removesuffix("...").strip()
+    made = Template(ENTRY.read_text()).render(name=name, description=description, pool=pool, work_pool=POOLS[pool])
+    whole = text.rstrip("\n") + "\n" + made + "\n"
     try:
         after = listed(whole, NAME)
     except (Fault, yaml.YAMLError):

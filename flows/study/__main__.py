@@ -20,7 +20,8 @@ import argparse
 import json
 import shlex
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,28 @@ from contract.amounts import clock
 from contract.faults import Fault
 from contract.files import write_atomically
 from flows import arguments
-from flows.study import figures, measured, page, rows, tracked
+from flows.study import figures, measured, page, rows
 from flows.study.measured import How
 from flows.study.rows import Row
+from tasks import tracking
 from tasks.run.places import runs_folder
 
 PAGE, RESULT = "study.html", "study.json"
 FOR_A_CPU = 100e6  # weights
 WARM = 2  # steps of a trial that are not measured
+TRACKED = (  # under the names of a training's curves in MLflow if such a curve exists
+    ("ms", "study/ms_a_step"),
+    ("planned_ms", "study/planned_ms"),
+    ("of_planned_ms", "study/times_of_planned"),
+    ("tokens_per_second_per_gpu", "speed/tokens_per_second_per_gpu"),
+    ("tflops", "speed/tflops"),
+    ("product_tflops", "study/product_tflops"),
+    ("share_of_product", "study/share_of_product"),
+    ("gb", "study/gb_of_the_fullest"),
+    ("planned_gb", "study/planned_gb"),
+)
+LOSS = "loss/training"
+SHARES = ("computing", "exposed", "hidden", "idle")
 
 
 @arguments.reports_faults
@@ -61,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_atomically(folder / PAGE, page.of(report, folder), durable=False)
     print("\n".join(table(report["rows"])))
     if options.track:
-        print(tracked.tell(runs_folder(), experiment, report, [folder / RESULT, folder / PAGE]))
+        print(track(runs_folder(), experiment, report, [folder / RESULT, folder / PAGE]))
     print(f"study: {folder / PAGE}")
     return 1 if any("failed" in row["figures"] for row in report["rows"]) else 0
 
@@ -101,16 +116,13 @@ def _chosen(options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
     if not options.row:
         sizes = {row: row.gpus for row in found}
         if options.gpus not in sizes.values():
-            raise Fault(f"--gpus: {options.gpus}: {options.conf} has layouts of {_numbers(sizes.values())}")
+            known = ", ".join(map(str, sorted({*sizes.values()})))
+            raise Fault(f"--gpus: {options.gpus}: {options.conf} has layouts of {known}")
         found = [row for row, gpus in sizes.items() if gpus in (1, options.gpus)]
     if unknown := {*options.only} - {row.name for row in found}:
         raise Fault(f"--only: {unknown.pop()}: there are {', '.join(dict.fromkeys(row.name for row in found))}")
     found = [row for row in found if row.name in (options.only or [row.name])]
     return found, {of: lists[of] for of in dict.fromkeys(row.of for row in found) if of in lists}
-
-
-def _numbers(sizes: Iterable[int]) -> str:
-    return ", ".join(str(size) for size in sorted({*sizes}))
 
 
 def _answers(
@@ -169,27 +181,47 @@ def _told(row: Row, answer: dict[str, Any], how: How) -> dict[str, Any]:
 
 
 def table(told: Sequence[dict[str, Any]]) -> list[str]:
-    heads = ("layout", "GPUs", "ms", "planned", "documented", "tokens/s/GPU", "TFLOP/s", "of product", "GB", "planned")
-    cells = [heads]
-    for row in told:
-        one = row["figures"]
-        if "failed" in one:
-            cells.append((row["title"], one["failed"][:120]))
-            continue
-        numbers = (one["gpus"], one["ms"], one["planned_ms"], row["documented_ms"], one["tokens_per_second_per_gpu"])
-        shown = ["" if value is None else f"{value:,.5g}" for value in (*numbers, one["tflops"])]
-        planned = one["planned_gb"]
-        more = [f"{one['share_of_product']:.1%}", f"{one['gb']:.2f}", "" if planned is None else f"{planned:.2f}"]
-        cells.append((row["title"], *shown, *more))
-    whole = [row for row in cells if len(row) == len(heads)]
-    widths = [max(len(row[column]) for row in whole) for column in range(len(heads))]
-    widths[0] = max(len(row[0]) for row in cells)
+    lines = figures.table(told)
+    whole = [line for line, row in zip(lines[1:], told, strict=True) if "failed" not in row["figures"]]
+    widths = [max(map(len, column)) for column in zip(lines[0], *whole, strict=True)]
+    widths[0] = max(len(line[0]) for line in lines)
     return [
         "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=False))]
+            [
+                line[0].ljust(widths[0]),
+                *(cell[:120].rjust(width) for cell, width in zip(line[1:], widths[1:], strict=False)),
+            ]
         )
-        for row in cells
+        for line in lines
     ]
+
+
+def track(runs: Path, experiment: str, report: dict[str, Any], files: Sequence[Path]) -> str:
+    """Hand the report's rows to a process that ships them. Returns a line that says what became of them."""
+    if find_spec("mlflow") is None:
+        return "tracking: MLflow is not installed here; run --report on a host that has it, with this folder"
+    name, now = report["name"], time.strftime("%Y%m%d-%H%M%S")
+    whole = tracking.start(runs, None, experiment, f"study-{name}-{now}", f"study {name}", tags={"study": name})
+    for row in report["rows"]:
+        if "failed" not in row["figures"]:
+            _track_row(whole, row, {"study": name, **report["versions"]})
+    for file in files:
+        whole.file(file, file.name)
+    whole.end()
+    whole.close()
+    return f"tracking: experiment {experiment} gets a run for each layout, and study {name} with this report"
+
+
+def _track_row(whole: tracking.Tracking, row: dict[str, Any], tags: dict[str, str]) -> None:
+    figures = row["figures"]
+    params = dict(text.split("=", 1) for text in row["overrides"]) | {"configuration": row["configuration"]}
+    stage = whole.stage(row["title"], tags=tags, params=params)
+    stage.metrics({name: figures[key] for key, name in TRACKED})
+    if "time" in figures:
+        stage.metrics({f"study/{share}": figures["time"][share] for share in SHARES})
+    for step, loss in enumerate(figures["losses"], 1):
+        stage.metrics({LOSS: loss}, step)
+    stage.end()
 
 
 if __name__ == "__main__":

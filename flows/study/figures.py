@@ -1,6 +1,6 @@
 """Figures of a measured layout from the result of its trial, and the reasons why its ranks hold unequal amounts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 STATES = ("weights", "adapters", "gradients", "optimizer")
@@ -15,6 +15,8 @@ MEANS = {  # parts of the planned memory
     "dispatch": "tokens on their way to experts",
     "working": "what a layer works with",
 }
+HEADS = ("layout", "GPUs", "ms a step", "planned", "documented", "tokens/s/GPU", "TFLOP/s/GPU", "of a product")
+HEADS += ("GB of the fullest", "planned", "exposed communication", "planned bubble")
 WORTH = 0.01  # of a stage's bytes: what differs by less is not told
 
 
@@ -44,6 +46,33 @@ def of(answer: dict[str, Any]) -> dict[str, Any]:
     plans = [one["planned_gb"] for one in found["memory"] if one["planned_gb"]]
     found["planned_gb"] = max(plans, default=None)
     return found | ({"time": _time(answer["profile"])} if answer.get("profile") else {})
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Heads, and a line for each row of the report, without columns that no row has. A failed row has its reason."""
+    lines = [_cells(row) for row in rows]
+    whole = [line for line in lines if len(line) == len(HEADS)]
+    shown = [place for place in range(len(HEADS)) if any(line[place] for line in whole)] or [0, 1]
+    lines = [[line[place] for place in shown] if len(line) == len(HEADS) else line for line in lines]
+    return [[HEADS[place] for place in shown], *lines]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    """Cells of a layout; unknown values are empty."""
+    one = row["figures"]
+    if "failed" in one:
+        return [row["title"], one["failed"]]
+    communication = f"{one['time']['exposed']:.1%}" if one.get("time", {}).get("kinds") else ""
+    bubble = f"{one['planned_bubble']:.1%}" if one["planned_bubble"] else ""
+    cells = [row["title"], str(one["gpus"]), f"{one['ms']:,.1f}", _planned(one["planned_ms"], one["ms"])]
+    cells += [_planned(row["documented_ms"], one["ms"]), f"{one['tokens_per_second_per_gpu']:,.0f}"]
+    cells += [f"{one['tflops']:,.4g}", f"{one['share_of_product']:.1%}", f"{one['gb']:,.3g}"]
+    return [*cells, _planned(one["planned_gb"], one["gb"]), communication, bubble]
+
+
+def _planned(value: float | None, measured: float) -> str:
+    """A predicted figure, and the ratio of the measured one to it."""
+    return f"{value:,.4g} ({measured / value:.2f})" if value else ""
 
 
 def failure(answer: dict[str, Any]) -> str | None:

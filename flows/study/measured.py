@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from conf.host import nvidia_smi
 from contract import checksums, json_object
 from contract.faults import Fault, Stopped
 from contract.files import write_atomically
+from flows import packages
 from flows.study.rows import Row
 from tasks.run import launch
 
@@ -43,16 +43,9 @@ class How:
 @cache
 def versions() -> dict[str, str]:
     """Versions of all that decides on a measurement: packages, the trainer's code, and the device."""
-    code = checksums.of_code(launch.ROOT, CODE)
-    found = {name: _version(name) for name in PACKAGES}
+    code, have = checksums.of_code(launch.ROOT, CODE), packages.installed()
+    found = {name: have.get(name, "none") for name in PACKAGES}
     return found | {"the trainer's code": code, "device": nvidia_smi.kind() or "cpu"}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
 
 
 def of_row(row: Row) -> str:

@@ -5,11 +5,10 @@ The page has no section for parts that the report lacks, such as packing.
 
 from typing import Any
 
-from tasks.pages.markdown import code, fenced, table, words
+from tasks.pages.markdown import PAGES, code, render
 
 SPLITS = ("training", "validation", "test")
 EXAMPLE = 4000  # shown characters of the example
-SAMPLES = 5  # shown samples of each kind
 BAR = 40  # characters of the longest bar
 
 Report = dict[str, Any]
@@ -68,51 +67,21 @@ def headline(report: Report) -> str:
 
 def page(report: Report, title: str, files: str = "") -> str:
     """The report in Markdown. `files` is the location of the artifact's files."""
-    text = [f"# {words(title)}", "", f"{words(headline(report))}."]
-    if warnings := report.get("warnings"):
-        text += ["", "**Worth a look:**", "", *(f"- {words(line)}" for line in warnings)]
-    text += ["", "## Sources", *_sources(report)]
-    text += _left_out_section(report)
-    text += ["", "## Tokens", *_tokens(report), *_packing(report), "", *_checks(report)]
-    text += _alike(report.get("alike"), files) + _anomalies(report)
-    text += ["", "## Template", *_template(report["template"]), *_example(report.get("example"))]
-    return "\n".join(text) + "\n"
-
-
-def _sources(report: Report) -> list[str]:
-    return table(
-        ("source", "read as", "why", "rows"),
-        [
-            (code(entry["source"], 120), words(entry["shape"]), words(entry["reason"]), f"{entry['rows']:,}")
-            for entry in report["sources"]
-        ],
+    record = {
+        key: str(value) for key, value in report["template"].items() if key != "text" and value not in (None, {}, [])
+    }
+    return render(
+        "data_report",
+        report=report,
+        title=title,
+        files=files,
+        headline=headline(report),
+        splits=SPLITS,
+        left_out=_left_out(report),
+        bars=histogram(report["tokens"].get("training", {}).get("histogram")),
+        template={key: value for key, value in record.items() if len(value) <= 120},
+        example=_example(report.get("example")),
     )
-
-
-def _left_out_section(report: Report) -> list[str]:
-    not_chosen = report["rows"].get("not_chosen", 0)
-    if not _left_out(report) and not not_chosen:
-        return []
-    rows = [
-        (words(reason), f"{entry['count']:,}", "<br>".join(_place(sample) for sample in entry["samples"][:SAMPLES]))
-        for reason, entry in report["dropped"].items()
-    ]
-    if not_chosen:
-        rows.append(("not chosen, by data.rows or by weight", f"{not_chosen:,}", ""))
-    return ["", "## Left out", *table(("reason", "rows", "such as"), rows)]
-
-
-def _tokens(report: Report) -> list[str]:
-    keys = ("rows", "tokens", "learned", "min", "median", "p95", "max")
-    rows = [
-        (name, *(f"{entry[key]:,}" if key in entry else "" for key in keys))
-        for name in SPLITS
-        if (entry := report["tokens"].get(name))
-    ]
-    text = table(("split", *keys), rows)
-    if bars := histogram(report["tokens"].get("training", {}).get("histogram")):
-        text += ["", "Tokens of a row, training:", "", fenced("\n".join(bars))]
-    return text
 
 
 def histogram(bins: dict[str, list[int]] | None) -> list[str]:
@@ -130,80 +99,34 @@ def histogram(bins: dict[str, list[int]] | None) -> list[str]:
     return lines
 
 
-def _packing(report: Report) -> list[str]:
-    rows = [
-        (name, f"{entry['sequences']:,}", f"{entry['rows_per_sequence']:.1f}", f"{entry['efficiency']:.1%}")
-        for name in SPLITS
-        if (entry := report.get("packing", {}).get(name))
-    ]
-    return table(("packed", "sequences", "rows in each", "filled with tokens"), rows)
-
-
-def _checks(report: Report) -> list[str]:
-    text = []
-    if "learned_share" in report:
-        text.append(f"- learned: {report['learned_share']:.1%} of the tokens")
-    if cut := report.get("truncated"):
-        text.append(f"- prompt cut: {cut['rows']:,} rows ({cut['share']:.1%}), by {cut['tokens_cut']:,} tokens in all")
-    if like := report.get("duplicates"):
-        text.append(f"- duplicates: {like['exact']:,} exact, {like['near']:,} near")
-    if overlap := report.get("overlap"):
-        text.append(f"- held-out rows like a training row: {overlap['exact']:,} exactly, {overlap['near']:,} nearly")
-    if report.get("tokens_per_second"):
-        text.append(f"- speed: {report['tokens_per_second']:,.0f} tokens/s")
-    return text
-
-
-def _alike(alike: dict[str, Any] | None, files: str) -> list[str]:
-    """Leaks first, then copies and near copies, by file and line."""
-    if not alike:
-        return []
-    total = ", ".join(f"{words(kind)} {count:,}" for kind, count in alike["counts"].items() if count)
-    rows = []
-    for kind in alike["counts"]:
-        for entry in alike["samples"].get(kind, [])[:SAMPLES]:
-            row, other = code(entry["row"], 120), code(entry["like"], 120)
-            rows.append((words(kind), row, entry["split"], other, entry["of"], words(entry["by"])))
-    line = f"Rows that are like another row: {total}. All of them: {code(f'{files}/{alike["file"]}', 300)}."
-    text = ["", "## Copies and leaks", "", line, *table(("kind", "row", "in", "is like", "in", "by"), rows)]
-    return [*text, "", "To remove them, set data.leaks, data.near_copies and data.duplicates to drop."]
-
-
-def _anomalies(report: Report) -> list[str]:
-    rows = [
-        (words(name), f"{entry['count']:,}", "<br>".join(_place(_sample(s)) for s in entry["samples"][:SAMPLES]))
-        for name, entry in report.get("anomalies", {}).items()
-    ]
-    return ["", "## Odd rows", *table(("anomaly", "rows", "such as"), rows)] if rows else []
-
-
-def _template(record: dict[str, Any]) -> list[str]:
-    known = {key: str(value) for key, value in record.items() if key != "text" and value not in (None, {}, [])}
-    text = table(("", ""), [(code(key), code(value, 120)) for key, value in known.items() if len(value) <= 120])
-    return [*text, "", fenced(record["text"])] if record.get("text") else text
-
-
-def _example(example: dict[str, Any] | None) -> list[str]:
+def _example(example: dict[str, Any] | None) -> str:
     """One row as the model reads it."""
     if not example:
-        return []
+        return ""
     text = example.get("marked")
     if text is None:
         text, learned = example["text"], example.get("learned", [])
         for start, end in reversed(learned):
             text = f"{text[:start]}⟦{text[start:end]}⟧{text[end:]}"
-    shown = text if len(text) <= EXAMPLE else f"{text[: EXAMPLE // 2]}\n[...]\n{text[-EXAMPLE // 2 :]}"
-    return ["", "## Example", "", "The text in ⟦ ⟧ is learned.", "", fenced(shown)]
+    return text if len(text) <= EXAMPLE else f"{text[: EXAMPLE // 2]}\n[...]\n{text[-EXAMPLE // 2 :]}"
 
 
 def _left_out(report: Report) -> int:
     return sum(entry["count"] for entry in report["dropped"].values())
 
 
-def _place(sample: dict[str, Any]) -> str:
+def _place(sample: dict[str, Any] | str) -> str:
     """Place of a row, and its problem."""
-    return " ".join(filter(None, (code(str(sample.get(key) or ""), 120) for key in ("place", "field", "shown"))))
+    found = _sample(sample)
+    return " ".join(filter(None, (code(str(found.get(key) or ""), 120) for key in ("place", "field", "shown"))))
 
 
 def _sample(sample: Any) -> dict[str, Any]:
     return sample if isinstance(sample, dict) else {"place": str(sample)}
+
+
+def _figure(column: str, entry: dict[str, int]) -> str:
+    return f"{entry[column]:,}" if column in entry else ""
+
+
+PAGES.filters |= {"place": _place, "figure": _figure}

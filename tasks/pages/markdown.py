@@ -1,10 +1,15 @@
-"""Pieces of Markdown for Prefect's pages. Texts from data or a model are escaped."""
+"""Pages in Markdown for Prefect: templates next to this file, and pieces. Texts from data or a model are escaped."""
 
 import base64
 import re
 import textwrap
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader
+
+from contract.amounts import clock, dollars
 
 SHOWN = 60  # characters of a cell
 
@@ -55,3 +60,25 @@ def clean(text: str) -> str:
     """Replace characters that a database or a browser refuses: halves of surrogate pairs, and control characters."""
     text = text.encode("utf-8", "replace").decode()
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", text)
+
+
+def digits(value: float | None, count: int = 3) -> str:
+    """A number with so many digits; empty if it is not known."""
+    return "" if value is None else f"{value:.{count}g}"
+
+
+def render(template: str, /, **values: object) -> str:
+    """Fill a template of this folder."""
+    return PAGES.get_template(f"{template}.md.j2").render(values)
+
+
+PAGES = Environment(loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True)
+PAGES.keep_trailing_newline = True
+PAGES.filters |= {"code": code, "words": words, "fitted": fitted, "fenced": fenced}
+PAGES.filters |= {
+    "number": "{:,}".format,
+    "percent": "{:.1%}".format,
+    "digits": digits,
+    "clock": clock,
+    "dollars": dollars,
+}

@@ -15,6 +15,7 @@ import json
 import math
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from tasks.store import File, Store
 from tasks.store.folder import PARTIAL, walk
 
 RECORD = "artifact.json"
+SHOWN = 4  # differences in a line
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,11 @@ class Work:
     lease: lease.Lease
     say: Callable[[str], None]
 
+    @property
+    def files(self) -> Path:
+        """The folder whose content becomes the artifact."""
+        return self.folder / "files"
+
 
 def canonical(value: Any) -> str:
     """The unique JSON text of a value. Raises TypeError for a value without one."""
@@ -139,7 +146,13 @@ def get_or_make(
         result = make(Work(folder, held, say))
         seconds = time.time() - start
         held.confirm()
-        files = store.put(folder / "files", f"{stage.key}/files", _while_held(held, progress))
+
+        def update(done: int, total: int) -> None:
+            held.confirm()  # ends the transfer if another process has taken over the work
+            if progress:
+                progress(done, total)
+
+        files = store.put(folder / "files", f"{stage.key}/files", update)
         if not files:
             raise Fault(f"{stage.key}: the stage wrote no files")
         held.confirm()
@@ -179,6 +192,22 @@ def every(store: Store, stage: str = "") -> Iterator[Artifact]:
             yield artifact
 
 
+def by_fingerprint(store: Store) -> dict[str, Artifact]:
+    """All records of the store."""
+    return {artifact.stage.fingerprint: artifact for artifact in every(store)}
+
+
+def sources(stage: Stage, known: dict[str, Artifact]) -> Iterator[Artifact]:
+    """Direct and indirect inputs of a stage, the nearest first, out of the artifacts that are known by fingerprint."""
+    pending, seen = deque(stage.inputs.values()), set[str]()
+    while pending:
+        fingerprint = pending.popleft()
+        if fingerprint in known and fingerprint not in seen:
+            seen.add(fingerprint)
+            yield known[fingerprint]
+            pending += known[fingerprint].stage.inputs.values()
+
+
 def local(artifact: Artifact, store: Store, cache: Path) -> Path:
     """A folder on this host with the artifact's files: the store's folder, or a copy in the cache."""
     if place := store.place(f"{artifact.key}/files"):
@@ -213,13 +242,16 @@ def differences(was: Stage, now: Stage) -> list[str]:
     return [f"{key}: {was} -> {now}" for key, was, now in shown if was != now]
 
 
+def brief(changes: list[str]) -> str:
+    """The first differences in one line, and the number of the others."""
+    return "; ".join(changes[:SHOWN]) + (f" and {len(changes) - SHOWN} more" if len(changes) > SHOWN else "")
+
+
 def _drift(stage: Stage, store: Store) -> str:
     other = nearest(stage, store)
     if other is None:
         return f"no {stage.name} exists yet"
-    changes = differences(other.stage, stage)
-    shown = "; ".join(changes[:4]) + (f" and {len(changes) - 4} more" if len(changes) > 4 else "")
-    return f"differs from {other.key}: {shown}"
+    return f"differs from {other.key}: {brief(differences(other.stage, stage))}"
 
 
 def _identity(stage: Stage) -> dict[str, Any]:
@@ -241,17 +273,6 @@ def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
 
 def _show(values: dict[str, Any], key: str) -> str:
     return json.dumps(values[key]) if key in values else "absent"
-
-
-def _while_held(held: lease.Lease, progress: Callable[[int, int], None] | None) -> Callable[[int, int], None]:
-    """Wrap progress: it ends the transfer if another process has taken over the work."""
-
-    def update(done: int, total: int) -> None:
-        held.confirm()
-        if progress:
-            progress(done, total)
-
-    return update
 
 
 def _stamps(folder: Path, artifact: Artifact) -> dict[str, list[int] | None]:

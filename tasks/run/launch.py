@@ -98,9 +98,14 @@ def process(
     private = {name for name in os.environ if name.startswith(PRIVATE) and name not in keep}
     environment = {name: value for name, value in os.environ.items() if name not in private}
     environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)} | (changed or {})
-    with _gpus(turn, stop) as hold:
+    taken = contextlib.nullcontext(gpu_locks.Hold())
+    if turn:
+        taken = gpu_locks.taken(turn.what, turn.waits, stop, None, turn.gpus, turn.flow, turn.rank)
+    with taken as hold:
         if hold is None:
             raise Stopped(f"{arguments[0]}: stopped while it waited for GPUs")
+        if turn:
+            turn.has(hold.gpus)
         running = subprocess.Popen(
             guarded([sys.executable, "-m", *arguments], grace),
             stdin=subprocess.PIPE,
@@ -138,17 +143,6 @@ def process(
         shown = "\n".join(last) or "(none)"
         kind = Crashed if running.returncode in OWN_DOING else Broken
         raise kind(f"{arguments[0]} failed with {_code(running.returncode)}; the last lines of {log}:\n{shown}")
-
-
-@contextlib.contextmanager
-def _gpus(turn: Turn | None, stop: Callable[[], bool]) -> Iterator[gpu_locks.Hold | None]:
-    if turn is None:
-        yield gpu_locks.Hold()
-        return
-    with gpu_locks.taken(turn.what, turn.waits, stop, None, turn.gpus, turn.flow, turn.rank) as hold:
-        if hold:
-            turn.has(hold.gpus)
-        yield hold
 
 
 def _code(code: int) -> str:

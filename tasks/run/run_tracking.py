@@ -4,7 +4,6 @@ Prefect and MLflow link to each other. A flow run whose stages are all cached ad
 """
 
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ class RunTracking:
         tags |= self._note("A run of the flow")
         self.whole = tracking.start(folder, None, run.track.experiment, id, name, tags, _flat(run), run.track.wandb)
         self._stages: dict[str, tracking.Stage] = {}
-        self._looked_up: dict[str, dict[str, str]] = {}
+        self._looked_up: dict[bool, dict[str, str]] = {}
 
     def stage(self, name: str, stage: Stage) -> tracking.Stage:
         """The stage's part of the tracking. Training has a separate run, also if several flow runs continue it."""
@@ -78,23 +77,19 @@ class RunTracking:
         """MLflow's pages, if a server shows them."""
         return mlflow_pages.find(self.uri, self._run.track.experiment, self._run.name)
 
-    def links_of_training(self) -> dict[str, str]:
-        """Links for the page of a running training. They are looked up until MLflow has the run."""
-        return self._links(self.training_run, compared=True)
+    def links(self, of_training: bool) -> dict[str, str]:
+        """Links for the page of a running training, or of reinforcement learning, whose curves are in this flow's run.
 
-    def links_of_reinforcement(self) -> dict[str, str]:
-        """Links for the page of a running reinforcement learning. Its curves are in this flow's MLflow run."""
-        return self._links(self.whole.run_id)
-
-    def _links(self, find: Callable[[], str | None], compared: bool = False) -> dict[str, str]:
-        key = "compared" if compared else "own"
-        if key not in self._looked_up and (id := find()) and (pages := self.pages()):
+        They are looked up until MLflow has the run.
+        """
+        id = None if of_training in self._looked_up else self.training_run() if of_training else self.whole.run_id()
+        if id and (pages := self.pages()):
             links = {"MLflow, live curves": pages.curves(id)}
-            if compared and (others := pages.compared(id)):
+            if of_training and (others := pages.compared(id)):
                 links["MLflow, this training compared with earlier ones"] = others
-            self._looked_up[key] = links
+            self._looked_up[of_training] = links
         prefect = {"Prefect, this run": self.prefect} if self.prefect else {}
-        return prefect | self._looked_up.get(key, {})
+        return prefect | self._looked_up.get(of_training, {})
 
     def own_run(self) -> str | None:
         """MLflow's id of this flow run; None if all stages were cached, or without a server that answers in time."""

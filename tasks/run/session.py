@@ -1,25 +1,168 @@
-"""One run of the flow, from its first stage to its last: what the stages share.
+"""One run of the flow, from its first stage to its last: what the stages share, and the run of each.
 
-stage(step) returns a stage's part (tasks/run/stage_run.py). `outcomes` has the end of each stage; `tracking` reports
-all of it to MLflow.
+Session.stage(step) is a stage's part. Its task calls get_or_make(make) and ends as Cached, Completed, Failed with one
+line, or NotAsked. NotAsked is for stages after the last one that was asked for, and for evaluations if evaluate.tasks
+is empty. `outcomes` has the end of each stage; `tracking` reports all of it to MLflow.
 """
 
 import json
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
+
+from prefect import State, get_run_logger
+from prefect.cache_policies import NO_CACHE
+from prefect.states import Cancelled, Completed, Failed
 
 from conf.host import nvidia_smi
-from conf.rules import gpus
+from conf.rules import gpus, reinforcement
 from conf.schema.run import Run
-from contract.faults import Fault
-from tasks.run.outcomes import Outcomes
+from contract.faults import Fault, Stopped
+from tasks import tracking
+from tasks.run import artifact, launch
+from tasks.run.artifact import Artifact, Work
+from tasks.run.outcomes import Outcome, Outcomes
 from tasks.run.places import open_run_store, runs_folder
+from tasks.run.progress import Progress
 from tasks.run.run_tracking import RunTracking
-from tasks.run.stage_run import StageRun
 from tasks.run.steps import Request, Step
 from tasks.store.durable import plainly
+
+
+def may_pass(task, task_run, state: State) -> bool:
+    """Whether another attempt can help if it resumes where the last one ended."""
+    return not isinstance(state.result(raise_on_failure=False), Fault | Stopped)
+
+
+def _may_pass(task, task_run, state: State) -> bool:
+    """Whether another attempt can help if it starts again. A crash in native code would repeat."""
+    return not isinstance(state.result(raise_on_failure=False), Fault | Stopped | launch.Crashed)
+
+
+OPTIONS: dict[str, Any] = {
+    "task_run_name": "{stage_run.name}",
+    "cache_policy": NO_CACHE,  # tasks/run/artifact.py finds existing artifacts
+    "persist_result": False,
+    "retries": 1,
+    "retry_delay_seconds": 5,
+    "retry_condition_fn": _may_pass,
+}
+
+
+class StageRun:
+    """The run of one stage. It is not a dataclass: Prefect would search all its fields for futures."""
+
+    def __init__(self, session: "Session", step: Step):
+        self.name, self.run, request = step.name, step.view(session.run), session.request
+        self.store, self.tracking = session.store, session.tracking
+        self.asked = request.stages[self.name]
+        self.trains = "train" not in request.unasked
+        self.reinforces = reinforcement.is_asked(self.run) and "reinforce" not in request.unasked
+        self._unasked, self._make_again = request.unasked.get(self.name), self.name in request.again
+        self._folder, self._outcomes, self._ending = session.folder, session.outcomes, session.ending
+
+    def tracked(self) -> tracking.Stage:
+        """The stage's run in MLflow."""
+        return self.tracking.stage(self.name, self.asked)
+
+    @property
+    def pointless(self) -> str:
+        """The reason why training is pointless now; "" if it is not."""
+        return self._outcomes.pointless
+
+    def at(self, work: Work, **paths: Artifact | Path | None) -> Run:
+        """The configuration with these paths and that of the logs. Of an artifact it is its folder on this host."""
+        local = {key: self.local(path) if isinstance(path, Artifact) else path for key, path in paths.items() if path}
+        changed = {key: str(path) for key, path in (local | {"logs": work.folder / "logs"}).items()}
+        return self.run.model_copy(update={"paths": self.run.paths.model_copy(update=changed)})
+
+    def local(self, made: Artifact) -> Path:
+        """A folder of this host that holds the artifact's files. Never write there."""
+        return artifact.local(made, self.store, self._folder / "cache")
+
+    def stopped(self, work: Work, fenced: bool = False) -> Callable[[], bool]:
+        """Return a function that tells whether work must end: the run is cancelled, or another process has the work.
+
+        While the store does not answer, the latter is unknown. `fenced` work continues then: its successor would wait.
+        """
+        lost = work.lease.taken if fenced else work.lease.lost
+        return lambda: self._ending.is_set() or lost.is_set()
+
+    def turn(self, say: Callable[[str], None]) -> launch.Turn:
+        """The stage's turn at its share of this host's GPUs. The reason for waiting is logged and sent to MLflow."""
+        began: list[float] = []
+        tracked, flow = self.tracked(), self.tracking.name
+
+        def waits(line: str) -> None:
+            began.append(time.monotonic())
+            say(line)
+            tracked.tags({"finetune.waits": line})
+
+        def has(taken: tuple[str, ...]) -> None:
+            if taken:
+                tracked.tags({"finetune.gpus": ", ".join(taken)})
+            if began:
+                tracked.tags({"finetune.waits": "no longer"})
+                tracked.metrics({"gpu_wait_seconds": time.monotonic() - began[0]})
+
+        count, rank = gpus.takes(self.run, self.name).gpus, int(self.name.startswith("evaluate"))
+        return launch.Turn(f"{self.name} of {flow}", waits, has, count, flow, rank)
+
+    def get_or_make(
+        self,
+        make: Callable[[Work], dict[str, Any]],
+        valid: Callable[[Artifact], bool] = lambda _: True,
+        require: Callable[[Artifact], None] = lambda _: None,
+    ) -> State:
+        """Make the stage's artifact if it is missing, and return the final state of its task.
+
+        `require` raises a Fault if this run cannot use the artifact. The artifact is kept nevertheless.
+        """
+        if self._unasked:
+            self._end(Outcome("NotAsked", 0.0))
+            return Completed(name="NotAsked", message=self._unasked)
+        start = time.monotonic()
+        try:
+            made = self._get_or_make(make, valid)
+            require(made)
+        except Fault as fault:
+            self._end(Outcome("Failed", time.monotonic() - start, reason=str(fault)))
+            self.tracked().end("FAILED", str(fault))
+            return Failed(message=str(fault), data=fault)
+        except Stopped as stopped:  # the run is cancelled, or another process has the work
+            self._end(Outcome("Crashed", time.monotonic() - start, reason=f"Stopped: {stopped}"))
+            return Cancelled(message=str(stopped))
+        except BaseException as error:  # the task may try again
+            self._end(Outcome("Crashed", time.monotonic() - start, reason=f"{type(error).__name__}: {error}"))
+            raise
+        state = "Cached" if made.cached else "Completed"
+        self._end(Outcome(state, time.monotonic() - start, made))
+        self.tracking.made(self.name, self.asked, made)
+        spent = f", made in {made.made['seconds']:.0f} s by {made.made['flow']}" if made.cached else ""
+        return Completed(name=state, message=made.key + spent, data=made)
+
+    def _end(self, outcome: Outcome) -> None:
+        self._outcomes.by_stage[self.name] = outcome
+
+    def _get_or_make(self, make: Callable[[Work], dict[str, Any]], valid: Callable[[Artifact], bool]) -> Artifact:
+        say, make_again = get_run_logger().info, self._make_again
+        if not make_again and isinstance(found := artifact.find(self.asked, self.store), Artifact):
+            if valid(found):
+                return found
+            make_again = True
+
+        def tracked(work: Work) -> dict[str, Any]:
+            self.tracked()
+            self.tracking.whole.ship()
+            return make(work)
+
+        made = {"flow": self.tracking.name, "run": self.run.name}
+        progress = Progress(f"store-{self.name}", "bytes").update
+        work, stop = self._folder / "work", self._ending.is_set
+        return artifact.get_or_make(self.asked, self.store, tracked, work, say, made, make_again, progress, stop)
 
 
 class Session(AbstractContextManager):
@@ -28,7 +171,7 @@ class Session(AbstractContextManager):
         self.folder, self.store = runs_folder(), open_run_store()
         self.outcomes = Outcomes(request.stages)
         self.started = time.time()
-        self._ending = threading.Event()
+        self.ending = threading.Event()
 
     def __enter__(self) -> Self:
         with plainly(self.folder):
@@ -42,7 +185,7 @@ class Session(AbstractContextManager):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """Stop everything that was started, also when the run is cancelled."""
-        self._ending.set()
+        self.ending.set()
         verdict = self.outcomes.verdict()
         if kind:
             status = "FAILED" if issubclass(kind, Exception) else "KILLED"  # a signal does not raise an Exception
@@ -54,8 +197,7 @@ class Session(AbstractContextManager):
 
     def stage(self, step: Step) -> StageRun:
         """Everything of the run that the stage's task needs."""
-        run, asked = step.view(self.run), self.request
-        return StageRun(step.name, run, asked, self.store, self.folder, self.tracking, self.outcomes, self._ending)
+        return StageRun(self, step)
 
     def earlier(self, step: Step) -> dict[str, bool]:
         """Stages that end before the step although they are not its inputs, and whether they have to succeed.

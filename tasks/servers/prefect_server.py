@@ -20,6 +20,7 @@ import sys
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from contract import installation
 from contract.faults import Fault
@@ -44,9 +45,7 @@ def use() -> None:
 
     Raises a Fault if the server of PREFECT_API_URL does not answer, or if a new server does not start.
     """
-    from prefect.settings import get_current_settings
-
-    if get_current_settings().api.url:
+    if _settings().api.url:
         _require_answer()
     else:
         _use_server_of_checkout()
@@ -54,9 +53,7 @@ def use() -> None:
 
 def use_running() -> None:
     """Connect to a running server of this checkout. Without one, nothing changes."""
-    from prefect.settings import get_current_settings
-
-    if not get_current_settings().api.url and running():
+    if not _settings().api.url and running():
         _use_server_of_checkout()
 
 
@@ -73,9 +70,7 @@ def join(say: Callable[[str], None] = say) -> tuple[dict, int]:
 
     Returns the server's record and a file descriptor: while it is open, the server keeps running.
     """
-    from prefect.settings import get_current_settings
-
-    limit = max(READY_WITHIN, get_current_settings().server.ephemeral.startup_timeout_seconds)
+    limit = max(READY_WITHIN, _settings().server.ephemeral.startup_timeout_seconds)
     database = _database()
     with plainly(database.parent):
         database.parent.mkdir(parents=True, exist_ok=True)
@@ -153,36 +148,36 @@ def _start(database: Path, log: Path) -> subprocess.Popen | None:
             return None
         with plainly(log.parent):
             log.parent.mkdir(parents=True, exist_ok=True)
-        with free_port(PORT) as listening, log.open("a") as output:
+        with free_port(PORT) as listening:
             listening.listen(128)
-            address, begin = f"http://{HOST}:{listening.getsockname()[1]}", output.tell()
+            address, users = f"http://{HOST}:{listening.getsockname()[1]}", str(_lock_file(database, "users"))
             inherited = [lock, listening.fileno()]
             command = [sys.executable, "-m", "tasks.servers.prefect_process", *map(str, inherited)]
-            command += [str(_lock_file(database, "users")), str(log.parent / "processes.json")]
-            process = subprocess.Popen(
-                command,
-                cwd=installation.FILES,  # Prefect reads prefect.toml there
-                env=_environment(database, address),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=inherited,
-                start_new_session=True,
-            )
-        record = {"pid": process.pid, "started": started(process.pid), "address": address, "log": str(log)}
-        record |= {"log_from": begin, "users": str(_lock_file(database, "users"))}
+            command += [users, str(log.parent / "processes.json")]
+            environment, folder = _environment(database, address), installation.FILES  # with Prefect's prefect.toml
+            process, record = spawn(command, log, address, environment, cwd=folder, pass_fds=inherited)
         os.ftruncate(lock, 0)
-        os.pwrite(lock, json.dumps(record).encode(), 0)
+        os.pwrite(lock, json.dumps(record | {"users": users}).encode(), 0)
         return process
     finally:
         os.close(lock)
 
 
+def spawn(
+    command: list, log: Path, address: str, environment: dict[str, str], **options: Any
+) -> tuple[subprocess.Popen, dict]:
+    """Start a service in a separate session. Its record has its process, its address, and where its log begins."""
+    with log.open("a") as output:
+        begin, null = output.tell(), subprocess.DEVNULL
+        to_log = {"stdin": null, "stdout": output, "stderr": output, "start_new_session": True}
+        process = subprocess.Popen(command, env=environment, **to_log, **options)
+    place = {"address": address, "log": str(log), "log_from": begin}
+    return process, {"pid": process.pid, "started": started(process.pid)} | place
+
+
 def _environment(database: Path, address: str) -> dict[str, str]:
     """The server's environment: with the settings of the caller's profile, and the address of its pages' API."""
-    from prefect.settings import get_current_settings
-
-    settings = get_current_settings().to_environment_variables(exclude_unset=True)
+    settings = _settings().to_environment_variables(exclude_unset=True)
     settings |= {"PREFECT_HOME": str(database.parent), "PREFECT_UI_API_URL": f"{address}/api"}
     if not _connection_url():
         settings["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = f"sqlite+aiosqlite:///{database}"
@@ -200,11 +195,15 @@ def _database() -> Path:
 
 def _connection_url() -> str:
     """The user's connection URL for Prefect's server; empty without one."""
-    from prefect.settings import get_current_settings
-
-    database = get_current_settings().server.database
+    database = _settings().server.database
     url = database.connection_url if "connection_url" in database.model_fields_set else None
     return url.get_secret_value() if url else ""
+
+
+def _settings() -> Any:
+    from prefect.settings import get_current_settings
+
+    return get_current_settings()
 
 
 def _lock_file(database: Path, what: str) -> Path:

@@ -7,6 +7,7 @@ crashes, or stops answering                restart after WAITS, each longer; aft
 answers for STEADY seconds                 the count of crashes is reset
 """
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -63,23 +64,17 @@ class Watch:
         if self.first is not None and now - self.looked < LOOKED:
             return
         self.looked = now
-        healthy = self._is_healthy(ANSWERS_WITHIN if self.first else 1.0)
+        healthy = False
+        with contextlib.suppress(httpx.HTTPError):
+            answer = httpx.get(f"{self.url}/health", timeout=ANSWERS_WITHIN if self.first else 1.0)
+            healthy = answer.status_code == 200
         if healthy and self.first is None:
             self.first = now
             self.answered(now - self.began)
         self.missed = 0 if healthy or self.first is None else self.missed + 1
 
-    def is_silent(self) -> bool:
-        return self.missed >= SILENT_AFTER
-
     def is_steady(self) -> bool:
         return self.first is not None and time.monotonic() - self.first > STEADY
-
-    def _is_healthy(self, within: float) -> bool:
-        try:
-            return httpx.get(f"{self.url}/health", timeout=within).status_code == 200
-        except httpx.HTTPError:
-            return False
 
 
 def keep(
@@ -121,7 +116,7 @@ def _once(folder: Path, say: Callable[[str], None], stop: Callable[[], bool], wa
             [COMMAND, str(folder / FILE)],
             folder / LOG,
             filtered,
-            lambda: stop() or watch.is_silent(),
+            lambda: stop() or watch.missed >= SILENT_AFTER,
             watch.look,
             keep=[KEY],
             turn=turn,

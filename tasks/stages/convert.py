@@ -12,7 +12,7 @@ from conf.schema import identity
 from conf.schema.run import Run
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
-from tasks.run.stage_run import OPTIONS, StageRun
+from tasks.run.session import OPTIONS, StageRun
 from tasks.stages.run_job import run_job
 
 VERSION = 1
@@ -33,8 +33,7 @@ def convert(stage_run: StageRun, model: Artifact) -> State:
     """Convert the release."""
 
     def make(work: Work) -> dict:
-        paths = {"model": stage_run.local(model), "base": work.folder / "files", "logs": work.folder / "logs"}
-        run = stage_run.at(**paths)
+        run = stage_run.at(work, model=model, base=work.files)
         if run.layout.nodes > 1 and gpus.takes(run, "convert").engine is None:  # without this host's GPUs
             run, stop, cpu = on_one_host(run), stage_run.stopped(work), {"CUDA_VISIBLE_DEVICES": ""}
             launch.trainer("convert", run, work.folder, work.say, stop, changed=cpu)

@@ -13,7 +13,7 @@ from contract.faults import Fault
 from tasks.run import launch
 from tasks.run.artifact import Stage, Work
 from tasks.run.progress import Progress
-from tasks.run.stage_run import OPTIONS, StageRun
+from tasks.run.session import OPTIONS, StageRun
 from tasks.sources import drawn, hub
 from tasks.sources.hub import file_choice
 
@@ -42,7 +42,7 @@ def download(stage_run: StageRun) -> State:
     model, config = stage_run.run.model, stage_run.asked.config
 
     def make(work: Work) -> dict:
-        files = work.folder / "files"
+        files = work.files
         if isinstance(model.source, Drawn):
             _draw(stage_run, work, files)
             return {"source": str(model.source)}

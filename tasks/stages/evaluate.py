@@ -19,7 +19,7 @@ from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.places import kernels_folder
 from tasks.run.progress import Progress, newest
-from tasks.run.stage_run import OPTIONS, StageRun
+from tasks.run.session import OPTIONS, StageRun
 from tasks.stages.run_job import run_job
 
 VERSION = 1
@@ -54,18 +54,19 @@ def evaluate(
     name = stage_run.name
 
     def make(work: Work) -> dict:
-        output = work.folder / "files"
-        paths = {"data": stage_run.local(data), "evaluation": output, "logs": work.folder / "logs"}
-        paths |= {"kernels": kernels_folder(), "parity": work.folder / "none.json"}
+        output = work.files
+        paths: dict[str, Artifact | Path] = {"data": data, "evaluation": output, "kernels": kernels_folder()}
+        paths |= {"parity": work.folder / "none.json"} | _served(stage_run, model, released if trained else None)
         if trained:
-            paths |= {"parity": stage_run.local(trained) / "parity.json", "of_base": work.folder / "none"}
-            if serving.is_apart(stage_run.run):
-                paths["of_base"] = stage_run.local(_made(before))
-        paths |= _served(stage_run, model, released if trained else None)
+            apart = serving.is_apart(stage_run.run)
+            paths |= {"parity": stage_run.local(trained) / "parity.json"}
+            paths |= {"of_base": _made(before) if apart else work.folder / "none"}
         bar = Progress(name, "rows")
         task_files = stage_run.asked.config["task_files"]
         require_unchanged(task_files)
-        run = stage_run.at(**paths) if trained else _alone(stage_run.at(**paths))
+        run = stage_run.at(work, **paths)
+        if not trained:  # a base has no adapter to serve
+            run = run.model_copy(update={"evaluate": run.evaluate.model_copy(update={"adapter": "merged"})})
         done = output / "progress.jsonl"
         try:
             run_job(stage_run, work, "evaluate", run, lambda: bar.update(*newest(done, "done", "total")))
@@ -85,18 +86,13 @@ def evaluate(
     return stage_run.get_or_make(make)
 
 
-def _served(stage_run: StageRun, model: Artifact, released: Artifact | None) -> dict[str, Path]:
+def _served(stage_run: StageRun, model: Artifact, released: Artifact | None) -> dict[str, Artifact | Path]:
     """Paths of the served model: the base, the merged model, or the base with the exported adapter."""
     if released is None:
-        return {"served": stage_run.local(model)}
+        return {"served": model}
     if stage_run.run.evaluate.adapter == "merged":
         return {"served": stage_run.local(model) / "merged"}
-    return {"model": stage_run.local(released), "export": stage_run.local(model)}
-
-
-def _alone(run: Run) -> Run:
-    """The run without an adapter to serve."""
-    return run.model_copy(update={"evaluate": run.evaluate.model_copy(update={"adapter": "merged"})})
+    return {"model": released, "export": model}
 
 
 def _made(before: Any) -> Artifact:

@@ -32,7 +32,9 @@ class Evidence:
 def compare(metric: str, before: Artifact | None, after: Artifact, store: Store, same_rows: bool) -> Evidence:
     """The evidence for the gain of `after` over `before`, which is None if this store does not have its record."""
     old, new = (_scores(one, metric, store) if one else None for one in (before, after))
-    shown = f"{sum(total for total, _ in new):.0f} of {len(new)}" if new and _is_right_or_wrong(new) else ""
+    shown = ""
+    if new and all(total in (0, 1) and count == 1 for total, count in new):  # rows are right or wrong
+        shown = f"{sum(total for total, _ in new):.0f} of {len(new)}"
     if same_rows and old and new and [count for _, count in old] == [count for _, count in new]:
         gains = [now - was for (now, _), (was, _) in zip(new, old, strict=True)]
         better, worse = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
@@ -49,10 +51,6 @@ def compare(metric: str, before: Artifact | None, after: Artifact, store: Store,
 def _scores(evaluation: Artifact, metric: str, store: Store) -> Scores | None:
     found = store.read(f"{evaluation.key}/files/{SCORES}") if SCORES in evaluation.files else None
     return json.loads(found[0]).get(metric) if found else None
-
-
-def _is_right_or_wrong(scores: Scores) -> bool:
-    return all(total in (0, 1) and count == 1 for total, count in scores)
 
 
 def _mean(scores: Scores) -> tuple[float, float | None]:

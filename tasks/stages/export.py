@@ -13,7 +13,7 @@ from contract.checkpoints import MARK, step_folder
 from contract.faults import Fault
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
-from tasks.run.stage_run import OPTIONS, StageRun
+from tasks.run.session import OPTIONS, StageRun
 
 VERSION = 1
 
@@ -48,17 +48,10 @@ def export(stage_run: StageRun, model: Artifact, base: Artifact, trained: Artifa
     """Merge, and export to Hugging Face format."""
 
     def make(work: Work) -> dict:
-        paths = {
-            "model": stage_run.local(model),
-            "base": stage_run.local(base),
-            "output": stage_run.local(trained),
-            "export": work.folder / "files",
-            "logs": work.folder / "logs",
-        }
-        run = stage_run.at(**paths)
+        run = stage_run.at(work, model=model, base=base, output=trained, export=work.files)
         run = on_one_host(run) if run.layout.nodes > 1 else run  # its processes share the files
         launch.trainer("export", run, work.folder, work.say, stage_run.stopped(work))
-        return _links(stage_run, work.folder / "files", f"{model.key}/files")
+        return _links(stage_run, work.files, f"{model.key}/files")
 
     return stage_run.get_or_make(make)
 

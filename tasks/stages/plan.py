@@ -38,14 +38,13 @@ from conf.schema.data import Data
 from conf.schema.model import Drawn
 from conf.schema.named import HERE
 from conf.schema.run import Run
-from contract.amounts import dollars
 from contract.faults import ConfigError, Fault
-from tasks.pages.markdown import fenced, table, words
+from tasks.pages.markdown import render
 from tasks.run import artifact
 from tasks.run.artifact import Artifact
 from tasks.run.places import open_run_store
 from tasks.run.run_tracking import RunTracking
-from tasks.run.stage_run import OPTIONS
+from tasks.run.session import OPTIONS
 from tasks.sources import drawn, hub, row_sources, training_rows
 from tasks.sources.hub import config_json
 from tasks.stages import download, prepare
@@ -202,14 +201,7 @@ def summary(planned: Plan) -> str:
 
 def page(planned: Plan) -> str:
     """The plan in Markdown."""
-    text = [f"# Plan of {words(planned.run.name)}", "", f"**{words(planned.verdict)}**"]
-    text += table(("", "planned"), [(name, words(value)) for name, value in _rows(planned)])
-    if planned.needs:
-        text += ["", "## Stages", ""]
-        text += table(("stage", *display.COLUMNS), [(need.stage, *display.cells(need)) for need in planned.needs])
-        text += ["", f"All of them: {display.whole(planned, planned.needs)}."]
-    text += ["", fenced("\n".join(picture.lines(planned))), ""] if planned.stages else [""]
-    return "\n".join([*text, "## In full", "", fenced("\n".join(display.lines(planned)))]) + "\n"
+    return render("plan", planned=planned, display=display, picture=picture, GB=GB)
 
 
 def tell(tracking: RunTracking, planned: Plan) -> None:
@@ -246,27 +238,6 @@ def _allocated(planned: Plan) -> float:
     """GB that training reports as memory_gb: memory allocated by PyTorch; on a CPU, all memory of a process."""
     stage = planned.fullest
     return (stage.allocated if planned.gpu.cuda else stage.total - stage.margin) / GB
-
-
-def _rows(planned: Plan) -> list[tuple[str, str]]:
-    layout, gpu = planned.run.layout, planned.gpu
-    rows = [("GPUs", f"{layout.world} {gpu.name}, {gpu.memory / GB:.1f} GB each"), ("layout", display.degrees(layout))]
-    rows += [("illegal", line) for line in planned.problems]
-    if planned.stages:
-        stage = planned.fullest
-        rows.append(("fullest GPU", f"{stage.total / GB:.1f} GB, of pipeline stage {stage.rank}"))
-    if time := planned.time:
-        rows.append(("step", f"{time.likely:.3g} s ({time.low:.3g} to {time.high:.3g})"))
-        rows.append(("run", display.length(planned)))
-        rows += [] if time.cost is None else [("cost", f"{dollars(time.cost)} USD at {gpu.price:g} per GPU and hour")]
-    if planned.cpu_step:
-        rows += [("step", display.cpu_step(planned)), ("run", display.length(planned))]
-    rows += [("evaluation", " ".join(line.split())) for line in display.evaluation(planned)]
-    rows += [("reinforce", " ".join(line.split())) for line in display.answers(planned)]
-    rows += [("teacher", " ".join(" ".join(display.reference(planned)).split()))] if planned.asking else []
-    rows += [("teacher refused", planned.unasked)] if planned.unasked else []
-    rows += [("evaluation refused", planned.unserved)] if planned.unserved else []
-    return rows + ([("reinforce refused", planned.unanswered)] if planned.unanswered else [])
 
 
 def _facts(run: Run) -> ModelFacts:

@@ -23,7 +23,7 @@ from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.places import runs_folder
 from tasks.run.progress import Progress, newest
-from tasks.run.stage_run import OPTIONS, StageRun
+from tasks.run.session import OPTIONS, StageRun
 from tasks.sources import row_sources
 from tasks.sources.hub import file_choice
 from tasks.store import Store
@@ -55,7 +55,7 @@ def prepare(stage_run: StageRun, model: Artifact) -> State:
     """Prepare the data."""
 
     def make(work: Work) -> dict:
-        run, files = _here(stage_run, model, work), work.folder / "files"
+        run, files = _here(stage_run, model, work), work.files
         require_unchanged(stage_run.run.data, stage_run.asked)
         told, bar = files.with_name("files-preparing") / "progress.jsonl", Progress("prepare", "bytes")
         launch.trainer(
@@ -143,7 +143,7 @@ def _here(stage_run: StageRun, model: Artifact, work: Work) -> Run:
     weights = {".safetensors", *file_choice.PICKLES}
     small = {name: file for name, file in model.files.items() if Path(name).suffix.lower() not in weights}
     stage_run.store.get(f"{model.key}/files", small, tokenizer)
-    run = stage_run.at(model=tokenizer, data=work.folder / "files", logs=work.folder / "logs")
+    run = stage_run.at(work, model=tokenizer, data=work.files)
     changes: dict[str, Any] = {"mixture": tuple(parts)}
     if not run.data.mixture:
         changes = {"source": parts[0].source, "revision": parts[0].revision}

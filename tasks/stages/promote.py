@@ -31,7 +31,7 @@ from tasks.pages.markdown import code, words
 from tasks.run import artifact
 from tasks.run.artifact import Artifact, Missing, Stage, Work, canonical
 from tasks.run.run_tracking import RunTracking
-from tasks.run.stage_run import OPTIONS, StageRun
+from tasks.run.session import OPTIONS, StageRun
 from tasks.stages.evidence import Evidence, compare
 from tasks.store import Store
 from tasks.tracking.address import public, registry

@@ -14,7 +14,7 @@ from conf.schema.run import Run
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.places import runs_folder
 from tasks.run.progress import Progress, newest
-from tasks.run.stage_run import OPTIONS, StageRun, may_pass
+from tasks.run.session import OPTIONS, StageRun, may_pass
 from tasks.sources import adapters
 from tasks.stages.run_job import run_job
 
@@ -38,21 +38,13 @@ def reference(
     """Compute the reference of the rows."""
 
     def make(work: Work) -> dict:
-        files = work.folder / "files"
-        paths = {
-            "model": stage_run.local(model),
-            "teacher_base" if teacher else "base": stage_run.local(base),
-            "data": stage_run.local(data),
-            "reference": files,
-            "output": work.folder / "none",
-            "logs": work.folder / "logs",
-        }
-        paths |= {"teacher": stage_run.local(teacher)} if teacher else {}
-        run, bar = stage_run.at(**paths), Progress("reference", "rows")
+        paths = {"model": model, "data": data, "reference": work.files, "output": work.folder / "none"}
+        paths |= {"teacher_base": base, "teacher": teacher} if teacher else {"base": base}
+        run, bar = stage_run.at(work, **paths), Progress("reference", "rows")
         if objectives.has_starting_adapter(run):
             run = adapters.as_found(run, stage_run.asked.config, work.folder / "adapter", runs_folder())
         rows = sum(data.result["rows"][split] for split in ("training", "validation"))
-        done = files / "progress.jsonl"
+        done = work.files / "progress.jsonl"
         run_job(stage_run, work, "reference", run, lambda: bar.update(newest(done, "done")[0], rows))
         return {"rows": rows}
 

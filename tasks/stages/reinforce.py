@@ -12,15 +12,13 @@ from conf.rules import reinforcement as rules
 from conf.schema import identity
 from conf.schema.run import Run
 from contract.faults import Fault
-from tasks.pages import reinforcement_page
+from tasks.pages import learning_pages
 from tasks.run.artifact import Artifact, Stage, Work
-from tasks.run.live_page import LivePage
 from tasks.run.places import kernels_folder
-from tasks.run.progress import Progress, newest
-from tasks.run.stage_run import OPTIONS, StageRun, may_pass
+from tasks.run.session import OPTIONS, StageRun, may_pass
+from tasks.run.task_artifact import Page
 from tasks.stages import export, train
-from tasks.stages.run_job import run_job
-from tasks.tracking import plots
+from tasks.stages.run_job import Line, learn
 
 VERSION = 1
 
@@ -44,48 +42,24 @@ def reinforce(
     def make(work: Work) -> dict:
         if stage_run.pointless:
             raise Fault(f"not started: {stage_run.pointless}")
-        output = work.folder / "files"
-        rows = stage_run.local(data)
-        paths = {
-            "model": stage_run.local(model),
-            "base": stage_run.local(base),
-            "data": rows,
-            "prompts": rows,
-            "reinforced": output,
-            "logs": work.folder / "logs",
-            "kernels": kernels_folder(),
-            "output": stage_run.local(trained) if trained else work.folder / "none",
-        }
+        paths = {"reinforced": work.files, "kernels": kernels_folder(), "output": trained or work.folder / "none"}
         require_unchanged(stage_run.run, stage_run.asked)
         export.require_step(rules.as_training(stage_run.run))
-        run, metrics = stage_run.at(**paths), output / "metrics.jsonl"
-        bar, tracked = Progress("reinforce", "steps"), stage_run.tracked()
-        tracked.follow(metrics)
+        run = stage_run.at(work, model=model, base=base, data=data, prompts=data, **paths)
+        steps, updates, samples = run.reinforce.steps, run.reinforce.updates, work.files / "samples.jsonl"
 
-        steps, updates = run.reinforce.steps, run.reinforce.updates
-
-        def tick() -> None:
-            bar.update(newest(metrics, "step")[0], steps * updates)
-
-        def live() -> tuple[str, str] | None:
-            lines = plots.read(metrics)
-            if not (line := reinforcement_page.headline(lines, steps, updates)):
+        def page(lines: list[Line], picture: bytes | None) -> Page | None:
+            if not (line := learning_pages.reinforcement_headline(lines, steps, updates)):
                 return None
-            picture, links = plots.together(lines, plots.OF_REINFORCEMENT), stage_run.tracking.links_of_reinforcement()
-            samples = _samples(output / "samples.jsonl")
-            return reinforcement_page.page(run.name, lines, samples, steps, updates, picture, links), line
+            links = stage_run.tracking.links(of_training=False)
+            return learning_pages.reinforcement(
+                run.name, lines, _samples(samples), steps, updates, picture, links
+            ), line
 
-        try:
-            with LivePage(f"reinforcement-{run.name}", live):
-                run_job(stage_run, work, "reinforce", run, tick)
-        finally:
-            tracked.unfollow()
+        lines = learn(stage_run, work, run, "reinforcement", steps * updates, page)
         require_unchanged(stage_run.run, stage_run.asked)
-        tracked.table(_samples(output / "samples.jsonl"), "samples.json")
-        lines = plots.read(metrics)
-        if image := plots.together(lines, plots.OF_REINFORCEMENT):
-            (output / "reinforcement.png").write_bytes(image)
-        return _summary(lines, output / "reinforced.json")
+        stage_run.tracked().table(_samples(samples), "samples.json")
+        return _summary(lines, work.files / "reinforced.json")
 
     def valid(found: Artifact) -> bool:
         return export.is_usable(stage_run.run, found, rules.as_training)

@@ -1,6 +1,10 @@
-"""Run a stage's command of the trainer: as a gang on several hosts, or on this host when its GPUs are free."""
+"""Run a stage's command of the trainer: as a gang on several hosts, or on this host when its GPUs are free.
+
+learn() does it for a command that writes metrics.jsonl, and shows them: a bar and a page in Prefect, curves in MLflow.
+"""
 
 from collections.abc import Callable
+from typing import Any
 
 from conf.host import nvidia_smi
 from conf.planner import hardware
@@ -13,8 +17,12 @@ from tasks.gang.history.timeline import History
 from tasks.gang.job import Job, conversion, evaluation, reference, reinforcement, training
 from tasks.run import launch
 from tasks.run.artifact import Work
-from tasks.run.stage_run import StageRun
+from tasks.run.progress import Progress, newest
+from tasks.run.session import StageRun
+from tasks.run.task_artifact import LivePage, Page
+from tasks.tracking import plots
 
+Line = dict[str, Any]  # of metrics.jsonl
 JOBS = {"convert": conversion, "reference": reference, "reinforce": reinforcement}
 
 
@@ -55,3 +63,38 @@ def run_job(
     key = f"gang-{run.name}" if command == "train" else f"gang-{stage_run.name}-{run.name}"
     with prefect_page.reporting(history, metrics, store, stage_run.tracked(), key) as teller:
         controller.carry_out(job, work.folder, store, gang, say, ends, tick, teller, fits, less_memory)
+
+
+def learn(
+    stage_run: StageRun,
+    work: Work,
+    run: Run,
+    kind: str,
+    steps: int,
+    page: Callable[[list[Line], bytes | None], Page | None],
+    say: Callable[[str], None] | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[Line]:
+    """Run a job that writes metrics, and return their lines. `page` makes the page of the lines and their picture.
+
+    `kind` is training or reinforcement.
+    """
+    metrics, bar, tracked = work.files / "metrics.jsonl", Progress(stage_run.name, "steps"), stage_run.tracked()
+
+    def live() -> Page | None:
+        lines = plots.read(metrics)
+        return page(lines, plots.together(lines, plots.TOGETHER[kind]))
+
+    def tick() -> None:
+        bar.update(newest(metrics, "step")[0], steps)
+
+    tracked.follow(metrics)
+    try:
+        with LivePage(f"{kind}-{run.name}", live):
+            run_job(stage_run, work, stage_run.name, run, tick, say, stop)
+    finally:
+        tracked.unfollow()
+    lines = plots.read(metrics) if metrics.exists() else []
+    if image := plots.together(lines, plots.TOGETHER[kind]):
+        (work.files / f"{kind}.png").write_bytes(image)
+    return lines

@@ -11,40 +11,46 @@ from conf.planner import display, picture
 from conf.planner.verdict import Plan
 from conf.rules import gpus
 from conf.schema.run import Run
-from contract.amounts import clock, dollars
+from contract.amounts import dollars
 from tasks.gang.history import prefect_page as gang
 from tasks.gang.history import timeline
 from tasks.pages import data_report
-from tasks.pages.markdown import code, embedded, fenced, fitted, table, words
-from tasks.run.artifact import Artifact, Stage
+from tasks.pages.markdown import digits, embedded, fenced, render, table, words
+from tasks.run.artifact import Artifact
 from tasks.run.outcomes import Outcomes
 from tasks.stages import plan
 from tasks.store import Store
 
-ANSWERS = 8  # shown on the page; MLflow has the whole table
-PROMPT, ANSWER, FACT = 34, 18, 76  # characters of a line in a cell of each
 PICTURES = ("training.png", "loss.png")  # older trainings have loss.png
+PATHS = re.compile(r"^paths:\n(?: .*\n)*", re.MULTILINE)  # of this host, in a configuration
 
 Made = dict[str, Artifact]  # by the name of the stage
 
 
 def page(name: str, planned: Plan, outcomes: Outcomes, links: dict[str, str], store: Store) -> str:
     """The report. `links` are addresses or paths by their titles."""
-    made, run = outcomes.made, planned.run
-    text = [f"# {words(name)}", "", *_headline(made)]
-    if answers := _answers(store, made):
-        text += ["", *table(("prompt", "tuned", "reference", "base"), map(_row, answers[:ANSWERS]))]
-        text += ["", f"{min(ANSWERS, len(answers))} of {len(answers)} that both models answered."]
-    if found := _evaluation(made):
-        text += ["", "## Evaluation", *found]
-    text += _training(store, made, outcomes.stages["train"])
-    text += ["", "## Made of", *table(("", ""), _facts(planned, made, store))]
-    text += ["", "## Where", "", *(_place(what, where) for what, where in links.items())]
-    text += ["", "## Stages", *table(("stage", "state", "here", "made in", "artifact"), _stages(outcomes))]
-    text += ["", "## Plan", "", f"{words(planned.verdict)}.", *_planned(outcomes, planned)]
-    text += ["", fenced("\n".join(picture.lines(planned)))] if planned.stages else []
-    text += ["", "## Configuration", "", "All keys with their values:", "", fenced(_configuration(run))]
-    return "\n".join(text) + "\n"
+    made, image = outcomes.made, None
+    for file in PICTURES:
+        image = image or _file(store, made.get("train"), file)
+    # Cached stages are not compared with the plan: they may have had another layout.
+    ended = {name: one.artifact for name, one in outcomes.by_stage.items() if one.state == "Completed" and one.artifact}
+    return render(
+        "run",
+        name=name,
+        headline=_headline(made),
+        answers=_answers(store, made),
+        evaluation=_evaluation(made),
+        image=image and embedded("training", image),
+        gang=timeline.read(store, outcomes.stages["train"].key.replace("/", "-")),
+        brief=gang.brief,
+        facts=_facts(planned, made, store),
+        links=links,
+        outcomes=outcomes,
+        planned=planned,
+        compared=plan.beside(planned, ended),
+        picture=picture.lines(planned) if planned.stages else (),
+        configuration=PATHS.sub("", as_yaml(planned.run)).rstrip(),
+    )
 
 
 def verdict(made: Made) -> str:
@@ -54,27 +60,19 @@ def verdict(made: Made) -> str:
 
 
 def _evaluation(made: Made) -> list[str]:
-    rows = [(words(name), f"{tuned:.4g}", of_base(base)) for name, base, tuned in gains(made)]
+    rows = [(words(name), digits(tuned, 4), digits(base, 4)) for name, base, tuned in gains(made)]
     return table(("metric", "tuned", "base"), rows)
 
 
 def gains(made: Made) -> list[tuple[str, float | None, float]]:
     """Metrics of the evaluation: name, base, tuned model. Drawn weights are not evaluated as a base."""
     before, after = made.get("evaluate-base"), made.get("evaluate-tuned")
-    if not after or not (before or _is_drawn(made)):
+    is_drawn = "download" in made and "seed" in made["download"].stage.config
+    if not after or not (before or is_drawn):
         return []
     base, tuned = before.result["metrics"] if before else {}, after.result["metrics"]
     shown = [name for name in tuned if (name in base or not before) and not name.endswith("_stderr")]
     return [(name, base.get(name), tuned[name]) for name in shown]
-
-
-def _is_drawn(made: Made) -> bool:
-    return "download" in made and "seed" in made["download"].stage.config
-
-
-def of_base(value: float | None) -> str:
-    """The base's metric as text."""
-    return "" if value is None else f"{value:.4g}"
 
 
 def serving(made: Made) -> str:
@@ -95,45 +93,24 @@ def _headline(made: Made) -> list[str]:
     return text + (["", fenced(command)] if (command := serving(made)) else [])
 
 
-def _row(answer: tuple[str, str, str, str]) -> tuple[str, ...]:
-    prompt, base, tuned, reference = answer
-    mark = "✓ " if tuned.strip() == reference.strip() else ""
-    shown = [fitted(text, ANSWER) or "(nothing)" for text in (tuned, reference, base)]
-    return fitted(prompt, PROMPT), mark + shown[0], shown[1], shown[2]
-
-
-def _training(store: Store, made: Made, trained: Stage) -> list[str]:
-    image = next((found for name in PICTURES if (found := _file(store, made.get("train"), name))), None)
-    if not image:
-        return []
-    text = embedded("training", image)
-    return ["", "## Training", "", text, *_gang(store, trained)]
-
-
-def _gang(store: Store, trained: Stage) -> list[str]:
-    """Lines about the gang of a training on several hosts."""
-    told = timeline.read(store, trained.key.replace("/", "-"))
-    return ["", gang.brief(told)] if told and told.attempts else []
-
-
 def _facts(planned: Plan, made: Made, store: Store) -> list[tuple[str, str]]:
     run, layout, train = planned.run, planned.run.layout, planned.run.train
     revision = f", revision {run.model.revision}" if run.model.revision else ""
-    rows = [("model", fitted(f"{run.model.source}{revision}", FACT)), ("data", fitted(_sources(run), FACT))]
+    rows = [("model", f"{run.model.source}{revision}"), ("data", _sources(run))]
     if data := _data(store, made):
-        rows.append(("rows", fitted(data_report.headline(data), FACT)))
-        rows += [("worth a look", fitted(line, FACT)) for line in data.get("warnings", [])]
-    rows.append(("trained", fitted(_trained(run), FACT)))
+        rows.append(("rows", data_report.headline(data)))
+        rows += [("worth a look", line) for line in data.get("warnings", [])]
+    rows.append(("trained", _trained(run)))
     rows.append(("steps", f"{train.steps} of {train.global_batch} sequences of {run.data.seq_length} tokens"))
     rows.append(("learning rate", f"{run.optimizer.lr:g}"))
-    rows.append(("hardware", fitted(f"{layout.world} {planned.gpu.name}: {display.degrees(layout)}", FACT)))
-    rows += [(name, fitted(value, FACT)) for name, value in _spent(planned, made)]
+    rows.append(("hardware", f"{layout.world} {planned.gpu.name}: {display.degrees(layout)}"))
+    rows += _spent(planned, made)
     if tuned := made.get("export"):
         kinds = {"adapter": tuned.result.get("adapter"), "merged model": tuned.result["uri"]}
         kinds |= {"merged model": None} if tuned.result["uri"] == tuned.result.get("adapter") else {}
-        rows += [(kind, fitted(where, FACT)) for kind, where in kinds.items() if where]
+        rows += [(kind, where) for kind, where in kinds.items() if where]
     if promoted := made.get("promote"):
-        rows.append(("registered", words(f"{promoted.result['model']} version {promoted.result['version']}")))
+        rows.append(("registered", f"{promoted.result['model']} version {promoted.result['version']}"))
     return rows
 
 
@@ -171,31 +148,6 @@ def _processes(planned: Plan, stage: str) -> int:
     return share.of(planned.gpu.per_host) * (1 if share.here else share.hosts)
 
 
-def _stages(outcomes: Outcomes) -> list[tuple[str, ...]]:
-    rows = []
-    for name in outcomes.stages:
-        if outcome := outcomes.by_stage.get(name):
-            one = outcome.artifact
-            took = clock(one.made["seconds"]) if one else ""
-            where = code(one.key) if one else fitted(outcome.reason, FACT // 2)
-            rows.append((name, outcome.state, clock(outcome.seconds), took, where))
-    return rows
-
-
-def _planned(outcomes: Outcomes, planned: Plan) -> list[str]:
-    """Planned and measured figures. Cached stages are left out: they may have had another layout."""
-    made = {name: one.artifact for name, one in outcomes.by_stage.items() if one.state == "Completed" and one.artifact}
-    return table(
-        ("", "planned", "measured", "measured / planned"),
-        [(name, f"{was:.3g}", f"{found:.3g}", f"{found / was:.2f}") for name, was, found in plan.beside(planned, made)],
-    )
-
-
-def _configuration(run: Run) -> str:
-    """All keys without the paths of this host."""
-    return re.sub(r"^paths:\n(?: .*\n)*", "", as_yaml(run), flags=re.MULTILINE).rstrip()
-
-
 def _data(store: Store, made: Made) -> dict:
     text = _file(store, made.get("prepare"), "report.json")
     return json.loads(text) if text else {}
@@ -218,7 +170,3 @@ def _answers(store: Store, made: Made) -> list[tuple[str, str, str, str]]:
 def _file(store: Store, made: Artifact | None, name: str) -> bytes | None:
     found = store.read(f"{made.key}/files/{name}") if made else None
     return found[0] if found else None
-
-
-def _place(what: str, where: str) -> str:
-    return f"- [{what}](<{where}>)" if where.startswith("http") else f"- {what}: {code(where, 300)}"

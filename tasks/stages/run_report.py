@@ -1,9 +1,12 @@
-"""Report of a run, for people: a table in the terminal, a page in Prefect (run_page.py), and the figures in MLflow."""
+"""Report of a run: a table in the terminal, a page in Prefect (run_page.py), figures in MLflow, a Result for Python."""
+
+from dataclasses import dataclass
 
 from prefect.artifacts import create_markdown_artifact
 
 from conf.planner.verdict import Plan
 from conf.schema.run import Run
+from tasks.pages.markdown import digits
 from tasks.run.outcomes import Outcomes
 from tasks.run.run_tracking import RunTracking
 from tasks.stages import run_page
@@ -11,7 +14,7 @@ from tasks.stages.run_page import Made
 from tasks.store import Store
 from tasks.tracking.address import public
 
-# Names in MLflow, whose sections are in alphabetical order: evaluation, then the loss (tasks/tracking/tail.py).
+# Names in MLflow, whose sections are in alphabetical order: evaluation, then the loss (tasks/tracking/metrics.yaml).
 TRAINED = {
     "loss": "loss/training",
     "validation_loss": "loss/validation",
@@ -19,6 +22,22 @@ TRAINED = {
     "median_step_seconds": "speed/step_seconds",
     "peak_memory_gb": "speed/memory_gb",
 }
+
+
+@dataclass(frozen=True)
+class Result:
+    """A completed run. It holds only texts and numbers, so Prefect can store it."""
+
+    name: str  # of the flow run
+    artifacts: dict[str, str]  # URIs by stage
+    base: dict[str, float]  # metrics of the base model, by name
+    tuned: dict[str, float]  # metrics of the tuned model
+    model: str | None  # in MLflow's registry, as are the next three
+    version: str | None
+    aliases: tuple[str, ...]
+    reason: str  # for or against the promotion
+    mlflow_run: str | None  # id of this run in MLflow, or of the training if all stages were cached
+    mlflow_url: str | None  # None without a server
 
 
 def lines(outcomes: Outcomes, links: dict[str, str]) -> list[str]:
@@ -36,7 +55,7 @@ def lines(outcomes: Outcomes, links: dict[str, str]) -> list[str]:
     if gains := run_page.gains(made):
         width = max(len(name) for name, _, _ in gains)
         found += ["", f"{'metric'.ljust(width)}  {'base':>9}  {'tuned':>9}"]
-        found += [f"{name.ljust(width)}  {run_page.of_base(base):>9}  {tuned:>9.4g}" for name, base, tuned in gains]
+        found += [f"{name.ljust(width)}  {digits(base, 4):>9}  {tuned:>9.4g}" for name, base, tuned in gains]
     if promoted := made.get("promote"):
         result = promoted.result
         title = f"{result['model']} version {result['version']}: {' and '.join(result['aliases'])}."
@@ -86,3 +105,22 @@ def _links(run: Run, made: Made, store: Store, tracking: RunTracking) -> dict[st
     if promoted := made.get("promote"):
         links["MLflow, the registered version"] = pages.version(promoted.result["model"], promoted.result["version"])
     return links
+
+
+def result(outcomes: Outcomes, store: Store, tracking: RunTracking) -> Result:
+    made = {name: outcomes.made[name] for name in outcomes.stages if name in outcomes.made}
+    gains = run_page.gains(made)
+    promoted = made["promote"].result if "promote" in made else {}
+    run, pages = tracking.own_run() or tracking.training_run(), tracking.pages()
+    return Result(
+        name=tracking.name,
+        artifacts={name: store.link(f"{artifact.key}/files") for name, artifact in made.items()},
+        base={name: base for name, base, _ in gains if base is not None},
+        tuned={name: tuned for name, _, tuned in gains},
+        model=promoted.get("model"),
+        version=promoted.get("version"),
+        aliases=tuple(promoted.get("aliases", ())),
+        reason=promoted.get("reason", ""),
+        mlflow_run=run,
+        mlflow_url=pages.run(run) if run and pages else None,
+    )

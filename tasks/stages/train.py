@@ -13,17 +13,15 @@ from conf.schema import identity
 from conf.schema.run import Run
 from contract.faults import Fault, Stopped
 from tasks.gang.job import Job, training
-from tasks.pages import training_page
+from tasks.pages import learning_pages
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
-from tasks.run.live_page import LivePage
 from tasks.run.places import runs_folder
-from tasks.run.progress import Progress, newest
-from tasks.run.stage_run import OPTIONS, StageRun, may_pass
+from tasks.run.session import OPTIONS, StageRun, may_pass
+from tasks.run.task_artifact import Page
 from tasks.sources import adapters, released_config
 from tasks.stages import export
-from tasks.stages.run_job import run_job
-from tasks.tracking import plots
+from tasks.stages.run_job import Line, learn
 
 STEP_EVERY = 5.0  # seconds between lines of steps in the log
 
@@ -70,56 +68,34 @@ def train(
     def make(work: Work) -> dict:
         if stage_run.pointless:
             raise Fault(f"not started: {stage_run.pointless}")
-        output, store = work.folder / "files", stage_run.store
-        paths = {
-            "model": stage_run.local(model),
-            "base": stage_run.local(base),
-            "data": stage_run.local(data),
-            "output": output,
-            "parity": output / "parity.json",
-            "logs": work.folder / "logs",
-        }
-        paths |= {"reference": stage_run.local(reference)} if reference else {}
-        start, made = work.folder / "adapter", data.result
-        run = resolved(adapters.as_found(stage_run.at(**paths), stage_run.asked.config, start, runs_folder()))
+        paths = {"output": work.files, "parity": work.files / "parity.json", "reference": reference}
+        run = stage_run.at(work, model=model, base=base, data=data, **paths)
+        run = resolved(adapters.as_found(run, stage_run.asked.config, work.folder / "adapter", runs_folder()))
         if not stage_run.reinforces:
             export.require_step(run)
-        metrics = output / "metrics.jsonl"
-        bar = Progress("train", "steps")
-        tracked = stage_run.tracked()
-        tracked.follow(metrics)
+        tracked, link = stage_run.tracked(), stage_run.store.link
         tracked.params(_counted(run))
-        tracked.model(str(run.model.source), store.link(f"{model.key}/files"))
-        for split, context in (("training", "training"), ("validation", "validation")):
-            count = made["rows"][split]
-            tracked.dataset(f"{run.name}-{split}", data.digest, store.link(f"{data.key}/files"), context, count)
+        tracked.model(str(run.model.source), link(f"{model.key}/files"))
+        for split in ("training", "validation"):
+            rows = data.result["rows"][split]
+            tracked.dataset(f"{run.name}-{split}", data.digest, link(f"{data.key}/files"), split, rows)
 
-        def live() -> tuple[str, str] | None:
-            lines = plots.read(metrics)
-            if not (line := training_page.headline(lines, run.train.steps)):
+        def page(lines: list[Line], picture: bytes | None) -> Page | None:
+            if not (line := learning_pages.training_headline(lines, run.train.steps)):
                 return None
-            if left := training_page.seconds_left(lines, run.train.steps):  # next to the curves on MLflow's page
+            if left := learning_pages.seconds_left(lines, run.train.steps):  # next to the curves on MLflow's page
                 tracked.metrics({"progress/hours_left": left / 3600}, step=lines[-1]["step"])
-            links = stage_run.tracking.links_of_training()
-            picture = plots.together(lines, plots.OF_TRAINING)
-            return training_page.page(run.name, lines, run.train.steps, picture, links), line
+            links = stage_run.tracking.links(of_training=True)
+            return learning_pages.training(run.name, lines, run.train.steps, picture, links), line
 
-        def tick() -> None:
-            bar.update(newest(metrics, "step")[0], run.train.steps)
-
+        say, stop = _Thinned(work.say), lambda: bool(stage_run.pointless)
         try:
-            with LivePage(f"training-{run.name}", live):
-                run_job(stage_run, work, "train", run, tick, _Thinned(work.say), lambda: bool(stage_run.pointless))
-                require_done(training(run))
+            lines = learn(stage_run, work, run, "training", run.train.steps, page, say, stop)
         except Stopped:
             if stage_run.pointless:
                 raise Fault(f"stopped: {stage_run.pointless}") from None
             raise
-        finally:
-            tracked.unfollow()
-        lines = plots.read(metrics)
-        if image := plots.together(lines, plots.OF_TRAINING):
-            (output / "training.png").write_bytes(image)
+        require_done(training(run))
         return _summary(lines)
 
     return stage_run.get_or_make(make, valid)

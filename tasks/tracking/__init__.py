@@ -50,6 +50,8 @@ STATUSES = ("FINISHED", "FAILED", "KILLED")
 class Stage:
     """One MLflow run. Every method returns at once."""
 
+    folder = ""  # of its files
+
     def __init__(self, events: Journal, run: str, stages: list["Stage"], shared: bool = False):
         self._journal, self.run, self._stages = events, run, stages
         self._names = {"run": run, "shared": True} if shared else {"run": run}
@@ -60,13 +62,10 @@ class Stage:
         self._ended = False
 
     def params(self, values: dict) -> None:
-        params = {_key(key): _text(value, 6000) for key, value in values.items()}
-        for some in _hundreds(params):
-            self._append(do="log", params=some)
+        self._append(do="log", params={_key(key): _text(value, 6000) for key, value in values.items()})
 
     def tags(self, values: dict) -> None:
-        for some in _hundreds(_tags(values)):
-            self._append(do="log", tags=some)
+        self._append(do="log", tags=_tags(values))
 
     def metrics(self, values: dict, step: int | None = None) -> None:
         """Log metrics. With a step, the first value of each step is kept; without one, the last value."""
@@ -79,20 +78,12 @@ class Stage:
         self._tail = Tail(path)
         self._stages.append(self)
 
-    def text(self, text: str, name: str) -> None:
-        self.file(text.encode(), name)
-
-    def figure(self, png: bytes, name: str) -> None:
-        self.file(png, name if "/" in name else f"figures/{name}")
-
     def file(self, content: bytes | Path, name: str) -> None:
-        if copy := self._copy(content, name):
-            self._append(do="file", name=name, file=copy)
+        self._file(content, f"{self.folder}{name}")
 
     def drawn(self, content: bytes | Path, name: str, of: str) -> None:
         """Log a JSON file and its figures. `of` is "data" for a report.json, "plan" for a plan.json."""
-        if copy := self._copy(content, name):
-            self._append(do="file", name=name, file=copy)
+        if copy := self._file(content, f"{self.folder}{name}"):
             self._append(do="plots", file=copy, of=of)
 
     def table(self, rows: list[dict], name: str) -> None:
@@ -112,10 +103,10 @@ class Stage:
             do="dataset", name=name, digest=digest[:36], source=source, source_type=kind, context=context, rows=rows
         )
 
-    def model(self, name: str, uri: str, output: bool = False, tags: dict | None = None) -> None:
-        """Log a model that the stage starts from or creates, by its URI only."""
+    def model(self, name: str, uri: str) -> None:
+        """Log a model that the stage reads, by its URI only."""
         name = re.sub(r"[/:.%\"']", "-", name)  # MLflow refuses these characters in a name
-        self._append(do="model", name=name, uri=public(uri).replace("'", ""), output=output, tags=_tags(tags or {}))
+        self._append(do="model", name=name, uri=public(uri).replace("'", ""))
 
     def end(self, status: str = "FINISHED", reason: str = "") -> None:
         assert status in STATUSES, status
@@ -133,7 +124,9 @@ class Stage:
             if self._tail:
                 self._catch_up()
                 self._tail.close()
-                self._keep_the_file(self._tail.path)
+                path = self._tail.path
+                if path.exists() and (copy := self._file(path, path.name)):
+                    self._append(do="plots", file=copy)
                 self._tail = None
                 self._stages.remove(self)
 
@@ -149,17 +142,15 @@ class Stage:
             chunks = [rows[first : first + 900] for first in range(0, len(rows), 900)]
             self._journal.append(*[{"do": "log", **self._names, "axis": "step", "metrics": c} for c in chunks])
 
-    def _keep_the_file(self, path: Path) -> None:
-        if path.exists() and (copy := self._copy(path, path.name)):
-            self._append(do="file", name=path.name, file=copy)
-            self._append(do="plots", file=copy)
-
-    def _copy(self, content: bytes | Path, name: str) -> str | None:
+    def _file(self, content: bytes | Path, name: str) -> str | None:
+        """Log a file. Returns the path of its copy, None if it cannot be copied."""
         try:
-            return str(self._journal.folder / self._journal.keep(content, name))
+            copy = str(self._journal.folder / self._journal.keep(content, name))
         except OSError as error:
             log.warning("tracking: %s is not logged: %s", name, error.strerror)
             return None
+        self._append(do="file", name=name, file=copy)
+        return copy
 
     def sample(self, values: dict[str, float]) -> None:
         """Log the host's load after the first metrics of the training, as MLflow keeps the order of arrival."""
@@ -176,7 +167,7 @@ class Part(Stage):
 
     def __init__(self, whole: "Tracking", events: Journal, name: str):
         super().__init__(events, whole.run, whole._stages)
-        self._whole, self.name = whole, name
+        self._whole, self.name, self.folder = whole, name, f"{name}/"
 
     def metrics(self, values: dict, step: int | None = None) -> None:
         assert step is None, "a curve needs a run, or a file to follow"
@@ -184,12 +175,6 @@ class Part(Stage):
 
     def tags(self, values: dict) -> None:
         super().tags({f"finetune.{self.name}.{key.removeprefix('finetune.')}": value for key, value in values.items()})
-
-    def file(self, content: bytes | Path, name: str) -> None:
-        super().file(content, f"{self.name}/{name}")
-
-    def drawn(self, content: bytes | Path, name: str, of: str) -> None:
-        super().drawn(content, f"{self.name}/{name}", of)
 
     def table(self, rows: list[dict], name: str) -> None:
         self._whole.table(rows, f"{self.name}/{name}")
@@ -346,11 +331,6 @@ def _text(value, most: int) -> str:
 
 def _tags(values: dict) -> dict[str, str]:
     return {_key(key): _text(value, 5000) for key, value in values.items()}
-
-
-def _hundreds(values: dict) -> list[dict]:
-    items = list(values.items())
-    return [dict(items[first : first + 100]) for first in range(0, len(items), 100)]
 
 
 def _user() -> str:

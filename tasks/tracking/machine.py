@@ -3,57 +3,31 @@
 MLflow would list the prefix `system/` above all other metrics. Not covered: the other hosts of a gang.
 """
 
+import contextlib
+import logging
 from functools import cache
 from typing import Any
 
 
 def sample() -> dict[str, float]:
     """Load since the previous sample. The first sample of a process has no CPU load."""
-    import psutil
-
-    memory, disk, net = psutil.virtual_memory(), psutil.disk_usage("/"), psutil.net_io_counters()
-    values = {
-        "cpu_utilization_percentage": psutil.cpu_percent(),
-        "system_memory_usage_megabytes": memory.used / 1e6,
-        "system_memory_usage_percentage": memory.percent,
-        "disk_usage_percentage": disk.percent,
-        "disk_available_megabytes": disk.free / 1e6,
-    }
-    if net:
-        values |= {
-            "network_receive_megabytes": net.bytes_recv / 1e6,
-            "network_transmit_megabytes": net.bytes_sent / 1e6,
-        }
-    return {f"utilization/{name}": float(value) for name, value in (values | _gpus()).items()}
-
-
-def _gpus() -> dict[str, float]:
-    nvml = _nvml()
-    if nvml is None:
-        return {}
-    values = {}
-    for index in range(nvml.nvmlDeviceGetCount()):
-        gpu = nvml.nvmlDeviceGetHandleByIndex(index)
-        readings = {
-            "memory_usage_megabytes": lambda gpu=gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used / 1e6,
-            "utilization_percentage": lambda gpu=gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
-            "power_usage_watts": lambda gpu=gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
-        }
-        for name, read in readings.items():
-            try:
-                values[f"gpu_{index}_{name}"] = read()
-            except nvml.NVMLError:  # MIG devices and some virtual ones have no utilization
-                continue
-    return values
+    values: dict[str, float] = {}
+    for monitor in _monitors():
+        monitor.clear_metrics()
+        monitor.collect_metrics()
+        values |= monitor.aggregate_metrics()
+    return {f"utilization/{name}": float(value) for name, value in values.items()}
 
 
 @cache
-def _nvml() -> Any:
-    """NVIDIA's NVML library, if this host has GPUs."""
-    try:
-        import pynvml
+def _monitors() -> list[Any]:
+    """MLflow's readers of the processors, the disk, the network and NVIDIA's GPUs, as far as this host has them."""
+    from mlflow.system_metrics.metrics import cpu_monitor, disk_monitor, gpu_monitor, network_monitor
 
-        pynvml.nvmlInit()
-    except Exception:
-        return None
-    return pynvml
+    logging.getLogger(gpu_monitor.__name__).setLevel(logging.ERROR)  # MIG devices have no utilization, each time
+    monitors: list[Any] = [cpu_monitor.CPUMonitor(), disk_monitor.DiskMonitor()]
+    with contextlib.suppress(AttributeError):  # without a network
+        monitors.append(network_monitor.NetworkMonitor())
+    with contextlib.suppress(ImportError, RuntimeError):  # without a GPU
+        monitors.append(gpu_monitor.GPUMonitor())
+    return monitors

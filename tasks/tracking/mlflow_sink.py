@@ -31,7 +31,7 @@ logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 from mlflow import MlflowClient, entities  # noqa: E402
 from mlflow.entities import Metric, Param, RunTag  # noqa: E402
-from mlflow.exceptions import MlflowException, RestException  # noqa: E402
+from mlflow.exceptions import MlflowException  # noqa: E402
 
 from contract import ownership  # noqa: E402
 from tasks.tracking.outages import Away, Refused, line_of  # noqa: E402
@@ -157,16 +157,12 @@ class MlflowSink:
         return taken
 
     def _batch(self, run_id: str, entities: list) -> None:
-        for first in range(0, len(entities), MOST):
-            self._some(run_id, entities[first : first + MOST])
-
-    def _some(self, run_id: str, entities: list) -> None:
-        """Send entities in one call. If MLflow refuses, send both halves, down to the single refused entity."""
+        """Send entities in one call. If it is too large, or refused, send both halves, down to the refused entity."""
         kinds = [[e for e in entities if isinstance(e, kind)] for kind in (Metric, Param, RunTag)]
         if not entities:
             return
         try:
-            if max(len(kinds[1]), len(kinds[2])) <= 100:
+            if len(entities) <= MOST and max(len(kinds[1]), len(kinds[2])) <= 100:
                 self.client.log_batch(run_id, *kinds, synchronous=True)
                 return
         except MlflowException as error:
@@ -176,8 +172,8 @@ class MlflowSink:
                 log.warning("tracking: MLflow refuses %s: %s", entities[0].key, line_of(error))
                 return
         middle = len(entities) // 2
-        self._some(run_id, entities[:middle])
-        self._some(run_id, entities[middle:])
+        self._batch(run_id, entities[:middle])
+        self._batch(run_id, entities[middle:])
 
     def _end(self, event: dict, runs: dict, attempt: str) -> None:
         run_id = runs[event["run"]]
@@ -191,11 +187,12 @@ class MlflowSink:
         self._upload(runs[event["run"]], Path(event["file"]), event["name"])
 
     def _plots(self, event: dict, runs: dict, attempt: str) -> None:
-        from tasks.tracking import data_plots, plan_plots, plots
+        from tasks.tracking import plots, report_plots
 
-        draw = {"data": data_plots, "plan": plan_plots}.get(event.get("of", ""), plots)
+        reports = {"data": report_plots.of_data, "plan": report_plots.of_plan}
         try:
-            drawn = draw.figures(draw.read(Path(event["file"])))
+            file, of = Path(event["file"]), event.get("of")
+            drawn = reports[of](json.loads(file.read_text())) if of else plots.figures(plots.read(file))
         except Exception as error:
             raise Refused(f"no figures: {line_of(error)}") from None
         with tempfile.TemporaryDirectory() as folder:
@@ -230,15 +227,11 @@ class MlflowSink:
         if models:
             model = models[0]
         else:
-            source = run_id if event["output"] else None
-            tags = {"finetune.uri": event["uri"], **event["tags"]}
-            model = self.client.create_logged_model(self.experiment, event["name"], source, tags)
+            tags = {"finetune.uri": event["uri"]}
+            model = self.client.create_logged_model(self.experiment, event["name"], tags=tags)
         if str(model.status) != "READY":
             self.client.finalize_logged_model(model.model_id, "READY")
-        if event["output"]:
-            self.client.log_outputs(run_id, [entities.LoggedModelOutput(model.model_id, 0)])
-        else:
-            self.client.log_inputs(run_id, models=[entities.LoggedModelInput(model.model_id)])
+        self.client.log_inputs(run_id, models=[entities.LoggedModelInput(model.model_id)])
 
     def _is_ours(self, run_id: str, attempt: str) -> bool:
         """Whether no other flow has taken over the run. This also reads the run's state again."""
@@ -262,8 +255,7 @@ def _guard[T](call: Callable[[], T]) -> T:
     except (Refused, Away):
         raise
     except MlflowException as error:
-        kind = Refused if isinstance(error, RestException | MlflowException) and error.error_code in REFUSALS else Away
-        raise kind(line_of(error)) from None
+        raise (Refused if error.error_code in REFUSALS else Away)(line_of(error)) from None
     except (KeyError, TypeError, AttributeError) as error:
         raise Refused(f"{type(error).__name__}: {line_of(error)}") from None
     except Exception as error:

@@ -9,33 +9,14 @@ once. An incomplete line is returned when its end has been written.
 import json
 import os
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 CHUNK = 8 << 20
 NOT_METRICS = {"kind", "step", "time"}
-# MLflow and Weights & Biases draw a section per prefix before the slash, in alphabetical order: the loss is first.
-SECTIONS = {
-    "optimizer": ("lr", "grad_norm", "loss_scale", "skipped_steps", "nan_steps"),
-    "routing": ("aux_loss", "router_z_loss", "expert_load_max", "expert_load_mean"),
-    "speed": (
-        "step_seconds",
-        "tokens_per_second",
-        "padding",
-        "tflops",
-        "mfu",
-        "memory_gb",
-        "samples",
-        "tokens",
-        "batch",
-        "setup_seconds",
-    ),
-}
-NAMES = {key: f"{section}/{key}" for section, keys in SECTIONS.items() for key in keys}
-OF_PREFERENCE = ("rewards/chosen", "rewards/rejected", "rewards/accuracy", "rewards/margin")  # separate sections
-NAMES |= {key: key for key in OF_PREFERENCE} | {"kl": "distillation/kl"}
-NAMES |= {"lm_loss": "loss/training", "mtp_loss": "loss/training_mtp"}
-VALIDATION = {"lm_loss": "loss/validation", "perplexity": "loss/validation_perplexity"}
-VALIDATION["kl"] = "distillation/validation_kl"
-VALIDATION |= {key: key.replace("/", "/validation_") for key in OF_PREFERENCE}
+METRICS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("metrics.yaml").read_text())
+NAMES, VALIDATION = METRICS["names"], METRICS["validation"]
 
 
 class Tail:
@@ -56,7 +37,7 @@ class Tail:
         data = os.pread(self._file, CHUNK, self._offset)
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [line for text in whole.splitlines() if (line := _parse(text)) and self._is_new(line)]
+        return [line for text in whole.splitlines() if (line := parse(text)) and self._is_new(line)]
 
     def close(self) -> None:
         if self._file is not None:
@@ -100,7 +81,8 @@ def _is_number(value) -> bool:
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
 
 
-def _parse(text: bytes) -> dict | None:
+def parse(text: bytes) -> dict | None:
+    """A complete line of metrics."""
     try:
         line = json.loads(text)
         return line if isinstance(line["kind"], str) and isinstance(line["step"], int) else None

@@ -18,6 +18,13 @@ def test_only_lines_with_code_count():
     assert code_lines.code_lines(TEXT) == 4
 
 
+def test_the_text_after_an_attribute_is_a_docstring():
+    assert (
+        code_lines.code_lines('class Key:\n    a: int = 1\n    """How many\n    there are."""\n    print("""no""")\n')
+        == 3
+    )
+
+
 def test_a_file_counts_for_its_folders():
     lines = code_lines.counts(iter([("conf/a.py", TEXT), ("conf/rules/b.py", TEXT), ("conf/rules/deep/c.py", TEXT)]))
     assert lines == {"conf/": 12, "conf/rules/": 8}

@@ -5,14 +5,16 @@ import math
 import textwrap
 
 import pytest
+import yaml
 
+from tasks.tracking.tail import METRICS
 from tests.support.extending_pages import ROOT, blocks, package
 
 
 def test_a_training_has_the_objective_and_the_metric_of_the_pages(base, configure, ranks, tmp_path):
     base("llama")
     package(tmp_path, "objective", "focal", "focal_loss")
-    of_step, of_names = blocks("metric")
+    (of_step,), of_names = blocks("metric"), blocks("metric", "yaml")[0]
     text = (ROOT / "trainer/training/metrics.py").read_text()
     place = "        self.write(line)\n        self._say(line)\n"
     assert text.count(place) == 1
@@ -29,6 +31,5 @@ def test_a_training_has_the_objective_and_the_metric_of_the_pages(base, configur
         assert line["bits_per_token"] == pytest.approx(line["lm_loss"] / math.log(2))
         assert 0 < line["probability"] < 1 and line["lm_loss"] > 0
 
-    names: dict[str, str] = {}
-    exec(of_names, {"NAMES": names})
-    assert names == {"bits_per_token": "loss/training_bits_per_token"}
+    names = yaml.safe_load(of_names)
+    assert names == {"names": {"bits_per_token": "loss/training_bits_per_token"}} and {*names} < {*METRICS}

@@ -153,7 +153,7 @@ from trainer.startup import entry
 
 run = load("tiny", ["layout.nodes=1", "layout.gpus_per_node=1"])
 made = trial.settle(run, config_of(run)[0], 3, Path(sys.argv[1]))
-os.environ.update(entry._alone())
+os.environ.update(entry.ALONE)
 measure.device.start()
 from megatron.bridge.training import gpt_step, pretrain
 from trainer.training import bridge_loop

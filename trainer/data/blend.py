@@ -20,9 +20,10 @@ from conf.schema.data import Data, Part
 from conf.schema.run import Run
 from contract import indexed_files
 from contract.faults import Fault
-from trainer.data.read import indexed, sources
+from trainer.data import indexed
+from trainer.data.indexed import Indexed
+from trainer.data.read import sources
 from trainer.data.read.choose import SPLITS
-from trainer.data.read.indexed import Indexed
 from trainer.data.tokens import templates
 from trainer.data.write import report
 from trainer.data.write.progress import Progress
@@ -105,14 +106,18 @@ def _weighed(parts: Sequence[Part], data_sets: Sequence[Sequence[Indexed]]) -> l
     return weighed
 
 
+def _by_split(data: Indexed, split: str) -> dict[str, np.ndarray]:
+    """Return the lengths of each split's documents."""
+    parts = zip(SPLITS, ranges(split, len(data.lengths)), strict=True)
+    return {name: data.lengths[documents.start : documents.stop] for name, documents in parts}
+
+
 def _check_splits(data: Indexed, split: str) -> None:
-    shares = zip(SPLITS, ranges(split, len(data.lengths)), split.split(","), strict=True)
-    for name, documents, share in shares:
-        if float(share) and not int(data.lengths[documents.start : documents.stop].sum(dtype=np.int64)):
-            advice = "increase this share" if name != "training" else "decrease the other shares"
+    for (name, lengths), share in zip(_by_split(data, split).items(), split.split(","), strict=True):
+        if float(share) and not int(lengths.sum(dtype=np.int64)):
+            advice = "increase this share, or set it to 0" if name != "training" else "decrease the other shares"
             raise Fault(
-                f"data.{name}: gets no tokens of {data.prefix}, which has {len(data.lengths)} documents; "
-                f"{advice}{', or set it to 0' if name != 'training' else ''}"
+                f"data.{name}: gets no tokens of {data.prefix}, which has {len(data.lengths)} documents; {advice}"
             )
 
 
@@ -127,27 +132,22 @@ def _place(source: Path, target: Path) -> None:
 
 def _report(run: Run, parts: Sequence[Part], data_sets: Sequence[Sequence[Indexed]], tokenizer: Any) -> dict[str, Any]:
     every, split = [*itertools.chain(*data_sets)], shares(run.data)
-    lengths: dict[str, np.ndarray] = {}
-    for name, at in zip(SPLITS, range(len(SPLITS)), strict=True):
-        picked = [(data, ranges(split, len(data.lengths))[at]) for data in every]
-        lengths[name] = np.concatenate(
-            [data.lengths[part_lengths.start : part_lengths.stop] for data, part_lengths in picked]
-        )
-    tokens = {name: report.lengths(part_lengths, part_lengths) for name, part_lengths in lengths.items()}
+    by_split = [_by_split(data, split) for data in every]
+    lengths = {name: np.concatenate([of_data[name] for of_data in by_split]) for name in SPLITS}
     rows = sum(len(data.lengths) for data in every)
-    read = [
-        (part, sum(len(data.lengths) for data in part_lengths), len(part_lengths))
-        for part, part_lengths in zip(parts, data_sets, strict=True)
-    ]
     return {
         "sources": [
-            {"source": part.source, "shape": "tokens", "reason": f"{count} of Megatron's .bin/.idx", "rows": documents}
-            for part, documents, count in read
+            {
+                "source": part.source,
+                "shape": "tokens",
+                "reason": f"{len(of_part)} of Megatron's .bin/.idx",
+                "rows": sum(len(data.lengths) for data in of_part),
+            }
+            for part, of_part in zip(parts, data_sets, strict=True)
         ],
-        "rows": {"read": rows, "kept": rows, "not_chosen": 0}
-        | {name: len(part_lengths) for name, part_lengths in lengths.items()},
+        "rows": {"read": rows, "kept": rows, "not_chosen": 0, **{name: len(some) for name, some in lengths.items()}},
         "dropped": {},
-        "tokens": tokens,
+        "tokens": {name: report.lengths(some, some) for name, some in lengths.items()},
         "learned_share": 1.0,
         "template": templates.choose(run.data, tokenizer, "text").record(),
         "example": _example(every[0], tokenizer),

@@ -44,7 +44,11 @@ def of(run: Run, parts: Sequence[Part], splits: Sequence[int | None]) -> dict[st
 def files(part: Part) -> list[dict[str, Any]]:
     """Return the files of a local source with size and digest."""
     paths = sources.files(part.source) if part.source and sources.is_local(part.source) else []
-    return [{"path": str(path), "size": path.stat().st_size, "sha256": checksums.of_file(path)} for path in paths]
+    return [{"path": str(path), **state(path)} for path in paths]
+
+
+def state(path: Path) -> dict[str, Any]:
+    return {"size": path.stat().st_size, "sha256": checksums.of_file(path)}
 
 
 def unchanged(identity: dict[str, Any], parts: Sequence[Part]) -> None:
@@ -60,10 +64,8 @@ def is_made(out: Path, identity: dict[str, Any]) -> bool:
         manifest = json.loads((out / MANIFEST).read_text())
     except (OSError, ValueError):
         return False
-    entries = {out / name: entry for name, entry in manifest.get("files", {}).items()}
     return {key: manifest.get(key) for key in identity} == identity and all(
-        file.is_file() and file.stat().st_size == entry["size"] and checksums.of_file(file) == entry["sha256"]
-        for file, entry in entries.items()
+        (out / name).is_file() and state(out / name) == recorded for name, recorded in manifest.get("files", {}).items()
     )
 
 
@@ -90,10 +92,8 @@ def clear_up(folder: Path, identity: dict[str, Any]) -> None:
 
 def finish(output: Path, identity: dict[str, Any], facts: dict[str, Any], out: Path) -> None:
     """Rename the finished folder to `out`, replacing a previous one."""
-    entries = {
-        file.name: {"size": file.stat().st_size, "sha256": checksums.of_file(file)} for file in sorted(output.iterdir())
-    }
-    write(output / MANIFEST, identity | facts | {"files": entries})
+    files = {file.name: state(file) for file in sorted(output.iterdir())}
+    write(output / MANIFEST, identity | facts | {"files": files})
     output_marks.put_in_place(output, out, DATA)
     output_marks.remove(output.parent, PREPARING)
 

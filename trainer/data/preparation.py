@@ -42,9 +42,7 @@ def prepare(run: Run, parts: Sequence[Part], splits: Sequence[int | None], out: 
         identity.clear_up(_unfinished(Path(os.path.realpath(out))), required)
         say(f"prepare: {out} is already prepared")
         return
-    tokens = tokenizer.load(Path(run.paths.model), run.model.trust_remote_code)
-    if tokens.eos_token_id is None:
-        raise Fault(f"paths.model: {run.paths.model}: the tokenizer has no eos_token, which pads sequences")
+    tokens = tokenizer.of(run)
     out = Path(os.path.realpath(out))
     folder = _unfinished(out)
     check_one(out, DATA)

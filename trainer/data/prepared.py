@@ -11,12 +11,13 @@ Not detected: a file added to a source folder, and changes of sources on the Hub
 import json
 import multiprocessing
 import os
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from conf.error_lines import key_of
 from conf.rules import objectives, schedule
 from conf.rules.sequences import lacking
 from conf.schema import bearing, identity
@@ -35,17 +36,50 @@ QUESTION_FILES = ("test.jsonl", "test.bin", "test.idx", "template.json")
 AGAIN = "python -m trainer.prepare writes it again"
 
 
-@dataclass(frozen=True)
-class Prepared:
-    kind: str  # "sft": token files of rows; "text": megatron-core's indexed data sets
-    files: dict[str, dict[str, Any]]  # size and sha256, by name
+Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class State(Record):
+    """State of a file."""
+
+    size: int
+    sha256: Text
+
+
+class File(State):
+    path: Text
+
+
+class Source(Record):
+    files: list[File] = []
+    given_split: int | None = None  # index of the split that the source is
+
+
+class Prepared(Record):
+    kind: Text  # "sft": token files of rows; "text": megatron-core's indexed data sets
+    files: dict[Text, State]  # by name
     settings: dict[str, Any]  # keys of data, and the packing multiple
-    sources: list[dict[str, Any]]
-    tokenizer: str
+    sources: list[Source]
+    tokenizer: Text
     rows: dict[str, int]  # by split
     sequences: dict[str, int]
     vocab_size: int
     pad_id: int
+
+    @field_validator("rows", "sequences")
+    @classmethod
+    def _of_all_splits(cls, counts: dict[str, int]) -> dict[str, int]:
+        if lacking_splits := [name for name in choose.SPLITS if name not in counts]:
+            raise ValueError(f"{lacking_splits[0]} is missing")
+        return counts
+
+    def of_split(self, name: str) -> list[File]:
+        """Return the files of rows that were written by hand for a split."""
+        return [file for part in self.sources if part.given_split == choose.SPLITS.index(name) for file in part.files]
 
 
 def folder(run: Run) -> Path:
@@ -81,12 +115,12 @@ def _require_the_same(run: Run, source: Path, step: int) -> None:
     if not (place / MANIFEST).exists():
         return
     recorded = load(place)
-    for number, name in enumerate(choose.SPLITS):
-        entries = [file for part in recorded.sources if part.get("given_split") == number for file in part["files"]]
+    for name in choose.SPLITS:
+        files = recorded.of_split(name)
         path = source / f"{name}.jsonl"
-        if path.exists() and not entries:
+        if path.exists() and not files:
             change = "was added"
-        elif entries and (changed := next(_changed([{**entries[0], "path": path}]), None)):
+        elif files and (changed := _changed({path: files[0]})):
             change = changed[1]
         else:
             continue
@@ -100,13 +134,10 @@ def _require_the_same(run: Run, source: Path, step: int) -> None:
 def check_questions(place: Path) -> None:
     """Check that the evaluation's prompts, and rows written by hand, are unchanged since the preparation."""
     recorded = load(place)
-    entries = [{"path": place / name, **recorded.files[name]} for name in QUESTION_FILES if name in recorded.files]
-    if changed := next(_changed(entries), None):
+    if changed := _changed({place / name: state for name, state in recorded.files.items() if name in QUESTION_FILES}):
         raise Fault(f"{changed[0]}: {changed[1]} since it was prepared; {AGAIN}; evaluation prompts must not be edited")
-    test = choose.SPLITS.index("test")
-    by_hand = [file for source in recorded.sources if source.get("given_split") == test for file in source["files"]]
-    existing = [{**file, "path": Path(file["path"])} for file in by_hand if Path(file["path"]).exists()]
-    if changed := next(_changed(existing), None):
+    by_hand = {Path(file.path): file for file in recorded.of_split("test")}
+    if changed := _changed({path: file for path, file in by_hand.items() if path.exists()}):
         raise Fault(
             f"{changed[0]}: was edited after its preparation into {place}; restore it, "
             "or train and evaluate with these rows and another paths.output"
@@ -115,34 +146,16 @@ def check_questions(place: Path) -> None:
 
 def load(folder: Path) -> Prepared:
     path = folder / MANIFEST
+    if not regular_files.is_there(path):
+        raise Fault(f"paths.data: {folder}: no {MANIFEST}; python -m trainer.prepare writes it")
     try:
-        record = json_object.read(path)
-        return _structured(Prepared(**{field.name: record[field.name] for field in fields(Prepared)}))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if not regular_files.is_there(path):
-            raise Fault(f"paths.data: {folder}: no {MANIFEST}; python -m trainer.prepare writes it") from None
-        raise Fault(f"{path}: not a file of trainer.prepare ({type(error).__name__}: {error}); {AGAIN}") from None
-
-
-def _structured(record: Prepared) -> Prepared:
-    """Return the record after checking the type of every value. Raise a TypeError or KeyError otherwise."""
-    sources = [file for source in record.sources for file in source.get("files") or []]
-    paths = [*record.files, *(file["path"] for file in sources)]
-    entries = [*record.files.values(), *sources]
-    digests = [record.tokenizer, *(entry["sha256"] for entry in entries)]
-    counts = [*(entry["size"] for entry in entries), *record.rows.values(), *record.sequences.values()]
-    counts += [
-        record.settings.get("multiple", 0),
-        record.vocab_size,
-        record.pad_id,
-        record.sequences["training"],
-        record.sequences["validation"],
-    ]
-    if not all(isinstance(text, str) and "\0" not in text for text in (record.kind, *paths, *digests)):
-        raise TypeError("a path or a digest is not a string")
-    if not all(type(count) is int for count in counts) or not isinstance(record.settings, dict):
-        raise TypeError("a count is not an integer, or settings are not an object")
-    return record
+        return Prepared.model_validate(json_object.read(path))
+    except ValidationError as error:
+        detail = error.errors()[0]
+        problem = f"{key_of(detail)}: {detail['msg']}"
+    except Fault as fault:
+        problem = str(fault)
+    raise Fault(f"{path}: not a file of trainer.prepare ({problem}); {AGAIN}")
 
 
 def check(run: Run) -> Prepared:
@@ -152,7 +165,8 @@ def check(run: Run) -> Prepared:
     _check_settings(place, data, run)
     _check_tokenizer(place, data, run)
     _check_sources(place, data, run)
-    _check_sizes(place, data, run)
+    if problem := lacking(run, str(place), data.kind, data.rows, data.sequences):
+        raise Fault(problem)
     return data
 
 
@@ -176,21 +190,18 @@ def fill(run: Run) -> float:
 
 
 def _check_files(place: Path, data: Prepared) -> None:
-    changed = next(_changed([{"path": place / name, **entry} for name, entry in data.files.items()]), None)
-    if changed:
-        path, change = changed
-        raise Fault(f"{path}: {change} since it was prepared; {AGAIN}")
+    if changed := _changed({place / name: state for name, state in data.files.items()}):
+        raise Fault(f"{changed[0]}: {changed[1]} since it was prepared; {AGAIN}")
 
 
 def _check_sources(place: Path, data: Prepared, run: Run) -> None:
     for number, source in enumerate(data.sources):
-        entries = source.get("files") or []
-        files_now = _sources_now(run, number) if source.get("given_split") is None else []
-        if files_now and len(files_now) != len(entries):
+        files_now = _sources_now(run, number) if source.given_split is None else []
+        if files_now and len(files_now) != len(source.files):
             raise Fault(f"data.source: {run.data.parts[number].source}: its files are not the prepared ones; {AGAIN}")
-        files_now = files_now or [Path(entry["path"]) for entry in entries]
-        pairs = zip(files_now, entries, strict=True)
-        if changed := next(_changed([entry | {"path": path} for path, entry in pairs if path.exists()]), None):
+        files_now = files_now or [Path(file.path) for file in source.files]
+        pairs = zip(files_now, source.files, strict=True)
+        if changed := _changed({path: file for path, file in pairs if path.exists()}):
             raise Fault(f"{changed[0]}: was edited after its preparation into {place}; {AGAIN}")
 
 
@@ -203,19 +214,18 @@ def _sources_now(run: Run, number: int) -> list[Path]:
         return []
 
 
-def _changed(entries: list[dict[str, Any]]) -> Iterator[tuple[Path, str]]:
-    """Yield files that have changed, and how."""
-    for entry in entries:
-        path: Path = entry["path"]
+def _changed(files: dict[Path, State]) -> tuple[Path, str] | None:
+    """Return the first file that is not in its recorded state, and how it has changed."""
+    for path, state in files.items():
         if not path.is_file():
-            yield path, "gone"
-        elif path.stat().st_size != entry["size"]:
-            yield path, f"changed from {entry['size']} to {path.stat().st_size} bytes"
+            return path, "gone"
+        if path.stat().st_size != state.size:
+            return path, f"changed from {state.size} to {path.stat().st_size} bytes"
     if FAULT_FILE in os.environ or os.environ.get("LOCAL_RANK", "0") != "0":
-        return  # the starter of this rank has read them already, or the first rank of this host does
+        return None  # the starter of this rank has read them already, or the first rank of this host does
     with ThreadPoolExecutor() as pool:
-        digests = pool.map(checksums.of_file, [entry["path"] for entry in entries])
-        yield from ((e["path"], "changed") for e, now in zip(entries, digests, strict=True) if now != e["sha256"])
+        digests = zip(files, pool.map(checksums.of_file, files), strict=True)
+        return next(((path, "changed") for path, digest in digests if digest != files[path].sha256), None)
 
 
 def _check_settings(place: Path, data: Prepared, run: Run, remedy: str = "") -> None:
@@ -238,7 +248,7 @@ def _check_settings(place: Path, data: Prepared, run: Run, remedy: str = "") -> 
     if not run.data.packed or data.kind == "text":
         return
     needed, prepared_for = packing.multiple(run), data.settings.get("multiple", 0)
-    if not prepared_for or prepared_for % needed:
+    if not isinstance(prepared_for, int) or not prepared_for or prepared_for % needed:
         raise Fault(
             f"layout: cp {run.layout.cp}, tp {run.layout.tp} and sp {json.dumps(run.layout.sp)} need packed rows whose "
             f"length is a multiple of {needed}, but {place} has multiples of {prepared_for}; {remedy or AGAIN}"
@@ -251,8 +261,3 @@ def _check_tokenizer(place: Path, data: Prepared, run: Run) -> None:
             f"paths.model: {run.paths.model}: not the tokenizer that {place} was prepared with; {AGAIN}, "
             "or use the model of the preparation"
         )
-
-
-def _check_sizes(place: Path, data: Prepared, run: Run) -> None:
-    if problem := lacking(run, str(place), data.kind, data.rows, data.sequences):
-        raise Fault(problem)

@@ -94,8 +94,9 @@ def written(folder: Path, split: str, starts: np.ndarray) -> Iterator[Callable[.
                 names = [f"{split}-{name}.npy" for name in ARRAYS] if len(arrays) > 1 else [f"{split}.npy"]
                 for name, array in zip(names, arrays, strict=True):
                     file = stack.enter_context(open_atomically(folder / name, durable=True))
-                    shape = (int(starts[-1]), *array.shape[1:])
-                    _write_header(file, shape, array.dtype)
+                    header = np.lib.format.header_data_from_array_1_0(array)
+                    header |= {"fortran_order": False, "shape": (int(starts[-1]), *array.shape[1:])}
+                    np.lib.format.write_array_header_1_0(file, header)
                     files.append((file, file.tell()))
             for (file, data_start), array in zip(files, arrays, strict=True):
                 file.seek(data_start + place * array.nbytes // max(len(array), 1))
@@ -105,11 +106,6 @@ def written(folder: Path, split: str, starts: np.ndarray) -> Iterator[Callable[.
         if len(files) > 1:
             with open_atomically(folder / f"{split}-starts.npy", durable=True) as file:
                 np.save(file, starts)
-
-
-def _write_header(file: BinaryIO, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, header)
 
 
 def finish(folder: Path, facts: dict[str, Any]) -> None:

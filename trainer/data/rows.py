@@ -25,6 +25,14 @@ class Bad:
     shown: str = ""  # the value, or the parser's message
 
 
+class Refused(Exception):
+    """A row that cannot be used."""
+
+    def __init__(self, bad: Bad):
+        super().__init__(bad)
+        self.bad = bad
+
+
 @dataclass(frozen=True)
 class Rows:
     """Rows of a chunk in the order of the source. A row that cannot be parsed is Bad."""

@@ -16,6 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from conf.schema.run import Run
 from contract import checksums
 
@@ -32,7 +34,7 @@ def of_host(run: Run, disk_bytes: int) -> dict[str, Any]:
     facts["versions"]["the trainer's code"] = checksums.of_code(ROOT, ("contract", "conf", "trainer"))
     facts["versions"]["the configuration"] = checksums.of_json(run.model_dump(mode="json"))[:12]
     facts["adapters"] = _rdma()
-    facts["memory_available"] = _memory_available()
+    facts["memory_available"] = psutil.virtual_memory().available
     with contextlib.suppress(OSError):
         facts["shm_free"] = shutil.disk_usage("/dev/shm").free
     facts["disk"] = _disk(Path(run.paths.output), disk_bytes)
@@ -53,13 +55,6 @@ def _rdma() -> dict[str, str]:
         with contextlib.suppress(OSError):
             states[device.name] = (device / "ports/1/state").read_text().strip()
     return states
-
-
-def _memory_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _disk(folder: Path, size: int) -> dict[str, Any]:

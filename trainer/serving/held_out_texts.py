@@ -20,8 +20,7 @@ from conf.model_files import config_json
 from conf.schema.run import Run
 from contract import json_object
 from contract.faults import Fault
-from trainer.data import blend, prepared
-from trainer.data.read import indexed
+from trainer.data import blend, indexed, prepared
 from trainer.data.read.choose import SPLITS
 from trainer.data.tokens import tokenizer
 from trainer.data.tokens.perplexity import perplexity

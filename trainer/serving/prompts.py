@@ -24,8 +24,8 @@ def folder(run: Run) -> Path:
     data, place = Path(run.paths.data), prepared.folder(run)
     if place == data:
         return place
-    files = [file for source in prepared.load(place).sources for file in source["files"]]
-    if {Path(file["path"]).resolve().parent for file in files} != {data.resolve()}:
+    files = [file for source in prepared.load(place).sources for file in source.files]
+    if {Path(file.path).resolve().parent for file in files} != {data.resolve()}:
         raise Fault(f"paths.data: {data}: not prepared: python -m trainer.prepare")
     return place
 

@@ -43,6 +43,10 @@ FAULT_FILE = "TRAINER_FAULT_FILE"
 OWNED = "TRAINER_OWNED"  # set for ranks if the process that starts them owns the folder
 GUARDED = "GUARD_PID"  # set for processes that a flow has started (tasks/run/guard.py)
 LEAVES = 5.0  # seconds after gang.grace until a guard has killed the remaining processes
+# Environment of a single process. With port 0 the system chooses a free port. One that was tested before could be in
+# use by then.
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 REPLACED = ("base", "data", "export")  # folders that are replaced as a whole
 
 Owned = Callable[[Run], AbstractContextManager[None]]
@@ -70,7 +74,9 @@ def start(
     A command with `imports` uses no GPU; that function imports the modules that all its ranks need.
     """
     owned = partial(own, key=writes) if writes else contextlib.nullcontext
-    options = _arguments()
+    module = sys.modules["__main__"]
+    name = module.__spec__.name
+    options = parser_of_run(name, module.__doc__, "layout.tp=2 or train.steps=10").parse_args()
     _die_with_agent()
     with faults_in_one_line():
         run = load(options.conf, options.overrides)
@@ -81,19 +87,15 @@ def start(
             may_write(run)
         if alone and "GANG_ATTEMPT" in os.environ:
             _be_rank(main, check, run, owned, may_write, trains=False)
-        elif alone:
-            with owned(run):
-                run = check(run) or run
-                _take_gpus(run, gpus)
-                main(run)
-        elif "RANK" in os.environ:
+        elif "RANK" in os.environ and not alone:
             _check_world(run)
             _be_rank(main, check, run, owned, may_write, trains=True)
-        elif run.world == 1:
+        elif alone or run.world == 1:
             with owned(run):
                 run = check(run) or run
                 _take_gpus(run, gpus)
-                os.environ.update(_environment(run) | _alone())
+                if not alone:
+                    os.environ.update(_environment(run) | ALONE)
                 main(run)
         else:
             if run.layout.nodes > 1:
@@ -104,7 +106,7 @@ def start(
                 run = check(run) or run
                 if not imports:
                     _take_gpus(run, gpus)
-                    sys.exit(_torchrun(run, sys.modules["__main__"].__spec__.name))
+                    sys.exit(_torchrun(run, name))
                 code = _forks(main, run, imports)
             _leave(code)
 
@@ -181,11 +183,6 @@ def faults_in_one_line():
         sys.exit(2)
 
 
-def _arguments() -> argparse.Namespace:
-    module = sys.modules["__main__"]
-    return parser_of_run(module.__spec__.name, module.__doc__, "layout.tp=2 or train.steps=10").parse_args()
-
-
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:
     """The parser of a command, with the docstring of its module as the description."""
     return argparse.ArgumentParser(
@@ -225,15 +222,6 @@ def _check_world(run: Run) -> None:
             f"torchrun started {world} processes, but layout.nodes {run.layout.nodes} x "
             f"layout.gpus_per_node {run.layout.gpus_per_node} is {run.world}"
         )
-
-
-def _alone() -> dict[str, str]:
-    """Environment of a single process.
-
-    With port 0 the system chooses a free port; one that was tested before could be in use by then.
-    """
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def _environment(run: Run) -> dict[str, str]:

@@ -71,16 +71,12 @@ def _watch(ranks: list[ForkProcess]) -> int:
             rank.join(0)
         codes = [rank.exitcode for rank in ranks]  # read once: a rank may fail between two reads
         if any(codes):
-            _report_killed(ranks)
+            for number, code in enumerate(codes):
+                if code == -signal.SIGKILL:
+                    print(f"rank {number} was killed, probably by the kernel because memory ran out", file=sys.stderr)
             return _end(ranks)
         running = [rank for rank, code in zip(ranks, codes, strict=True) if code is None]
     return 0
-
-
-def _report_killed(ranks: list[ForkProcess]) -> None:
-    for number, rank in enumerate(ranks):
-        if rank.exitcode == -signal.SIGKILL:
-            print(f"rank {number} was killed, probably by the kernel because memory ran out", file=sys.stderr)
 
 
 def _end(ranks: list[ForkProcess]) -> int:

@@ -50,15 +50,12 @@ def step(number: int) -> None:
 
 def over() -> None:
     """Note that this rank has finished its work."""
-    if signs_of_life.FOLDER in os.environ:
-        phase(signs_of_life.OVER)
-        _write()
+    phase(signs_of_life.OVER)
+    _write()
 
 
 def failed(error: BaseException) -> None:
     """Write the error that ends this rank."""
-    if signs_of_life.FOLDER not in os.environ:
-        return
     lines = traceback.format_exception(error)
     content = {"rank": signs.get("rank"), "step": signs["step"], "lines": "".join(lines).splitlines()[-30:]}
     with contextlib.suppress(OSError):
@@ -119,8 +116,9 @@ def _beat() -> None:
 
 
 def _write() -> None:
-    _put(signs_of_life.sign(signs["rank"]), signs | {"at": time.monotonic()})
+    _put(signs_of_life.sign(signs.get("rank", 0)), signs | {"at": time.monotonic()})
 
 
 def _put(name: str, content: dict[str, Any]) -> None:
-    write_atomically(Path(os.environ[signs_of_life.FOLDER]) / name, json.dumps(content), durable=False)
+    if folder := os.environ.get(signs_of_life.FOLDER):
+        write_atomically(Path(folder) / name, json.dumps(content), durable=False)

@@ -19,16 +19,15 @@ import pickle
 import resource
 import signal
 import socket
-import struct
 import threading
 import time
 import warnings
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from contract.amounts import size
 
-HEADER = struct.Struct("Q")
 LENGTH, TIMES = 2**18, 16
 WAITS = 12.0  # limit of the elapsed time, as a multiple of the CPU time: on a busy host a worker waits for its core
 
@@ -45,7 +44,7 @@ class LimitedCalls:
         self.lock = threading.Lock()
         self.owner = 0  # pid of the process that forked the keeper; a fork of that process needs a keeper too
         self.keeper: socket.socket
-        self.worker: socket.socket
+        self.worker: Connection
         self.pid = 0
 
     def start(self) -> None:
@@ -73,12 +72,12 @@ class LimitedCalls:
         self.start()
         with self.lock:
             try:
-                self.worker.settimeout(WAITS * self.seconds)
-                _send(self.worker, pickle.dumps(request))
-                succeeded, result = marshal.loads(_receive(self.worker))
-            except (OSError, EOFError) as error:
-                if isinstance(error, TimeoutError):
+                self.worker.send_bytes(pickle.dumps(request))
+                if not self.worker.poll(WAITS * self.seconds):
                     os.kill(self.pid, signal.SIGKILL)
+                    raise TimeoutError
+                succeeded, result = marshal.loads(self.worker.recv_bytes())
+            except (OSError, EOFError):
                 raise Exceeded(self._reason(self._next())) from None
         if succeeded:
             return result
@@ -90,7 +89,7 @@ class LimitedCalls:
         message, descriptors, *_ = socket.recv_fds(self.keeper, 64, 1)
         if hasattr(self, "worker"):
             self.worker.close()
-        self.worker = socket.socket(fileno=descriptors[0])
+        self.worker = Connection(descriptors[0])
         self.pid, ended = map(int, message.split())
         return ended
 
@@ -111,7 +110,7 @@ def _keep(control: socket.socket, work: Callable[[Any], Any], seconds: int, memo
             if not pid:
                 control.close()
                 caller_end.close()
-                _serve(worker_end, work, seconds, memory)
+                _serve(Connection(worker_end.detach()), work, seconds, memory)
                 os._exit(0)
             worker_end.close()
             socket.send_fds(control, [f"{pid} {ended}".encode()], [caller_end.fileno()])
@@ -132,7 +131,7 @@ def _close_files(control: int) -> None:
     os.closerange(control + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
-def _serve(calls: socket.socket, work: Callable[[Any], Any], seconds: int, memory: int) -> None:
+def _serve(calls: Connection, work: Callable[[Any], Any], seconds: int, memory: int) -> None:
     """Answer calls until the caller closes the socket."""
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
@@ -140,7 +139,7 @@ def _serve(calls: socket.socket, work: Callable[[Any], Any], seconds: int, memor
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while True:
         try:
-            request = _receive(calls)
+            request = calls.recv_bytes()
         except EOFError:
             return
         limit = math.ceil(time.process_time()) + seconds
@@ -151,26 +150,4 @@ def _serve(calls: socket.socket, work: Callable[[Any], Any], seconds: int, memor
                 answer = marshal.dumps((False, f"writes {size(len(answer))} for a request of {size(len(request))}"))
         except MemoryError:
             answer = marshal.dumps((False, f"takes more than {size(memory)} of memory"))
-        _send(calls, answer)
-
-
-def _send(to: socket.socket, message: bytes) -> None:
-    to.sendall(HEADER.pack(len(message)) + message)
-
-
-def _receive(source: socket.socket) -> bytes:
-    (length,) = HEADER.unpack(_exactly(source, HEADER.size))
-    return _exactly(source, length)
-
-
-def _exactly(source: socket.socket, length: int) -> bytes:
-    first = source.recv(length, socket.MSG_WAITALL) if length else b""
-    if len(first) == length:
-        return first
-    parts, missing = [first], length - len(first)
-    while missing:
-        if not (part := source.recv(missing)):
-            raise EOFError
-        parts.append(part)
-        missing -= len(part)
-    return b"".join(parts)
+        calls.send_bytes(answer)

@@ -40,19 +40,16 @@ class Rendezvous(StaticTCPRendezvous):
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        store = self._first() if self.rank == 0 else self._other()
+        address = (self.master_addr, self.master_port)
+        if self.rank == 0:
+            store = store_address.listen(HOST, timeout=self.timeout, wait_for_workers=False)
+            if self.world_size > 1:
+                relay.admit(address, self.key, store.port)
+        else:
+            port = relay.reach(address, self.key, WITHIN)
+            store = TCPStore(HOST, port, is_master=False, timeout=self.timeout)
         prefixed = PrefixStore(self.run_id, store)
         return RendezvousInfo(prefixed, self.rank, self.world_size, RendezvousStoreInfo(HOST, store.port))
-
-    def _first(self) -> TCPStore:
-        store = store_address.listen(HOST, timeout=self.timeout, wait_for_workers=False)
-        if self.world_size > 1:
-            relay.admit((self.master_addr, self.master_port), self.key, store.port)
-        return store
-
-    def _other(self) -> TCPStore:
-        port = relay.reach((self.master_addr, self.master_port), self.key, WITHIN)
-        return TCPStore(HOST, port, is_master=False, timeout=self.timeout)
 
 
 def create(parameters: RendezvousParameters) -> Rendezvous:

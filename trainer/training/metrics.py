@@ -154,9 +154,8 @@ class Metrics(Callback):
             raise Fault(f"step {step}: gradients overflow in fp16 at a loss scale of 1; train.precision=bf16")
 
     def _scaling(self, context) -> dict[str, float]:
-        if self.run.train.precision != "fp16":
-            return {}
-        return {"loss_scale": context.optimizer.get_loss_scale().item()} | self.skips()
+        skips = self.skips()
+        return {"loss_scale": context.optimizer.get_loss_scale().item()} | skips if skips else {}
 
     def skips(self) -> dict[str, float]:
         """Counts of fp16: skipped steps so far, and those of them with a loss that was NaN or infinite.

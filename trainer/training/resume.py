@@ -149,7 +149,7 @@ def _tokens(run: Run) -> str:
     """Digest of the token files that training reads. The .jsonl files of the same folder are for people only."""
     files = prepared.load(prepared.folder(run)).files
     blended = blend.FILE in files  # its .bin/.idx hold every split
-    read = {name: entry["sha256"] for name, entry in files.items() if blended or name.startswith("training.")}
+    read = {name: state.sha256 for name, state in files.items() if blended or name.startswith("training.")}
     if blended:
         read = {name: sha256 for name, sha256 in read.items() if name == blend.FILE or indexed_files.are([Path(name)])}
     read = {name: sha256 for name, sha256 in read.items() if ".jsonl" not in name} or read

@@ -84,12 +84,8 @@ def as_sft(run: Run) -> Run:
     """The run with objective sft and the same number of sequences, for artificial rows of one answer."""
     train, more = run.train, sequences(run.train)
     keys = {key: Train.model_fields[key].default for name in OBJECTIVES for key in named(name).keys}
-    keys |= {
-        "objective": OBJECTIVES[0],
-        "global_batch": more * train.global_batch,
-        "micro_batch": more * train.micro_batch,
-    }
-    return run.changed(train=keys)
+    batches = {"global_batch": more * train.global_batch, "micro_batch": more * train.micro_batch}
+    return run.changed(train={**keys, **batches, "objective": OBJECTIVES[0]})
 
 
 def kind_of(shape: str) -> str:
@@ -119,12 +115,10 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         for key in named(objective).keys:
             if train.objective != objective and getattr(train, key) != Train.model_fields[key].default:
                 yield f"train.{key}", f"has no effect with train.objective {train.objective}"
-    if of(run).next_token:
-        yield from of(run).problems(run)
-        return
-    if train.z_loss:
+    next_token = of(run).next_token
+    if train.z_loss and not next_token:
         yield "train.z_loss", f"{train.z_loss:g}, but train.objective {train.objective} has no z loss: 0"
-    if train.batch_ramp:
+    if train.batch_ramp and not next_token:
         yield "train.ramp_from", f"{train.ramp_from} is for texts, but {train.objective} reads rows; null"
     yield from of(run).problems(run)
 

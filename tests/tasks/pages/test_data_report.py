@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from tasks.pages import data_report, markdown
-from tasks.tracking import data_plots
+from tasks.tracking import report_plots
 
 NASTY = "a|b `code` </td><script>x</script> ![i](http://e.vil) \x00\x1b[1m \ud800\n\n# head"
 LENGTHS = {"min": 3, "median": 7, "p95": 20, "max": 31}
@@ -152,7 +152,7 @@ def test_what_does_not_apply_is_left_out():
         *("# some", "## Sources", "## Tokens", "## Template")
     ]
     assert "None" not in page
-    assert data_report.tables(small) == data_plots.figures(small) == {}
+    assert data_report.tables(small) == report_plots.of_data(small) == {}
     assert "packing_efficiency" not in data_report.numbers(small)
 
 
@@ -190,7 +190,7 @@ def test_figures_are_images(name, tmp_path):
     (tmp_path / "report.json").write_text(
         json.dumps(changed(dropped={NASTY[:20] + " $x": {"count": 1, "samples": []}}))
     )
-    image = data_plots.figures(data_plots.read(tmp_path / "report.json"))[name]
+    image = report_plots.of_data(json.loads((tmp_path / "report.json").read_text()))[name]
     assert image.startswith(b"\x89PNG") and struct.unpack(">II", image[16:24]) == (770, 440)
 
 

@@ -1,6 +1,6 @@
-"""tasks/pages/reinforcement_page.py: a reinforcement learning that is under way, for people."""
+"""tasks/pages/learning_pages.py: a reinforcement learning that is under way, for people."""
 
-from tasks.pages import reinforcement_page
+from tasks.pages import learning_pages
 from tasks.tracking import plots
 
 
@@ -19,13 +19,13 @@ SAMPLES = [{"step": 3, "prompt": "the pipe | leaks", "answer": "plumbing", "refe
 
 
 def test_the_line_of_a_reinforcement_learning():
-    said = reinforcement_page.headline(LINES, 10, 2)
+    said = learning_pages.reinforcement_headline(LINES, 10, 2)
     assert said == "step 3 of 10, reward 0.500, mismatch 1.5e-07, length 3.2, 0:00:14 left"
-    assert reinforcement_page.headline([], 10, 2) == ""
+    assert learning_pages.reinforcement_headline([], 10, 2) == ""
 
 
 def test_the_page_of_a_reinforcement_learning():
-    text = reinforcement_page.page("quick", LINES, SAMPLES, 10, 2, b"png", {"MLflow": "http://mlflow/#/a?b=c"})
+    text = learning_pages.reinforcement("quick", LINES, SAMPLES, 10, 2, b"png", {"MLflow": "http://mlflow/#/a?b=c"})
     assert "**Step 3 of 10, 0:00:14 left**" in text
     assert "| reward | 0.500 | 0.250 at first, highest 0.750 at step 2 |" in text
     assert "| length | 3.2 tokens | longest 8, 12% cut off |" in text
@@ -37,20 +37,18 @@ def test_the_page_of_a_reinforcement_learning():
 
 def test_answers_that_are_made_beside_training_are_no_part_of_a_steps_seconds():
     lines = [line | {"seconds_wait": 0.125, "seconds_reward": 0.1, "version_lag": 1.0} for line in LINES]
-    text = reinforcement_page.page("quick", lines, SAMPLES, 10, 2, None, {})
+    text = learning_pages.reinforcement("quick", lines, SAMPLES, 10, 2, None, {})
     assert "| version lag | 1 | steps since the weights that generated the answers |" in text
     assert "| answers, during training | 0.6 | generate 0.5, reward 0.1 |" in text
     assert "| seconds | 0.375 | wait 0.12, train 0.25 |" in text
 
 
 def test_one_picture_has_rewards_mismatch_and_length():
-    assert (plots.together(LINES, plots.OF_REINFORCEMENT) or b"").startswith(b"\x89PNG")
+    assert (plots.together(LINES, plots.TOGETHER["reinforcement"]) or b"").startswith(b"\x89PNG")
 
 
 def test_steps_are_whole_numbers_below_a_figure():
     """Twenty steps had marks at 2.5 and 7.5."""
     _, axes = plots.canvas("Reward", "step", "")
-    plots.draw(
-        axes, [{"kind": "reinforce", "step": n, "reward": n / 20} for n in range(1, 21)], plots.FIGURES["reward"][2]
-    )
+    plots.draw(axes, [{"kind": "reinforce", "step": n, "reward": n / 20} for n in range(1, 21)], "reward")
     assert all(place == int(place) for place in axes.get_xticks())

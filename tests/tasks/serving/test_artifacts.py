@@ -7,7 +7,7 @@ import pytest
 from contract.faults import Fault
 from contract.served_model import ServedModel
 from tasks.serving import artifacts
-from tasks.serving.named import Named
+from tasks.serving.artifacts import Named
 from tasks.store import open_store
 from tests.support.exports import evaluated, exported
 

@@ -14,7 +14,7 @@ from flows.pipeline import PIPELINE
 from tasks.run.artifact import Artifact, Stage
 from tasks.stages import convert, plan, prepare, train
 from tasks.store.folder import File
-from tasks.tracking import plan_plots
+from tasks.tracking import report_plots
 from tests.support import s3_server, stand_in_hub
 from tests.support.small_model import write_shard
 
@@ -74,7 +74,7 @@ def test_of_a_folder_and_of_s3(folder, s3_url, monkeypatch):
     client.upload_file(str(folder / "config.json"), bucket, "glm/config.json")
     client.close()
     assert plan.settle(of(f"s3://{bucket}/glm")).fits
-    with pytest.raises(Fault, match=rf"^s3://{bucket}/other: has no config.json"):
+    with pytest.raises(Fault, match=rf"^s3://{bucket}/other: contains no objects; check the bucket and the prefix"):
         plan.settle(of(f"s3://{bucket}/other"))
 
 
@@ -257,9 +257,9 @@ def test_its_figure(overrides):
     planned = plan.settle(
         load("glm47-b200", ["model.source=tiny://glm4-moe", "layout.pp=4", "layout.ep=8", *overrides])
     )
-    (image,) = plan_plots.figures(json.loads(json.dumps(display.as_dict(planned)))).values()
+    (image,) = report_plots.of_plan(json.loads(json.dumps(display.as_dict(planned)))).values()
     assert image.startswith(b"\x89PNG") and len(image) > 10_000
-    assert plan_plots.figures({"stages": []}) == {}
+    assert report_plots.of_plan({"stages": []}) == {}
 
 
 def test_its_page_says_what_the_terminal_says():

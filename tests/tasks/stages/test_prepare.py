@@ -13,8 +13,8 @@ from tasks.run import artifact
 from tasks.run.artifact import Stage, Work
 from tasks.run.outcomes import Outcomes
 from tasks.run.progress import newest
-from tasks.run.stage_run import StageRun
-from tasks.run.steps import Request
+from tasks.run.session import StageRun
+from tasks.run.steps import Request, Step
 from tasks.stages import prepare
 from tasks.store import open_store
 
@@ -159,8 +159,9 @@ def stage_run(files):
     def begin(*overrides: str) -> tuple[StageRun, artifact.Artifact, Work]:
         run = load("tiny", overrides)
         asked, store = Request({"prepare": prepare.stage(run, MODEL)}, {}), open_store(str(files / "store"))
-        parts = SimpleNamespace(folder=files, tracking=None, outcomes=None, ending=None)
-        begun = StageRun("prepare", run, asked, store, **vars(parts))
+        session = SimpleNamespace(run=run, request=asked, store=store, folder=files)
+        session.tracking = session.outcomes = session.ending = None
+        begun = StageRun(session, Step("prepare", prepare))  # type: ignore
         made = artifact.get_or_make(MODEL, store, fill, files / "work", lambda _: None, {"flow": "toy"})
         return begun, made, Work(files / "work/prepare", None, lambda _: None)  # type: ignore
 

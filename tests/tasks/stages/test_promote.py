@@ -67,7 +67,7 @@ class Toy:
     said: list = field(default_factory=list)
 
     def get_or_make(self, make, valid):
-        """tasks/run/stage_run.py's, less Prefect and tracking."""
+        """tasks/run/session.py's, less Prefect and tracking."""
         found = artifact.find(self.asked, self.store)
         make_again = isinstance(found, artifact.Artifact) and not valid(found)
         return artifact.get_or_make(

@@ -11,8 +11,7 @@ from conf.load import load
 from conf.schema.run import Run
 from contract.faults import Fault
 from tests.support import small_model
-from trainer.data import blend, preparation, prepared
-from trainer.data.write import indexed
+from trainer.data import blend, indexed, preparation, prepared
 
 END = 0
 

@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 
+from trainer.data import indexed
 from trainer.data.tokens import tokenizer
-from trainer.data.write import indexed
 
 
 def compared(result) -> dict:

@@ -18,7 +18,7 @@ import math
 from typing import Any
 
 from trainer.data.read.lines import SURROGATE
-from trainer.data.rows import Bad, show
+from trainer.data.rows import Bad, Refused, show
 
 Message = dict[str, Any]
 SYSTEM = ("system", "developer")
@@ -28,14 +28,6 @@ ROLES |= {"function_call": "assistant", "tool_call": "assistant"}
 ROLES |= {"function": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool"}
 CALLS = ("function_call", "tool_call")  # roles whose content is the call
 KEPT = ("name", "tool_call_id", "reasoning_content", "thinking")  # further texts that templates use
-
-
-class Unfit(Exception):
-    """A value that cannot be used in a row."""
-
-    def __init__(self, bad: Bad):
-        super().__init__(bad)
-        self.bad = bad
 
 
 def looks_like(value: object, sharegpt: bool) -> bool:
@@ -51,20 +43,20 @@ def read(value: object, field: str) -> list[Message]:
     if isinstance(value, str):
         value = _parsed(value)
     if not isinstance(value, list):
-        raise Unfit(Bad("not a list of messages", field, show(value)))
+        raise Refused(Bad("not a list of messages", field, show(value)))
     if not value:
-        raise Unfit(Bad("no messages", field, "[]"))
+        raise Refused(Bad("no messages", field, "[]"))
     return [_message(message, f"{field}[{number}]") for number, message in enumerate(value)]
 
 
 def _message(value: object, field: str) -> Message:
     if not isinstance(value, dict):
-        raise Unfit(Bad("message is not an object", field, show(value)))
+        raise Refused(Bad("message is not an object", field, show(value)))
     names = ("from", "value") if "from" in value and "role" not in value else ("role", "content")
     sender, content = value.get(names[0]), value.get(names[1])
     role = ROLES.get(sender.lower()) if isinstance(sender, str) else None
     if role is None:
-        raise Unfit(Bad("unknown role", f"{field}.{names[0]}", show(sender)))
+        raise Refused(Bad("unknown role", f"{field}.{names[0]}", show(sender)))
     if sender.lower() in CALLS:
         return {"role": role, "content": "", "tool_calls": _calls(_json(content, field), f"{field}.{names[1]}")}
     message: Message = {"role": role, "content": _content(content, f"{field}.{names[1]}")}
@@ -81,7 +73,7 @@ def _content(value: object, field: str) -> str:
         parts = []
         for number, part in enumerate(value):
             if not isinstance(part, dict) or part.get("type") != "text":
-                raise Unfit(Bad("not text", f"{field}[{number}]", show(part)))
+                raise Refused(Bad("not text", f"{field}[{number}]", show(part)))
             parts.append(text(part.get("text"), f"{field}[{number}].text", ""))
         return "".join(parts)
     return "" if value is None else text(value, field, "")
@@ -90,18 +82,18 @@ def _content(value: object, field: str) -> str:
 def _calls(value: object, field: str) -> list[dict[str, Any]]:
     calls = [value] if isinstance(value, dict) else value
     if not isinstance(calls, list):
-        raise Unfit(Bad("tool calls are not a list of objects", field, show(value)))
+        raise Refused(Bad("tool calls are not a list of objects", field, show(value)))
     return [_call(call, f"{field}[{number}]") for number, call in enumerate(calls)]
 
 
 def _call(value: object, field: str) -> dict[str, Any]:
     inner = value.get("function", value) if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
-        raise Unfit(Bad("tool call without a name", field, show(value)))
+        raise Refused(Bad("tool call without a name", field, show(value)))
     arguments = inner.get("arguments", inner.get("parameters"))
     arguments = _json(arguments, field) if arguments not in (None, "") else {}
     if not isinstance(arguments, dict):
-        raise Unfit(Bad("arguments of a tool call are not an object", f"{field}.arguments", show(arguments)))
+        raise Refused(Bad("arguments of a tool call are not an object", f"{field}.arguments", show(arguments)))
     call = {"type": "function", "function": {"name": inner["name"], "arguments": arguments}}
     return clean(call | ({"id": value["id"]} if isinstance(value.get("id"), str) else {}), field)
 
@@ -109,7 +101,7 @@ def _call(value: object, field: str) -> dict[str, Any]:
 def tools(value: object, field: str) -> list[dict[str, Any]]:
     parsed = _json(value, field)
     if not isinstance(parsed, list) or not all(isinstance(tool, dict) for tool in parsed):
-        raise Unfit(Bad("tools are not a list of objects", field, show(value)))
+        raise Refused(Bad("tools are not a list of objects", field, show(value)))
     return clean(parsed, field)
 
 
@@ -119,18 +111,18 @@ def check(messages: list[Message], field: str) -> None:
         del messages[0]  # some data sets have an empty system prompt in every row
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
-        raise Unfit(Bad("no answer", field, ", ".join(message["role"] for message in messages)))
+        raise Refused(Bad("no answer", field, ", ".join(message["role"] for message in messages)))
     before: Message | None = None
     for number, message in enumerate(messages):
         role, place = message["role"], f"{field}[{number}]"
         if not _follows(message, before, number):
             after = f"after {before['role']}" if before else "first"
-            raise Unfit(Bad("wrong role order", f"{place}.role", f"{role} {after}"))
+            raise Refused(Bad("wrong role order", f"{place}.role", f"{role} {after}"))
         if not message["content"].strip() and role != "tool" and not message.get("tool_calls"):
-            raise Unfit(Bad("empty answer" if role == "assistant" else "empty", f"{place}.content", show("")))
+            raise Refused(Bad("empty answer" if role == "assistant" else "empty", f"{place}.content", show("")))
         before = message
     if before and before["role"] != "assistant":
-        raise Unfit(Bad("does not end with an answer", f"{field}[{len(messages) - 1}].role", before["role"]))
+        raise Refused(Bad("does not end with an answer", f"{field}[{len(messages) - 1}].role", before["role"]))
 
 
 def _follows(message: Message, before: Message | None, number: int) -> bool:
@@ -147,11 +139,11 @@ def _follows(message: Message, before: Message | None, number: int) -> bool:
 def text(value: object, field: str, empty: str) -> str:
     """Return the value if it is a string that can be written. Refuse an empty one if `empty` gives a reason."""
     if not isinstance(value, str):
-        raise Unfit(Bad("not text", field, show(value)))
+        raise Refused(Bad("not text", field, show(value)))
     if not value.isascii() and SURROGATE.search(value):
-        raise Unfit(Bad("half of a surrogate pair", field, ascii(value[:60])))
+        raise Refused(Bad("half of a surrogate pair", field, ascii(value[:60])))
     if empty and not value.strip():
-        raise Unfit(Bad(empty, field, show(value)))
+        raise Refused(Bad(empty, field, show(value)))
     return value
 
 
@@ -169,22 +161,20 @@ def _json(value: Any, field: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise Unfit(Bad("not JSON", field, str(error))) from None
+        raise Refused(Bad("not JSON", field, str(error))) from None
 
 
 def clean(value: Any, field: str, depth: int = 0) -> Any:
     """Return the value without nulls in objects. Refuse values that JSON cannot represent."""
+    if depth >= 64 and isinstance(value, dict | list):
+        raise Refused(Bad("not JSON", field[:60], "more than 64 levels deep"))
     if isinstance(value, dict):
         pairs = ((text(key, field, ""), inner) for key, inner in value.items() if inner is not None)
-        return {key: clean(inner, f"{field}.{key}", depth + 1) for key, inner in pairs} if depth < 64 else _deep(field)
+        return {key: clean(inner, f"{field}.{key}", depth + 1) for key, inner in pairs}
     if isinstance(value, list):
-        return [clean(inner, field, depth + 1) for inner in value] if depth < 64 else _deep(field)
+        return [clean(inner, field, depth + 1) for inner in value]
     if isinstance(value, str):
         return text(value, field, "")
     if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    raise Unfit(Bad("not JSON", field, f"a {type(value).__name__}"))
-
-
-def _deep(field: str) -> Any:
-    raise Unfit(Bad("not JSON", field[:60], "more than 64 levels deep"))
+    raise Refused(Bad("not JSON", field, f"a {type(value).__name__}"))

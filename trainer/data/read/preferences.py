@@ -13,8 +13,8 @@ from itertools import takewhile
 from typing import Any
 
 from trainer.data.read import messages as conversations
-from trainer.data.read.messages import Message, Unfit
-from trainer.data.rows import Bad, Row, show
+from trainer.data.read.messages import Message, looks_like
+from trainer.data.rows import Bad, Refused, Row, show
 
 SIDES = ("chosen", "rejected")
 PROMPTS = ("prompt", "question", "instruction", "query", "input")
@@ -24,32 +24,28 @@ ROLES = {"Human": "user", "Assistant": "assistant"}
 
 def fits(chosen: object, rejected: object) -> bool:
     """Whether these can be two answers."""
-    both = (chosen, rejected)
-    return all(isinstance(answer, str) for answer in both) or all(_is_conversation(answer) for answer in both)
+    both = [_listed(answer) for answer in (chosen, rejected)]
+    return all(isinstance(answer, str) for answer in both) or all(looks_like(answer, False) for answer in both)
 
 
 def pair(prompt: Any, chosen: Any, rejected: Any, system: str) -> Row:
     """Return the canonical row. `prompt` is None if the answers contain it."""
     chosen, rejected = _listed(chosen), _listed(rejected)
-    if isinstance(chosen, str) and isinstance(rejected, str) and not conversations.looks_like(chosen, False):
+    if isinstance(chosen, str) and isinstance(rejected, str) and not looks_like(chosen, False):
         rows = _of_texts(prompt, chosen, rejected, system)
     else:
         rows = [_conversation(prompt, chosen, "chosen", system), _conversation(prompt, rejected, "rejected", system)]
     if rows[0] == rows[1]:
-        raise Unfit(Bad("both answers are equal", "rejected", show(rejected)))
+        raise Refused(Bad("both answers are equal", "rejected", show(rejected)))
     if "messages" in rows[0] and rows[0]["messages"][:-1] != rows[1]["messages"][:-1]:
-        raise Unfit(Bad("answers to different prompts", "rejected", "conversations differ before their last message"))
+        raise Refused(Bad("answers to different prompts", "rejected", "conversations differ before their last message"))
     return dict(zip(SIDES, rows, strict=True))
 
 
 def opens(prompt: Any) -> bool:
     """Whether the value is a conversation that ends with a user's message, so answers can follow it."""
-    turns = conversations.read(prompt, "prompt") if conversations.looks_like(prompt, False) else []
+    turns = conversations.read(prompt, "prompt") if looks_like(prompt, False) else []
     return bool(turns) and turns[-1]["role"] == "user"
-
-
-def _is_conversation(value: object) -> bool:
-    return conversations.looks_like(_listed(value), False)
 
 
 def _listed(answer: Any) -> Any:
@@ -65,7 +61,7 @@ def _of_texts(prompt: Any, chosen: str, rejected: str, system: str) -> list[Row]
     answers = [
         conversations.text(text, side, "empty answer") for text, side in zip((chosen, rejected), SIDES, strict=True)
     ]
-    if conversations.looks_like(prompt, False):
+    if looks_like(prompt, False):
         before = conversations.read(prompt, "prompt")
         return [_checked([*before, _new_message("assistant", answer)], "prompt") for answer in answers]
     question = conversations.text(prompt, "prompt", "empty")
@@ -88,7 +84,7 @@ def _conversation(prompt: Any, answer: Any, side: str, system: str) -> Row:
 
 
 def _question(prompt: Any) -> list[Message]:
-    if conversations.looks_like(prompt, False):
+    if looks_like(prompt, False):
         return conversations.read(prompt, "prompt")
     return [_new_message("user", conversations.text(prompt, "prompt", "empty"))]
 
@@ -114,5 +110,5 @@ def _split(chosen: str, rejected: str) -> tuple[str, str, str]:
     if not prompt.endswith((" ", "\n")):
         prompt = prompt[: max(prompt.rfind(" "), prompt.rfind("\n")) + 1]
     if not prompt.strip():
-        raise Unfit(Bad("no prompt", "chosen", "the answers have no common beginning, and no column prompt exists"))
+        raise Refused(Bad("no prompt", "chosen", "the answers have no common beginning, and no column prompt exists"))
     return prompt, chosen[len(prompt) :], rejected[len(prompt) :]

@@ -12,6 +12,7 @@ Other columns are ignored, and the reason lists them.
     text       text or content
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,27 +21,22 @@ from conf.schema.data import Part
 from contract.faults import Fault
 from trainer.data.read import messages as conversations
 from trainer.data.read import preferences
-from trainer.data.rows import Bad, Row
+from trainer.data.rows import Bad, Refused, Row
 
 Kind = Literal["pairs", "messages", "text", "preference"]
-PAIRS = (
-    ("input", "output"),
-    ("prompt", "response"),
-    ("prompt", "completion"),
-    ("prompt", "answer"),
-    ("question", "answer"),
-    ("question", "response"),
-    ("query", "response"),
-    ("problem", "solution"),
-    ("source", "target"),
-    ("instruction", "output"),
-    ("instruction", "response"),
-)
+PAIRS = {  # answers, by the column of their prompt
+    "input": ("output",),
+    "prompt": ("response", "completion", "answer"),
+    "question": ("answer", "response"),
+    "query": ("response",),
+    "problem": ("solution",),
+    "source": ("target",),
+    "instruction": ("output", "response"),
+}
+INPUTS, OUTPUTS = tuple(PAIRS), tuple(dict.fromkeys(itertools.chain(*PAIRS.values())))
 MESSAGES = ("messages", "conversation", "conversations")
-ANSWERS = ("response", "completion", "answer", "reward_model.ground_truth")  # of a prompt that is a list of messages
+ANSWERS = (*PAIRS["prompt"], "reward_model.ground_truth")  # of a prompt that is a list of messages
 TEXTS = ("text", "content")
-OUTPUTS = ("output", "response", "completion", "answer", "solution", "target")
-INPUTS = ("input", "prompt", "question", "query", "problem", "source", "instruction")
 NONE = object()
 
 
@@ -61,14 +57,13 @@ class Shape:
             if self.kind == "preference":
                 return _preference(raw, self.columns)
             return _conversation(raw, self.columns)
-        except conversations.Unfit as error:
+        except Refused as error:
             bad = error.bad
             return Bad(bad.reason, _printable(bad.field), _printable(bad.shown))
 
 
-def detect(part: Part, first: Sequence[Row], place: str) -> Shape:
-    rows = [row for row in first if isinstance(row, dict)]
-    names = list(dict.fromkeys(name for row in rows for name in row))
+def detect(part: Part, rows: Sequence[Row], place: str) -> Shape:
+    names = list(dict.fromkeys(itertools.chain(*rows)))
     if not names:
         raise Fault(f"{place}: no columns: its first rows are empty")
     configured = {key: getattr(part, key) for key in ("input", "output", "messages", "tools", "system", "text")}
@@ -90,18 +85,13 @@ def detect(part: Part, first: Sequence[Row], place: str) -> Shape:
             reason += f", and data.shape is {part.shape}"
     if "chosen" in columns:
         columns = _with_prompt(columns, names)
-    elif "messages" in columns or columns.keys() & {"tools", "system"}:
-        for key, name in (("tools", "tools"), ("system", "system")):
-            if key not in columns and name in names:
-                columns[key] = name
+    elif columns.keys() & {"messages", "tools", "system"}:
+        columns |= {name: name for name in ("tools", "system") if name in names and name not in columns}
     kind = _kind(columns)
     if part.shape not in ("auto", kind, "sharegpt") or (part.shape == "sharegpt" and kind != "messages"):
         raise Fault(f"{place}: data.shape is {part.shape}, but {_described(columns)} makes {kind}")
-    unused = [
-        name
-        for name in names
-        if name not in {column.split(".")[0] for column in columns.values()} | set(columns.values())
-    ]
+    used = {*columns.values(), *(column.split(".")[0] for column in columns.values())}
+    unused = [name for name in names if name not in used]
     ignored = f"; not used: {', '.join(unused)}" if unused else ""
     return Shape(kind, f"{_described(columns)}: {reason}{ignored}", columns)
 
@@ -128,7 +118,7 @@ def _described(columns: dict[str, str]) -> str:
     return ", ".join(f"{column} -> {key}" for key, column in columns.items())
 
 
-def _completed(configured: dict[str, str], rows: list[Row], names: list[str], place: str) -> dict[str, str]:
+def _completed(configured: dict[str, str], rows: Sequence[Row], names: list[str], place: str) -> dict[str, str]:
     """Complete the configured columns if only one column can be the missing half of a pair."""
     kinds = [keys for keys in ({"text"}, {"messages"}, {"input"}) if keys & configured.keys()]
     if len(kinds) > 1 or ("text" in configured and len(configured) > 1):
@@ -149,7 +139,7 @@ def _completed(configured: dict[str, str], rows: list[Row], names: list[str], pl
     return {key: configured[key] for key in ("input", "output", "tools", "system") if key in configured}
 
 
-def _readings(rows: list[Row], shape: str) -> list[dict[str, str]]:
+def _readings(rows: Sequence[Row], shape: str) -> list[dict[str, str]]:
     named = [reading for reading in _by_name() if all(_has(rows, column) for column in reading.values())]
     named = [_with_context(reading, rows) for reading in named if _allowed(reading, shape)]
     if any("context" in reading or reading.get("input") == "instruction" for reading in named):
@@ -165,7 +155,7 @@ def _readings(rows: list[Row], shape: str) -> list[dict[str, str]]:
 def _by_name() -> list[dict[str, str]]:
     readings = [{"messages": name} for name in MESSAGES]
     readings += [{"messages": "prompt", "output": name} for name in ANSWERS]
-    readings += [{"input": question, "output": answer} for question, answer in PAIRS]
+    readings += [{"input": question, "output": answer} for question, answers in PAIRS.items() for answer in answers]
     readings.append({side: side for side in preferences.SIDES})
     return readings + [{"text": name} for name in TEXTS]
 
@@ -174,14 +164,14 @@ def _allowed(reading: dict[str, str], shape: str) -> bool:
     return shape == "auto" or _kind(reading) == ("messages" if shape == "sharegpt" else shape)
 
 
-def _with_context(reading: dict[str, str], rows: list[Row]) -> dict[str, str]:
+def _with_context(reading: dict[str, str], rows: Sequence[Row]) -> dict[str, str]:
     """Add Alpaca's optional input, which is appended to the instruction."""
     if reading.get("input") == "instruction" and _has(rows, "input"):
         return {"input": "instruction", "context": "input", "output": reading["output"]}
     return reading
 
 
-def _has(rows: list[Row], column: str) -> bool:
+def _has(rows: Sequence[Row], column: str) -> bool:
     return any(_find(row, column) is not NONE for row in rows)
 
 
@@ -200,7 +190,7 @@ def _fits(reading: dict[str, str], row: Row, shape: str) -> bool:
     return True
 
 
-def _only(readings: list[dict[str, str]], rows: list[Row], names: list[str], place: str) -> dict[str, str]:
+def _only(readings: list[dict[str, str]], rows: Sequence[Row], names: list[str], place: str) -> dict[str, str]:
     if len(readings) == 1:
         return dict(readings[0])
     advice = "Set data.input and data.output, data.messages, or data.text, or the kind with data.shape"
@@ -212,7 +202,7 @@ def _only(readings: list[dict[str, str]], rows: list[Row], names: list[str], pla
     raise Fault(f"{place}: no known columns: the columns are {_listed(rows, names)}. {advice}")
 
 
-def _listed(rows: list[Row], names: list[str]) -> str:
+def _listed(rows: Sequence[Row], names: list[str]) -> str:
     """Return the columns, each with the kind of its first value."""
     return ", ".join(
         f"{name} ({_type(next((row[name] for row in rows if row.get(name) is not None), None))})" for name in names
@@ -246,7 +236,7 @@ def _value(row: Row, column: str) -> Any:
     value = _find(row, column)
     if value is NONE:
         names = ", ".join(map(str, row)) or "none"
-        raise conversations.Unfit(Bad("no such column", column, f"the columns are {names}"))
+        raise Refused(Bad("no such column", column, f"the columns are {names}"))
     return value
 
 
@@ -261,22 +251,20 @@ def _pair(row: Row, columns: dict[str, str]) -> Row:
 
 def _with_input(question: str, row: Row, columns: dict[str, str]) -> str:
     """Append Alpaca's input to the question."""
-    context = _find(row, columns["context"]) if "context" in columns else None
-    if context in (None, NONE, ""):
+    context = _optional(row, columns, "context")
+    if context in (None, ""):
         return question
     return question + "\n\n" + conversations.text(context, columns["context"], "")
 
 
 def _preference(row: Row, columns: dict[str, str]) -> Row:
-    prompt = _find(row, columns["input"]) if "input" in columns else None
+    prompt = _optional(row, columns, "input")
     if "messages" in columns and preferences.opens(turns := _find(row, columns["messages"])):
         prompt = turns
     if isinstance(prompt, str):
         prompt = _with_input(prompt, row, columns)
-    system = _find(row, columns["system"]) if "system" in columns else None
-    system = "" if system in (None, NONE) else conversations.text(system, columns["system"], "")
     chosen, rejected = (_value(row, columns[side]) for side in preferences.SIDES)
-    return preferences.pair(None if prompt in (None, NONE) else prompt, chosen, rejected, system)
+    return preferences.pair(prompt, chosen, rejected, _system(row, columns))
 
 
 def _conversation(row: Row, columns: dict[str, str]) -> Row:
@@ -289,14 +277,23 @@ def _conversation(row: Row, columns: dict[str, str]) -> Row:
         pair = _pair(row, columns)
         column = columns["input"]
         turns = [{"role": "user", "content": pair["input"]}, {"role": "assistant", "content": pair["output"]}]
-    system = _find(row, columns["system"]) if "system" in columns else None
-    if system not in (None, NONE, "") and not (turns and turns[0]["role"] in conversations.SYSTEM):
-        content = conversations.text(system, columns["system"], "")
-        turns = [{"role": "system", "content": content}, *turns] if content.strip() else turns
+    if turns[0]["role"] not in conversations.SYSTEM and (system := _system(row, columns)).strip():
+        turns = [{"role": "system", "content": system}, *turns]
     conversations.check(turns, column)
-    tools = _find(row, columns["tools"]) if "tools" in columns else None
-    tools = conversations.tools(tools, columns["tools"]) if tools not in (None, NONE, "") else []
+    tools = _optional(row, columns, "tools")
+    tools = conversations.tools(tools, columns["tools"]) if tools not in (None, "") else []
     return {"messages": turns} | ({"tools": tools} if tools else {})
+
+
+def _system(row: Row, columns: dict[str, str]) -> str:
+    system = _optional(row, columns, "system")
+    return "" if system is None else conversations.text(system, columns["system"], "")
+
+
+def _optional(row: Row, columns: dict[str, str], use: str) -> Any:
+    """Return the value of a column that may be missing; None then."""
+    value = _find(row, columns[use]) if use in columns else None
+    return None if value is NONE else value
 
 
 def _reply(value: Any, column: str) -> list[dict[str, Any]]:

@@ -9,36 +9,30 @@ and the row write one generation prompt differs          a served model gets ano
 from collections.abc import Sequence
 
 from trainer.data.rows import Row
-from trainer.data.tokens.encoded import Encoded
-from trainer.data.tokens.template_text import TemplateText
+from trainer.data.tokens.template_text import Encoded, TemplateText
 
-NAMES = (
-    "special token in a row's text",
-    "answer without an end",
-    "unknown token",
-    "two beginnings of text",
-    "generation prompt differs",
-)
+ENDLESS = "answer without an end"
 
 
 def find(template: TemplateText, encoded: Sequence[Encoded], rows: Sequence[Row]) -> dict[str, list[int]]:
     """Return the indexes of anomalous rows, by anomaly."""
     special, tokenizer = set(template.special.values()), template.tokenizer
     stops = template.kind == "text" or bool(template.stop)
-    unknown, bos = tokenizer.unk_token_id, tokenizer.bos_token_id
+    unknown, bos = (-1 if id is None else id for id in (tokenizer.unk_token_id, tokenizer.bos_token_id))
     numbered = list(enumerate(encoded))
-    indexes = (
-        [i for i, row in enumerate(rows) if any(_names_special(template, text) for text in texts(row))],
-        [] if stops else [i for i, tokens in numbered if _endless(tokens, special)],
-        [] if unknown is None else [i for i, tokens in numbered if (tokens.ids == unknown).any()],
-        [] if bos is None else [i for i, tokens in numbered if tokens.ids[:2].tolist() == [bos, bos]],
-        [i for i, tokens in numbered if tokens.odd],
-    )
-    return dict(zip(NAMES, indexes, strict=True))
+    return {
+        "special token in a row's text": [i for i, row in enumerate(rows) if _has_special(template, row)],
+        ENDLESS: [] if stops else [i for i, tokens in numbered if _endless(tokens, special)],
+        "unknown token": [i for i, tokens in numbered if (tokens.ids == unknown).any()],
+        "two beginnings of text": [i for i, tokens in numbered if tokens.ids[:2].tolist() == [bos, bos]],
+        "generation prompt differs": [i for i, tokens in numbered if tokens.odd],
+    }
 
 
-def _names_special(template: TemplateText, text: str) -> bool:
-    return any(start in text for start in template.special_starts) and bool(template.special_names.search(text))
+def _has_special(template: TemplateText, row: Row) -> bool:
+    """Whether a text of the row names a special token. Most texts lack even the beginnings of such names."""
+    likely = [text for text in texts(row) if any(start in text for start in template.special_starts)]
+    return any(map(template.special_names.search, likely))
 
 
 def _endless(row: Encoded, special: set[int]) -> bool:

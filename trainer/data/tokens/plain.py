@@ -12,8 +12,7 @@ import numpy as np
 
 from trainer.data.rows import Bad, Row
 from trainer.data.tokens import tokenizer as tokenizers
-from trainer.data.tokens.encoded import Encoded
-from trainer.data.tokens.template_text import TemplateText, split
+from trainer.data.tokens.template_text import Encoded, TemplateText, split
 
 
 def prompt(template: TemplateText, row: Row) -> str:
@@ -27,25 +26,22 @@ def answer(template: TemplateText, row: Row) -> str:
 
 
 def encode(template: TemplateText, rows: Sequence[Row]) -> list[Encoded | Bad]:
-    before, after, _ = split(template.text)
-    end = template.end  # the end of text is an id, as in Bridge; any other stop is text
-    space, stop = template.space, "" if template.end else template.stop
-    texts = [before + row["input"].strip(" ") + after for row in rows]
-    texts += [space + row["output"].strip(" ") + stop for row in rows]
+    texts = [prompt(template, row) for row in rows]
+    texts += [answer(template, row) + template.stop_text for row in rows]
     ids = tokenizers.ids(template.tokenizer, texts)
-    return [_join(template, ids[i], ids[i + len(rows)], end) for i in range(len(rows))]
+    return [_join(template, ids[i], ids[i + len(rows)] + template.end) for i in range(len(rows))]
 
 
-def _join(template: TemplateText, prompt: list[int], answer: list[int], end: list[int]) -> Encoded | Bad:
-    limit, length = template.limit, len(prompt) + len(answer) + len(end)
+def _join(template: TemplateText, prompt: list[int], answer: list[int]) -> Encoded | Bad:
+    limit, length = template.limit, len(prompt) + len(answer)
     cut = length - limit.tokens
     if cut > 0:
         if limit.too_long != "truncate":
             return limit.too_long_row(length)
         if cut >= len(prompt):
-            return limit.too_long_answer(len(answer) + len(end))
+            return limit.too_long_answer(len(answer))
         prompt = prompt[:-cut]
-    ids = np.array(prompt + answer + end, dtype=np.int32)
+    ids = np.array(prompt + answer, dtype=np.int32)
     learned = template.counting[ids]
     if template.loss_on != "all":
         learned[: len(prompt)] = False
@@ -56,7 +52,6 @@ def _join(template: TemplateText, prompt: list[int], answer: list[int], end: lis
 
 def encode_text(template: TemplateText, rows: Sequence[Row]) -> list[Encoded | Bad]:
     """Encode documents, each followed by the end of text. They are not cut: pretraining concatenates them."""
-    stop = "" if template.end else template.stop
-    token_ids = tokenizers.ids(template.tokenizer, [row["text"] + stop for row in rows])
+    token_ids = tokenizers.ids(template.tokenizer, [row["text"] + template.stop_text for row in rows])
     documents = [np.array(ids + template.end, dtype=np.int32) for ids in token_ids]
     return [Encoded(ids, np.ones(len(ids), dtype=bool), 0) for ids in documents]

@@ -1,4 +1,7 @@
-"""Text of a template, the variables for rendering it, and the tokenizer. templates.py encodes."""
+"""Text of a template, the variables for rendering it, and the tokenizer; rows as tokens, and the limit on their length.
+
+templates.py encodes.
+"""
 
 import re
 from dataclasses import dataclass
@@ -7,11 +10,47 @@ from typing import Any, Literal
 
 import numpy as np
 
+from trainer.data.rows import Bad
 from trainer.data.tokens import tokenizer as tokenizers
-from trainer.data.tokens.encoded import Limit
 from trainer.data.tokens.tokenizer import Tokenizer
 
 Kind = Literal["plain", "chat", "jinja", "text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Token ids of a row, and which of them count in the loss; the others are context."""
+
+    ids: np.ndarray  # int32
+    learned: np.ndarray  # bool, at the learned token itself, not at the position that predicts it
+    start: int  # where the last answer begins
+    cut: int = 0  # tokens removed from the prompt
+    odd: bool = False  # the text before the last answer is not the generation prompt
+    first: int = 0  # tokens of prompt and chosen answer; prompt and rejected answer follow
+
+    def before(self, other: "Encoded") -> "Encoded":
+        """Append a rejected answer to this chosen one."""
+        ids, learned = (np.concatenate(both) for both in ((self.ids, other.ids), (self.learned, other.learned)))
+        return Encoded(ids, learned, self.start, self.cut + other.cut, self.odd or other.odd, len(self.ids))
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Limit of a row's tokens. A packed sequence is stored with one more token, which is only a label."""
+
+    seq_length: int
+    packed: bool
+    too_long: str  # drop, truncate or error
+
+    @property
+    def tokens(self) -> int:
+        return self.seq_length + 1 if self.packed else self.seq_length
+
+    def too_long_row(self, tokens: int) -> Bad:
+        return Bad("longer than a sequence", "", f"{tokens} tokens, data.seq_length is {self.seq_length}")
+
+    def too_long_answer(self, tokens: int) -> Bad:
+        return Bad("answer longer than a sequence", "", f"{tokens} tokens, data.seq_length is {self.seq_length}")
 
 
 @dataclass(frozen=True)
@@ -49,7 +88,10 @@ class TemplateText:
 
     @cached_property
     def special(self) -> dict[str, int]:
-        return tokenizers.special(self.tokenizer)
+        """Return the tokens that stand for no text, by their names."""
+        added = self.tokenizer.added_tokens_decoder.items()
+        special = zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True)
+        return {str(token): i for i, token in added if token.special} | dict(special)
 
     @cached_property
     def special_names(self) -> re.Pattern[str]:
@@ -61,14 +103,12 @@ class TemplateText:
         return {name[:2] for name in self.special}
 
     @cached_property
-    def uses_messages(self) -> bool:
-        return self.kind == "chat"
-
-    @cached_property
     def space(self) -> str:
         """Return the space before a plain answer, or ""."""
         space = split(self.text)[2]
-        return "" if space and tokenizers.splits_words(self.tokenizer) else space
+        # If a space does not change the tokens of the text after it, Bridge omits it from the training text.
+        first, second, both = tokenizers.ids(self.tokenizer, ["x", "y", "x y"])
+        return "" if both == first + second else space
 
     @cached_property
     def end(self) -> list[int]:
@@ -76,9 +116,18 @@ class TemplateText:
         is_end = self.stop and self.stop == self.tokenizer.eos_token
         return [self.tokenizer.eos_token_id] if is_end else []
 
+    @property
+    def stop_text(self) -> str:
+        """Return the stop of a plain answer if it is text. As in Bridge, the end of text is an id instead."""
+        return "" if self.end else self.stop
+
     @cached_property
     def counting(self) -> np.ndarray:
-        return tokenizers.counting(self.tokenizer)
+        """Return flags by id: whether the token may count in the loss."""
+        added = self.tokenizer.added_tokens_decoder
+        flags = np.ones(max(len(self.tokenizer), max(added, default=0) + 1), dtype=bool)
+        flags[[i for i, token in added.items() if str(token) in tokenizers.SKIPPED]] = False
+        return flags
 
     @cached_property
     def variables(self) -> dict[str, Any]:

@@ -22,17 +22,16 @@ from conf.schema.data import PLAIN, Data
 from contract import checksums, regular_files
 from contract.faults import Fault
 from trainer.data.rows import Bad, Row
-from trainer.data.tokens import anomalies, chat, plain, rendering
+from trainer.data.tokens import chat, plain, rendering
 from trainer.data.tokens import tokenizer as tokenizers
-from trainer.data.tokens.encoded import Encoded, Limit
-from trainer.data.tokens.template_text import Kind, TemplateText
+from trainer.data.tokens.template_text import Encoded, Kind, Limit, TemplateText
 from trainer.data.tokens.tokenizer import Tokenizer
 from trainer.startup.limited_calls import Exceeded
 
 DEFAULT = "{input} {output}"
 CHAT = "chat template"
-RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "input", "output", "conversations"} | {
-    "chat_template",
+RESERVED = {"messages", "tools", "documents", "input", "output", "conversations", "chat_template"} | {
+    "add_generation_prompt",
     "continue_final_message",
     "return_assistant_tokens_mask",
 }
@@ -41,6 +40,10 @@ RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "input", 
 @dataclass(frozen=True)
 class Template(TemplateText):
     """A template that encodes rows."""
+
+    def __post_init__(self) -> None:
+        if self.kind in ("chat", "jinja"):
+            rendering.start()
 
     def encode(self, rows: Sequence[Row]) -> list[Encoded | Bad]:
         if not rows or "chosen" not in rows[0]:
@@ -102,7 +105,7 @@ class Template(TemplateText):
         return {
             "kind": self.kind,
             "text": self.text,
-            "sha256": _digest(self.text),
+            "sha256": checksums.of(self.text) if isinstance(self.text, str) else checksums.of_json(self.text),
             "origin": self.origin,
             "loss_on": self.loss_on,
             "stop": self.stop,
@@ -113,41 +116,36 @@ class Template(TemplateText):
             "tokenizer": tokenizers.facts(self.tokenizer),
         }
 
-    def checks(self, encoded: Sequence[Encoded], rows: Sequence[Row]) -> dict[str, list[int]]:
-        """Return the indexes of anomalous rows, by anomaly."""
-        return anomalies.find(self, encoded, rows)
-
 
 def choose(data: Data, tokenizer: Tokenizer, kind: str) -> Template:
     """Return the template for rows of a kind: pairs, messages or text."""
-    limit = Limit(data.seq_length, data.packed, data.too_long)
-    folder = tokenizer.name_or_path
     taken = sorted(RESERVED & data.template_options.keys())
     if taken:
         raise Fault(f"data.template_options: {', '.join(taken)}: reserved; every template gets these; use other names")
+    template, text, origin = _text(data, tokenizer, kind)
+    if template in ("chat", "jinja") and not tokenizer.is_fast:
+        raise Fault(
+            f"{tokenizer.name_or_path}: a tokenizer without tokenizer.json cannot locate answers; use a text "
+            'such as data.template: "{input} {output}"'
+        )
+    stop = data.stop
+    if stop is None:
+        stop = "" if template == "chat" and not origin.endswith(".jinja") else _end(tokenizer)
+    limit = Limit(data.seq_length, data.packed, data.too_long)
+    return Template(template, text, origin, data.loss_on, stop, data.template_options, limit, tokenizer)
 
-    def make(template: Kind, text: Any, origin: str) -> Template:
-        stop = data.stop
-        if stop is None:
-            stop = "" if template == "chat" and not origin.endswith(".jinja") else _end(tokenizer)
-        if template in ("chat", "jinja") and not tokenizer.is_fast:
-            raise Fault(
-                f"{folder}: a tokenizer without tokenizer.json cannot locate answers; use a text "
-                'such as data.template: "{input} {output}"'
-            )
-        if template in ("chat", "jinja"):
-            rendering.start()
-        return Template(template, text, origin, data.loss_on, stop, data.template_options, limit, tokenizer)
 
+def _text(data: Data, tokenizer: Tokenizer, kind: str) -> tuple[Kind, Any, str]:
+    """Return the kind, the text and the origin of the template for rows of a kind."""
+    name, folder = data.template, tokenizer.name_or_path
     if kind == "text":
-        if data.template != "auto":
-            raise Fault(f"data.template: {data.template}: the rows are texts without a prompt; remove this key")
-        return make("text", "", "text")
-    name = data.template
+        if name != "auto":
+            raise Fault(f"data.template: {name}: the rows are texts without a prompt; remove this key")
+        return "text", "", "text"
     if re.fullmatch(PLAIN, name, re.DOTALL):
-        return make("plain", name, "data.template")
+        return "plain", name, "data.template"
     if name.endswith(".jinja"):
-        return make(*_file(name))
+        return _file(name)
     templates = tokenizer.chat_template
     if isinstance(templates, dict) and "default" not in templates:
         raise Fault(
@@ -155,11 +153,11 @@ def choose(data: Data, tokenizer: Tokenizer, kind: str) -> Template:
             "data.template: NAME.jinja uses a file"
         )
     if templates:
-        return make("chat", templates, CHAT)
+        return "chat", templates, CHAT
     advice = f'{folder}: the tokenizer has no chat template; use data.template: "{DEFAULT}", or a file NAME.jinja'
     if name == "chat":
         raise Fault(f"data.template: chat: {advice}")
-    return make("plain", DEFAULT, "no chat template")
+    return "plain", DEFAULT, "no chat template"
 
 
 def _end(tokenizer: Tokenizer) -> str:
@@ -209,8 +207,6 @@ def from_record(record: dict[str, Any], tokenizer: Tokenizer) -> Template:
         )
     if record["origin"] == CHAT and tokenizer.chat_template != record["text"]:
         raise Fault(f"{folder}: its chat template is not the one with which the data were prepared")
-    if record["kind"] in ("chat", "jinja"):
-        rendering.start()
     limit = Limit(record["seq_length"], record["packed"], record["too_long"])
     keys = ("kind", "text", "origin", "loss_on", "stop", "options")
     return Template(**{key: record[key] for key in keys}, limit=limit, tokenizer=tokenizer)
@@ -235,7 +231,3 @@ def _pair(template: Template, row: Row) -> Row | Bad:
         "messages",
         f"{', '.join(roles)}; a template with input and output has one of each; use data.template: chat",
     )
-
-
-def _digest(text: Any) -> str:
-    return checksums.of(text) if isinstance(text, str) else checksums.of_json(text)

@@ -17,8 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from conf.schema.run import Run
 from contract import checksums
 from contract.faults import Fault
 from trainer.patches import families
@@ -31,36 +30,25 @@ BATCH = 1 << 20  # characters per call: an Encoding takes some 100 bytes for eac
 # Files that decide on ids: tokenizer.json alone, or those that stand in for it.
 WHOLE = "tokenizer.json"
 FILES = ("tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt", "merges.txt")
+# Further files that a tokenizer and its chat template are loaded from.
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
 
 # Megatron-Bridge 0.6.2 takes these out of the loss wherever they stand: starts of turns, images, padding.
-SKIPPED = frozenset(
-    (
-        "<|im_start|>",
-        "<|vision_start|>",
-        "<|vision_end|>",
-        "<|vision_pad|>",
-        "<|image_pad|>",
-        "<|video_pad|>",
-        "<|AUDIO|>",
-        "<|audio_bos|>",
-        "<|audio_eos|>",
-        "<image>",
-        "<pad>",
-        "<|begin_of_text|>",
-        "<|finetune_right_pad_id|>",
-        "<|step_id|>",
-        "<|start_header_id|>",
-        "<|end_header_id|>",
-        "<|python_tag|>",
-        "<|image|>",
-        "<image_soft_token>",
-        "<audio_soft_token>",
-        "<start_of_audio>",
-        "<start_of_image>",
-        "<end_of_audio>",
-        "<end_of_image>",
-    )
-)
+QWEN = {"<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"}
+QWEN_AUDIO = {"<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"}
+LLAMA = {"<|begin_of_text|>", "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>"}
+LLAMA_TOOLS = {"<|python_tag|>", "<|image|>"}
+GEMMA = {"<pad>", "<image_soft_token>", "<audio_soft_token>"}
+GEMMA_MEDIA = {"<image>", "<start_of_audio>", "<start_of_image>", "<end_of_audio>", "<end_of_image>"}
+SKIPPED = QWEN | QWEN_AUDIO | LLAMA | LLAMA_TOOLS | GEMMA | GEMMA_MEDIA
+
+
+def of(run: Run) -> Tokenizer:
+    """Return the tokenizer for the rows of a run."""
+    tokenizer = load(Path(run.paths.model), run.model.trust_remote_code)
+    if tokenizer.eos_token_id is None:
+        raise Fault(f"paths.model: {run.paths.model}: the tokenizer has no eos_token, which pads sequences")
+    return tokenizer
 
 
 def load(folder: Path, trust_remote_code: bool) -> Tokenizer:
@@ -124,26 +112,6 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def splits_words(tokenizer: Tokenizer) -> bool:
-    """Whether a space does not change the tokens of the text after it. Bridge then omits it from the training text."""
-    first, second, both = ids(tokenizer, ["x", "y", "x y"])
-    return both == first + second
-
-
-def counting(tokenizer: Tokenizer) -> np.ndarray:
-    """Flags by id: whether the token may count in the loss."""
-    added = tokenizer.added_tokens_decoder
-    found = np.ones(max(len(tokenizer), max(added, default=0) + 1), dtype=bool)
-    found[[i for i, token in added.items() if str(token) in SKIPPED]] = False
-    return found
-
-
-def special(tokenizer: Tokenizer) -> dict[str, int]:
-    """Tokens that stand for no text, by their names."""
-    found = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return found | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-
-
 def facts(tokenizer: Tokenizer) -> dict[str, Any]:
     """Facts by which two tokenizers give the same ids: digests of their files, and the names of the special tokens."""
     folder = Path(tokenizer.name_or_path)
@@ -154,14 +122,7 @@ def facts(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def digest(folder: Path) -> str:
     """Digest of all files that a tokenizer and its chat template are loaded from, without loading them."""
-    names = {
-        WHOLE,
-        *FILES,
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "chat_template.json",
-    }
+    names = (WHOLE, *FILES, *SETTINGS)
     found = [path for path in folder.rglob("*") if path.name in names or path.suffix in (".jinja", ".py")]
     lines = [f"{checksums.of_file(path)} {path.relative_to(folder)}" for path in sorted(found)]
     return checksums.of("\n".join(lines))
@@ -172,15 +133,10 @@ def _without_torch() -> Iterator[None]:
     if "torch" in sys.modules or "transformers" in sys.modules:
         yield
         return
-    hidden: dict[str, Any] = {"torch": None}  # `import torch` raises, and find_spec finds nothing
-    sys.modules.update(hidden)
-    quiet = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # "PyTorch was not found"
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+    modules: dict[str, Any] = sys.modules
+    modules["torch"] = None  # `import torch` raises, and find_spec finds nothing
     try:
         yield
     finally:
-        del sys.modules["torch"]
-        if quiet is None:
-            del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
-        else:
-            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = quiet
+        del modules["torch"]

@@ -83,13 +83,18 @@ def counts(alike: Alike, kept: np.ndarray) -> dict[str, dict[str, Any]]:
     }
 
 
+def drops_copies(data: Data) -> bool:
+    """Whether copies are left out here, and not already by the choice of rows."""
+    return data.duplicates == "drop" and not choose.first_pass(data)
+
+
 def dropped(alike: Alike, data: Data) -> np.ndarray:
     """Return which rows are left out: copies, near copies within a split, and training rows that are also held out.
 
     Validation loses the rows that test has. Rows similar to the same earlier row count as similar to one another.
     """
     out = np.zeros(len(alike.split), bool)
-    if data.duplicates == "drop" and not choose.first_pass(data):
+    if drops_copies(data):
         out |= alike.exact
     if data.near_copies == "drop":
         out |= alike.near & ~alike.across

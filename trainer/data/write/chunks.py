@@ -17,8 +17,9 @@ from trainer.data.read import choose, likeness
 from trainer.data.read.shapes import Shape
 from trainer.data.read.sources import Chunk
 from trainer.data.rows import Bad, Row
+from trainer.data.tokens import anomalies
 from trainer.data.tokens.chat import Unrendered
-from trainer.data.tokens.encoded import Encoded
+from trainer.data.tokens.template_text import Encoded
 from trainer.data.tokens.templates import Template
 from trainer.data.write import report, spool
 
@@ -101,7 +102,7 @@ class _Work:
             self.facts["cut"] += result.cut > 0
             self.facts["cut_tokens"] += result.cut
         places = [position for position, _ in kept]
-        for name, indexes in self.plan.template.checks(encoded, [row for _, row in kept]).items():
+        for name, indexes in anomalies.find(self.plan.template, encoded, [row for _, row in kept]).items():
             if indexes:
                 shown = [self.loaded.place(places[at]) for at in indexes[:ANOMALOUS]]
                 report.count(self.facts["anomalies"], name, len(indexes), shown, ANOMALOUS)

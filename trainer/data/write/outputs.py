@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from contract.faults import Fault
-from trainer.data.read import choose
+from trainer.data import indexed
 from trainer.data.read.choose import SPLITS
-from trainer.data.write import alike, indexed, packing, report
+from trainer.data.write import alike, packing, report
 from trainer.data.write.chunks import Plan
 from trainer.data.write.spool import Answers, Sequences, Spool
 from trainer.data.write.work import Done
@@ -21,20 +21,19 @@ BATCH = 4096  # documents written at once
 
 def write(plan: Plan, spool: Spool, done: Done, folder: Path) -> dict[str, Any]:
     """Write the files. Return the report."""
-    data = plan.data
     kept = np.arange(int(spool.starts[-1]), dtype=np.int32)  # columns are read when they are needed
     split = spool.column("split", np.int8, kept)
     _check_splits(split, plan)
     like = alike.find(spool, kept, split)
-    out = alike.dropped(like, data)
+    out = alike.dropped(like, plan.data)
     facts: dict[str, Any] = {"tokens": {}, "packing": {}, "alike": alike.write(folder, like, out, spool, kept)}
-    copies = int(like.exact.sum()) if data.duplicates == "drop" and not choose.first_pass(data) else 0
+    copies = int(like.exact.sum()) if alike.drops_copies(plan.data) else 0
     facts["dropped"], copies = int(out.sum()) - copies, done.copies + copies
     if out.any():
-        kept, split, like = kept[~out], split[~out], like.only(~out)
-        _check_splits(split, plan)
+        kept, like = kept[~out], like.only(~out)
+        _check_splits(like.split, plan)
     for number, name in enumerate(SPLITS):
-        rows = kept[split == number]
+        rows = kept[like.split == number]
         sequences = Sequences(spool, rows)
         facts["tokens"][name] = report.lengths(sequences.lengths, spool.column("learned", np.int32, rows))
         if not len(rows):
@@ -91,13 +90,11 @@ def _check_splits(split: np.ndarray, plan: Plan) -> None:
     if any(fixed is not None for fixed in plan.splits):
         return
     data = plan.data
-    for name, share, count in zip(SPLITS, (1.0, data.validation, data.test), counts, strict=True):
+    if not counts[0]:
+        raise Fault(f"data: none of {counts.sum()} rows is in training; use more rows, or smaller other shares")
+    for name, share, count in zip(SPLITS[1:], (data.validation, data.test), counts[1:], strict=True):
         if share and not count:
-            raise Fault(
-                f"data.{name}: none of {counts.sum()} rows is in {name}; use more rows or a larger share"
-                if name != "training"
-                else f"data: none of {counts.sum()} rows is in training; use more rows, or smaller other shares"
-            )
+            raise Fault(f"data.{name}: none of {counts.sum()} rows is in {name}; use more rows or a larger share")
 
 
 def _report(

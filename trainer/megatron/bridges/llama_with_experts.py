@@ -44,13 +44,9 @@ def mappings(of_layer: dict[str, str], *of_qkv: str) -> list[MegatronParamMappin
     """Return mappings of embeddings, norms, attention and further names of a layer; `of_qkv` is "weight", optionally
     "bias".
     """
-    names = {
-        f"decoder.layers.*.{name}": f"model.layers.*.{released_name}"
-        for name, released_name in (OF_LAYER | of_layer).items()
-    }
-    plain = [
-        AutoMapping(megatron_param=name, hf_param=released_name) for name, released_name in (NAMES | names).items()
-    ]
+    plain = [AutoMapping(name, released) for name, released in NAMES.items()]
+    for name, released in (OF_LAYER | of_layer).items():
+        plain.append(AutoMapping(f"decoder.layers.*.{name}", f"model.layers.*.{released}"))
     fused = [
         QKVMapping(
             f"decoder.layers.*.self_attention.linear_qkv.{kind}",

@@ -44,12 +44,8 @@ class Qwen2MoEBridge(MegatronModelBridge):
             "mlp.shared_experts.linear_fc2.weight": "mlp.shared_expert.down_proj.weight",
         }
         mappings = llama_with_experts.mappings(of_layer, "weight", "bias")
-        mappings.append(
-            ReplicatedMapping(
-                megatron_param="decoder.layers.*.mlp.shared_experts.gate_weight",
-                hf_param="model.layers.*.mlp.shared_expert_gate.weight",
-            )
-        )
+        gate = "model.layers.*.mlp.shared_expert_gate.weight"
+        mappings.append(ReplicatedMapping("decoder.layers.*.mlp.shared_experts.gate_weight", gate))
         for mlp, released in (("mlp", "mlp"), ("mlp.shared_experts", "mlp.shared_expert")):
             mappings.append(
                 GatedMLPMapping(

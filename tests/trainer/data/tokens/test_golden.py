@@ -10,7 +10,7 @@ from conf.load import load
 from conf.schema.data import Data
 from tests.support import data_folders
 from trainer.data.tokens import templates, tokenizer
-from trainer.data.tokens.encoded import Encoded
+from trainer.data.tokens.template_text import Encoded
 from trainer.rehearsal import tiny_models
 
 PAIRS = [

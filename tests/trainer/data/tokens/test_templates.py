@@ -14,8 +14,8 @@ from conf.schema.data import Data
 from contract.faults import Fault
 from tests.support import data_folders
 from trainer.data.rows import Bad
-from trainer.data.tokens import templates, tokenizer
-from trainer.data.tokens.encoded import Encoded
+from trainer.data.tokens import anomalies, templates, tokenizer
+from trainer.data.tokens.template_text import Encoded
 from trainer.data.tokens.templates import Template
 
 PAIR = {"input": "17 + 25?", "output": "It is 42."}
@@ -150,7 +150,7 @@ def test_a_generation_prompt_that_goes_on_otherwise(family):
         shown(template, row)
         == "[gMASK]<sop><|user|>a<|assistant|>[</think><b>]<|user|>c<|assistant|>[</think>d<|user|>]"
     )
-    assert template.checks([one for one in template.encode([row]) if isinstance(one, Encoded)], [row])[
+    assert anomalies.find(template, [one for one in template.encode([row]) if isinstance(one, Encoded)], [row])[
         "generation prompt differs"
     ] == [0]
     thought = {"messages": turns("a", "b", reasoning_content="hm")}
@@ -304,17 +304,17 @@ def test_what_is_odd_about_rows(family):
         {"messages": turns("a", "b <|start_header_id|>")},
     ]
     encoded = [one for one in template.encode(rows) if isinstance(one, Encoded)]
-    found = template.checks(encoded, rows)
+    found = anomalies.find(template, encoded, rows)
     assert found["special token in a row's text"] == [1, 2]
     assert [name for name, at in found.items() if at] == ["special token in a row's text"]
     endless = choose(family("glm"))
-    odd = endless.checks([one for one in endless.encode(rows) if isinstance(one, Encoded)], rows)
+    odd = anomalies.find(endless, [one for one in endless.encode(rows) if isinstance(one, Encoded)], rows)
     assert odd["answer without an end"] == [0, 1, 2]
     twice = choose(
         family("llama3", "{{ bos_token }}{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"),
         loss_on="all",
     )
-    assert twice.checks([one for one in twice.encode(rows[:1]) if isinstance(one, Encoded)], rows[:1])[
+    assert anomalies.find(twice, [one for one in twice.encode(rows[:1]) if isinstance(one, Encoded)], rows[:1])[
         "two beginnings of text"
     ] == [0]
 
@@ -356,7 +356,7 @@ def test_loading_needs_no_torch_and_says_nothing(tmp_path):
     code = f"""
 import sys
 from pathlib import Path
-from trainer.data.tokens import tokenizer
+from trainer.data.tokens import anomalies, tokenizer
 tokenizer.load(Path({str(folder)!r}), False)
 assert "torch" not in sys.modules
 import torch

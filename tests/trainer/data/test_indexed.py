@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from trainer.data.write import indexed
+from trainer.data import indexed
 
 
 @pytest.mark.parametrize("rows", [1, 2, 300])

@@ -1,22 +1,34 @@
-"""Reader of existing indexed data sets of megatron-core: checks, and the lengths of their documents.
+"""Reader and writer of megatron-core's indexed data sets, and the writer of Megatron-Bridge's index of JSON lines.
 
-Damage that core would silently misread is refused: a truncated .bin, an index of another .bin, ids outside the model's
-vocabulary. trainer/data/write/indexed.py describes the format.
+PREFIX.bin has the tokens of documents, PREFIX.idx their positions. Damage that core would silently misread is refused:
+a truncated .bin, an index of another .bin, ids outside the model's vocabulary.
+
+Written files equal, byte for byte, those of core's IndexedDatasetBuilder for documents of one sequence each, which its
+tools/preprocess_data.py writes for pretraining. Tokens are streamed. Only the lengths stay in memory, 4 bytes per
+document, and 28 at the end. Not covered: documents of several sequences, and the modes of multimodal data.
+
+Megatron-Bridge's index of a JSON lines file has the ends of its lines, for access to any line. It equals, byte for
+byte, that of build_index_files() in its data/datasets/utils.py. Bridge never rebuilds an existing index, even if the
+file has changed. Therefore the writer of a file writes its index.
 """
 
+import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from contract.faults import Fault
+from contract.files import open_atomically
 from contract.indexed_files import BIN, HEADER, IDX, VERSION
 
 TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # by code in core
+FIELDS = struct.Struct("<QBQQ")  # version, code of the type, sequences, bounds of documents
+FIXED = len(HEADER) + FIELDS.size
 BLOCK = 1 << 24  # bytes of tokens checked at once
-FIXED = len(HEADER) + struct.calcsize("<QBQQ")
+LINES_VERSION = "0.2"  # of Megatron-Bridge's index of lines; it refuses any other
 
 
 @dataclass(frozen=True)
@@ -37,7 +49,7 @@ def open_pair(prefix: Path) -> Indexed:
     if size < FIXED:
         raise Fault(f"{idx_file}: {size} bytes; the header alone of Megatron's index has {FIXED}")
     with idx_file.open("rb") as file:
-        magic, (version, code, sequences, bounds) = file.read(len(HEADER)), struct.unpack("<QBQQ", file.read(25))
+        magic, (version, code, sequences, bounds) = file.read(len(HEADER)), FIELDS.unpack(file.read(FIELDS.size))
     if magic != HEADER:
         raise Fault(f"{idx_file}: begins with {magic[:8]!r}; Megatron's index begins with {HEADER[:7]!r}")
     if version != VERSION or code not in TYPES:
@@ -97,3 +109,32 @@ def last_ids(data: Indexed) -> np.ndarray:
     """Return the last id of each sequence that is not empty."""
     filled = data.lengths > 0
     return np.asarray(data.tokens[np.cumsum(data.lengths, dtype=np.int64)[filled] - 1])
+
+
+def write(prefix: Path, batches: Iterable[tuple[np.ndarray, np.ndarray]], vocab_size: int) -> None:
+    """Write batches: each has the concatenated ids of some documents, and the number of ids of each document."""
+    code = 8 if vocab_size < 65500 else 4
+    dtype = TYPES[code]
+    lengths = [np.zeros(0, np.int32)]
+    with open_atomically(f"{prefix}{BIN}", durable=False) as f:
+        for ids, counts in batches:
+            assert len(ids) == counts.sum(), (len(ids), int(counts.sum()))
+            assert not len(ids) or (ids.min() >= 0 and ids.max() <= np.iinfo(dtype).max), (ids.min(), ids.max(), dtype)
+            f.write(ids.astype(dtype, copy=False).tobytes())
+            lengths.append(counts.astype(np.int32))
+    counts = np.concatenate(lengths)
+    with open_atomically(f"{prefix}{IDX}", durable=False) as f:
+        f.write(HEADER + FIELDS.pack(VERSION, code, len(counts), len(counts) + 1))
+        f.write(counts.tobytes())
+        ends = np.cumsum(counts, dtype=np.int64) * np.dtype(dtype).itemsize
+        f.write(np.concatenate([[0], ends[:-1]]).astype(np.int64)[: len(counts)].tobytes())
+        f.write(np.arange(len(counts) + 1, dtype=np.int64).tobytes())
+
+
+def write_lines(jsonl: Path, newlines: np.ndarray) -> None:
+    """Write FILE.idx.npy and FILE.idx.info.
+
+    Every line is an object and ends in a newline; `newlines` has the offsets of the newlines.
+    """
+    np.save(f"{jsonl}.idx.npy", newlines.astype(np.int64, copy=False), allow_pickle=False)
+    Path(f"{jsonl}.idx.info").write_bytes(pickle.dumps({"newline_int": ord("\n"), "version": LINES_VERSION}))

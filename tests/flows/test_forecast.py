@@ -1,11 +1,12 @@
-"""tasks/run/forecast.py: what a dry run says that stages will take."""
+"""flows/run_command.py: what a dry run says that stages will take."""
 
 from pathlib import Path
 
 import pytest
 
 from conf.load import load
-from tasks.run import artifact, forecast
+from flows.run_command import forecast
+from tasks.run import artifact
 from tasks.run.artifact import Stage, Work
 from tasks.run.steps import Request
 from tasks.stages import plan
@@ -36,7 +37,7 @@ def said(tmp_path):
 
     def said(model: Stage, steps: int, *overrides: str) -> dict[str, str]:
         planned = plan.settle(load("tiny", [f"train.steps={steps}", *overrides]))
-        lines = forecast.lines(Request(stages(model, steps), {}), store, planned)
+        lines = forecast(Request(stages(model, steps), {}), store, planned)
         return {line.split()[0]: line for line in lines}
 
     return said
