@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema.run import Run
-from contract import checksums
+from contract import checksums, groups
 from contract.faults import Fault
 from trainer.patches import families
 from trainer.patches.transformers_imports import import_transformers
@@ -100,16 +100,7 @@ def encodings(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[Encoding]:
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        if batch and size + len(text) > BATCH:
-            yield batch
-            batch, size = [], 0
-        batch.append(text)
-        size += len(text)
-    if batch:
-        yield batch
+    return groups.up_to(BATCH, ((text, len(text)) for text in texts))
 
 
 def facts(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -10,21 +10,25 @@ A format (Merged, or Rounding of as_released.py) determines the contents of the 
 
 # pyright: reportArgumentType=false
 
+import contextlib
+import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import TracebackType
+from typing import Any, BinaryIO, Self
 
+import psutil
 import torch
 import xxhash
 
+from contract import groups
 from contract.faults import Fault
 from trainer.startup import device
 from trainer.startup.console import say
 from trainer.weights import atomic_folder, journal, released, released_tensors, short_writes
-from trainer.weights.exported.storing import Storing
 from trainer.weights.released import Entry, enumerate_names
 from trainer.weights.trained import Trained
 
@@ -32,6 +36,8 @@ READABLE = 0o644  # safetensors makes files readable only by their owner
 SIDE_BY_SIDE = 64 * 2**20  # bytes of weights made in parallel
 THREADS = 8  # at most
 _writing = threading.Lock()  # only one thread at a time can write into a file; others would spin in the kernel
+
+Span = tuple[Path, int, int]  # file, first byte, number of bytes
 
 
 @dataclass(frozen=True)
@@ -51,14 +57,6 @@ class Layout(Part):
     """All tensors of a file, and its header."""
 
     header: bytes
-
-
-@dataclass(frozen=True)
-class Written:
-    """A written tensor: the checksum of its bytes, and whether it is correct when read back."""
-
-    checksum: str
-    is_right: bool
 
 
 @dataclass
@@ -151,10 +149,6 @@ def parts(layouts: list[Layout]) -> list[Part]:
     ]
 
 
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
-
-
 def _begin(layout: Layout, path: Path) -> None:
     """Create the file with its header, in its final length."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,33 +160,37 @@ def _begin(layout: Layout, path: Path) -> None:
 
 def _make(contents: Merged, part: Part, path: Path, pool: ThreadPoolExecutor) -> journal.Entry:
     """Write a part and check it. Return its entry: a checksum, and the trained tensors that were read for it."""
-    stored, results = contents.trained.stored, dict[str, Written]()
+    stored, sums, wrong = contents.trained.stored, dict[str, str](), list[str]()
     before = {*stored.seen}
     stored.seen.clear()
     with path.open("r+b", buffering=0) as new:
-        for batch in _batches(part.rows):
+        for batch in groups.up_to(SIDE_BY_SIDE, ((name, entry.size) for name, entry in part.rows.items())):
             written = pool.map(lambda name: _put(contents, name, part.rows[name], path, new), batch)
-            results |= zip(batch, written, strict=True)
-        _require_right(contents, path, [name for name, result in results.items() if not result.is_right])
+            for name, (checksum, is_right) in zip(batch, written, strict=True):
+                sums[name] = checksum
+                wrong += [] if is_right else [name]
+        _require_right(contents, path, wrong)
     seen = sorted(stored.seen)
     stored.seen.update(before)
-    sums = {name: result.checksum for name, result in results.items()}
     return {"sum": _sum(sums), "seen": seen} | contents.notes(part.rows)
 
 
-def _put(contents: Merged, name: str, entry: Entry, path: Path, new: BinaryIO) -> Written:
-    """Write a tensor and read it back at once, while its sources are in the processor's cache."""
+def _put(contents: Merged, name: str, entry: Entry, path: Path, new: BinaryIO) -> tuple[str, bool]:
+    """Write a tensor and read it back at once, while its sources are in the processor's cache.
+
+    Return the checksum of its bytes, and whether it is correct when read back.
+    """
     blocks = contents.blocks(name)
     written = _copy(contents.trained.model, name, entry, new) if blocks is None else _write(name, blocks, entry, new)
     del blocks  # free memory before the next tensor
-    return Written(written, contents.is_right(path, name, entry, written))
+    return written, contents.is_right(path, name, entry, written)
 
 
 def _write(name: str, blocks: Iterable[torch.Tensor], entry: Entry, new: BinaryIO) -> str:
     """Write a tensor. Return its checksum, or "not finite"."""
     found, finite, at, end = xxhash.xxh3_128(), True, entry.start, entry.start + entry.size
     for block in blocks:
-        content = as_bytes(block)
+        content = released_tensors.as_bytes(block)
         fits = block.shape[1:] == entry.shape[1:] and at + len(content) <= end
         assert fits, f"{name}: {tuple(block.shape)} is not a part of the released {entry.shape}"
         for start in range(0, len(content), released.BLOCK):  # fits into the processor's cache
@@ -244,13 +242,43 @@ def _require_right(contents: Merged, path: Path, wrong: list[str]) -> None:
         raise Fault(f"{path}: read back, {len(wrong)} tensors are wrong: {enumerate_names(wrong)}")
 
 
-def _batches(rows: dict[str, Entry]) -> Iterator[list[str]]:
-    """Group weights that fit into memory together; a larger weight is a group alone."""
-    batch, size = [], 0
-    for name, entry in rows.items():
-        if batch and size + entry.size > SIDE_BY_SIDE:
-            yield batch
-            batch, size = [], 0
-        batch.append(name)
-        size += entry.size
-    yield batch
+class Storing:
+    """A thread that flushes written data to the disk while the next data are written, for `size` bytes in all.
+
+    If the model and the output do not fit into memory together, the kernel is also asked to drop finished pages.
+    Otherwise it searches for free memory at every page, and first drops the packages that the next command needs.
+    """
+
+    def __init__(self, size: int):
+        self.forgets = size > psutil.virtual_memory().available
+        self.pool = ThreadPoolExecutor(1, "storing")
+        self.before: list[Span] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.pool.shutdown(cancel_futures=kind is not None)
+
+    def begin(self, written: Span, read: Iterable[Span]) -> None:
+        """Start flushing the written bytes, made from the bytes in `read`, without waiting for it."""
+        self.pool.submit(self._begin, written, [*read])
+
+    def _begin(self, written: Span, read: list[Span]) -> None:
+        _forget(written)  # starts to flush dirty pages, and waits if the disk is busy
+        if self.forgets:
+            for span in [*self.before, *read]:
+                _forget(span)
+            self.before = [written]
+
+
+def _forget(span: Span) -> None:
+    path, start, size = span
+    if not size:  # for the kernel, 0 means up to the end
+        return
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
