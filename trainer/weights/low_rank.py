@@ -25,7 +25,7 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Matrix(Protocol):
-    """A matrix read by rows in order: a tensor, or one in a file (trained.py)."""
+    """A matrix read by rows in order: a tensor, or one in a file (read_rows.py)."""
 
     @property
     def shape(self) -> torch.Size: ...

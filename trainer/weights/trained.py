@@ -11,13 +11,13 @@ import torch
 
 from conf.rules import packed_base
 from conf.schema.run import Run
-from contract import checkpoints, regular_files
+from contract import checkpoints
 from contract.faults import Fault
 from trainer.megatron.model import open_bridge
 from trainer.weights import mapping, merge, released, released_tensors, torch_dist
 from trainer.weights.conversion import unwritten
 from trainer.weights.low_rank import Change
-from trainer.weights.mapped import kept_memory
+from trainer.weights.mapped.read_rows import ReadRows
 from trainer.weights.mapping import Part
 from trainer.weights.merge import Adapter, NewValue
 from trainer.weights.packed_base import as_trained
@@ -27,48 +27,6 @@ from trainer.weights.released_tensors import DTYPES
 from trainer.weights.torch_dist import Stored
 
 CONVERT = "python -m trainer.convert"
-
-
-class ReadRows:
-    """A tensor in a file, with at least one dimension, whose rows are read in order and checksummed.
-
-    Mapping rows that are read once costs the kernel as much as copying them, and they would be read again for the
-    checksum.
-
-    Rows are invalid after this thread requests others for the same use. `recorded` is the checksum to compare with; it
-    also selects the kind of checksum.
-    """
-
-    def __init__(self, path: Path, entry: Entry, dtype: torch.dtype, use: str, recorded: str = ""):
-        self.path, self.entry, self.dtype, self.use = path, entry, dtype, use
-        self.shape = torch.Size(entry.shape)
-        self.sum, self.recorded, self.read = released.new_sum(recorded), recorded, 0
-
-    def __getitem__(self, rows: slice) -> torch.Tensor:
-        first, stop, _ = rows.indices(self.shape[0])
-        assert first == self.read, f"{self.path}: row {first} is requested after row {self.read}"
-        width = self.entry.size // self.shape[0]
-        buffer = kept_memory.take(self.use, (stop - first) * width, torch.uint8)
-        content = buffer.numpy().data
-        with regular_files.open_regular(self.path) as file:
-            try:
-                file.seek(self.entry.start + first * width)
-                filled = file.readinto(content)  # pyright: ignore[reportAttributeAccessIssue]
-            except OSError as error:
-                raise Fault(f"{self.path}: {error.strerror}") from None
-        if filled < len(content):
-            raise Fault(f"{self.path}: ends {len(content) - filled} bytes early")
-        self.sum.update(content)
-        self.read = stop
-        return buffer.view(self.dtype).view(stop - first, *self.shape[1:])
-
-    def has_sum(self, expected: str) -> bool:
-        """Whether all rows were read and have this checksum together."""
-        return self.read == self.shape[0] and self.sum.hexdigest() == expected
-
-    @property
-    def is_recorded(self) -> bool:
-        return self.has_sum(self.recorded)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import xxhash
 
 from conf.model_files.weights import Entry
 from contract.faults import Fault
-from trainer.weights.trained import ReadRows
+from trainer.weights.mapped.read_rows import ReadRows
 
 ROWS, COLUMNS = 50, 30
 

@@ -1,10 +1,10 @@
-"""trainer/weights/exported/parts.py: what the kernel is asked to store, and to forget where memory is short."""
+"""trainer/weights/exported/storing.py: what the kernel is asked to store, and to forget where memory is short."""
 
 import os
 
 import pytest
 
-from trainer.weights.exported.parts import Storing
+from trainer.weights.exported.storing import Storing
 
 
 @pytest.fixture

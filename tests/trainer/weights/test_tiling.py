@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
-from trainer.weights.conversion.shards import is_tiled
+from trainer.weights.conversion.tiling import is_tiled
 
 
 def _piece(offsets, sizes) -> ChunkStorageMetadata:

@@ -7,40 +7,25 @@ released tensors from which it was made. A later attempt keeps shards whose entr
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
-import io
-import itertools
 import json
-import math
 import pickle
-from collections import defaultdict
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-import xxhash
 from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 from megatron.core.dist_checkpointing.strategies.torch import mcore_to_pyt_state_dict
-from torch.distributed.checkpoint.default_planner import (
-    _check_box_bounds,
-    _check_box_overlap,
-    create_default_global_save_plan,
-)
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
-from torch.utils.serialization import config
 
 from contract import checksums
 from contract.files import sync, write_atomically
-from trainer.weights import file_sums, journal, released, short_writes, torch_dist
+from trainer.weights import file_sums, journal, released, torch_dist
+from trainer.weights.conversion import tiling
 from trainer.weights.conversion.megatron_tensors import Piece, Values
+from trainer.weights.conversion.summed_stream import SummedStream
 
 
 @dataclass(frozen=True)
@@ -93,7 +78,7 @@ class Work:
         self.plans, self.metadata = create_default_global_save_plan(plans)
         self.pieces = {piece.item.index: piece for shard in shards for piece in shard.pieces}
         for key, stored in self.metadata.state_dict_metadata.items():
-            if isinstance(stored, TensorStorageMetadata) and not is_tiled(stored.size, stored.chunks):
+            if isinstance(stored, TensorStorageMetadata) and not tiling.is_tiled(stored.size, stored.chunks):
                 raise ValueError(f"{key}: its pieces do not cover it")
 
     def is_whole(self, number: int, entry: dict) -> bool:
@@ -187,67 +172,3 @@ def _checksums(model: released.Model, names: tuple[str, ...]) -> dict[str, str]:
     if infinite:
         raise released.not_finite(model, infinite)
     return sums
-
-
-def is_tiled(size: Sequence[int], pieces: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether the pieces are within a tensor of this size, fill it, and do not overlap.
-
-    torch proves the same for every checkpoint that it plans, but compares every two pieces that share rows. All experts
-    do: that took 0.6 s of CPU time per rank for 2,304 pieces of a tensor, and 2.1 s for 4,608, the number in 18 layers
-    of 128 experts (2026-11-24). Pieces at different places of a dimension in which every piece has length 1 cannot
-    overlap, so only pieces with the same place are compared here.
-    """
-    inside = all(_check_box_bounds(torch.Size(size), piece) for piece in pieces)
-    whole = sum(math.prod(piece.sizes) for piece in pieces) == math.prod(size)
-    single = [dim for dim in range(len(size)) if all(piece.sizes[dim] == 1 for piece in pieces)]
-    together: dict[tuple[int, ...], list[ChunkStorageMetadata]] = defaultdict(list)
-    for piece in pieces:
-        together[tuple(piece.offsets[dim] for dim in single)].append(piece)
-    pairs = (pair for group in together.values() for pair in itertools.combinations(group, 2))
-    return inside and whole and not any(_check_box_overlap(*pair) for pair in pairs)
-
-
-class SummedStream(io.IOBase):
-    """Stream to which torch writes a file's pieces. Each is summed, and aligned to be mapped later."""
-
-    def __init__(self, stream: io.IOBase):
-        self.stream, self.piece, self.start, self.end = stream, xxhash.xxh3_128(), 0, 0
-        self.error: OSError | None = None
-        self.sums: dict[int, str] = {}
-
-    def write(self, data) -> int:
-        content = memoryview(data).cast("B")
-        try:
-            for block in short_writes.cut(content, self.end):
-                self.piece.update(block)
-                self.stream.write(block)
-        except OSError as error:
-            self.error = error
-            raise
-        self.end += len(content)
-        return len(content)
-
-    def tell(self) -> int:
-        """Return the position, after a piece and zeros that readers skip. Call this before and after each piece."""
-        if over := self.end % torch_dist.ALIGNED:
-            self.write(bytes(torch_dist.ALIGNED - over))
-        if self.end > self.start:
-            self.sums[self.start] = self.piece.hexdigest()
-            self.piece, self.start = xxhash.xxh3_128(), self.end
-        return self.end
-
-    def save(self, tensor: torch.Tensor) -> None:
-        """Write a tensor with torch, which reports that writing failed, but not the cause.
-
-        Without its CRC-32, which would take most of the time; pieces have another checksum.
-        """
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()  # torch writes the whole storage
-        try:
-            with config.patch("save.compute_crc32", False):
-                torch.save(tensor.detach(), self)
-        except Exception as error:
-            raise self.error or error from error
-
-    def flush(self) -> None:
-        pass

@@ -10,17 +10,13 @@ A format (Merged, or Rounding of as_released.py) determines the contents of the 
 
 # pyright: reportArgumentType=false
 
-import contextlib
-import os
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
-import psutil
 import torch
 import xxhash
 
@@ -29,6 +25,7 @@ from contract.faults import Fault
 from trainer.startup import device
 from trainer.startup.console import say
 from trainer.weights import atomic_folder, journal, released, released_tensors, short_writes
+from trainer.weights.exported.storing import Storing
 from trainer.weights.released import Entry, enumerate_names
 from trainer.weights.trained import Trained
 
@@ -36,8 +33,6 @@ READABLE = 0o644  # safetensors makes files readable only by their owner
 SIDE_BY_SIDE = 64 * 2**20  # bytes of weights made in parallel
 THREADS = 8  # at most
 _writing = threading.Lock()  # only one thread at a time can write into a file; others would spin in the kernel
-
-Span = tuple[Path, int, int]  # file, first byte, number of bytes
 
 
 @dataclass(frozen=True)
@@ -240,45 +235,3 @@ def _require_right(contents: Merged, path: Path, wrong: list[str]) -> None:
         )
     if wrong:
         raise Fault(f"{path}: read back, {len(wrong)} tensors are wrong: {enumerate_names(wrong)}")
-
-
-class Storing:
-    """A thread that flushes written data to the disk while the next data are written, for `size` bytes in all.
-
-    If the model and the output do not fit into memory together, the kernel is also asked to drop finished pages.
-    Otherwise it searches for free memory at every page, and first drops the packages that the next command needs.
-    """
-
-    def __init__(self, size: int):
-        self.forgets = size > psutil.virtual_memory().available
-        self.pool = ThreadPoolExecutor(1, "storing")
-        self.before: list[Span] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.pool.shutdown(cancel_futures=kind is not None)
-
-    def begin(self, written: Span, read: Iterable[Span]) -> None:
-        """Start flushing the written bytes, made from the bytes in `read`, without waiting for it."""
-        self.pool.submit(self._begin, written, [*read])
-
-    def _begin(self, written: Span, read: list[Span]) -> None:
-        _forget(written)  # starts to flush dirty pages, and waits if the disk is busy
-        if self.forgets:
-            for span in [*self.before, *read]:
-                _forget(span)
-            self.before = [written]
-
-
-def _forget(span: Span) -> None:
-    path, start, size = span
-    if not size:  # for the kernel, 0 means up to the end
-        return
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)

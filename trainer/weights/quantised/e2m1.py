@@ -33,9 +33,8 @@ def nvfp4(weight: torch.Tensor, top: torch.Tensor | None = None) -> tuple[torch.
 
 
 def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    digits, exponents = torch.frexp(
-        divided(largest_of_blocks(weight.float(), (1, MXFP4)), TOP)
-    )  # digits are from 0.5 up to 1
+    largest = largest_of_blocks(weight.float(), (1, MXFP4))
+    digits, exponents = torch.frexp(divided(largest, TOP))  # digits are from 0.5 up to 1
     exponents = (exponents - (digits == 0.5).int()).clamp(1 - BIAS, BIAS)
     exponents = torch.where(digits > 0, exponents, 0)
     scales = torch.exp2(exponents.float())
