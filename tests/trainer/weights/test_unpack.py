@@ -225,10 +225,10 @@ def with_number(value: float):
         (lambda tensors: tensors.pop(WEIGHT), f"scales without a weight (1): {SCALES}"),
         (
             of_scales(lambda s: s.T.contiguous()),
-            f"scales of the wrong shape (1): {SCALES} is [2, 3] and should be [3, 2]",
+            f"scales of the wrong shape (1): {SCALES} is [2, 3] but should be [3, 2]",
         ),
-        (of_scales(lambda s: s.flatten()), f"{SCALES} is [6] and should be [3, 2]"),
-        (of_scales(lambda s: s.int()), f"scales of a type that is not read (1): {SCALES} (I32)"),
+        (of_scales(lambda s: s.flatten()), f"{SCALES} is [6] but should be [3, 2]"),
+        (of_scales(lambda s: s.int()), f"scales of an unsupported type (1): {SCALES} (I32)"),
         (lambda t: t.update({WEIGHT: t[WEIGHT].float()}), f"scales without a weight (1): {SCALES}"),
         (lambda t: t.update({WEIGHT: t[WEIGHT][None]}), f"{WEIGHT} (F8_E4M3 [1, 96, 64])"),
         (
@@ -288,9 +288,9 @@ def group(**changed):
 @pytest.mark.parametrize(
     ("described", "said"),
     [
-        ({"quant_method": "awq"}, 'quant_method is "awq", and fp8, compressed-tensors, mxfp4, modelopt are read'),
+        ({"quant_method": "awq"}, 'quant_method is "awq", but only fp8, compressed-tensors, mxfp4, modelopt are'),
         ({"quant_method": ["fp8"]}, "quant_method is"),
-        ({"quant_method": "fp8"}, "weight_block_size is null, and weights in FP8 are read with blocks"),
+        ({"quant_method": "fp8"}, "weight_block_size is null, but FP8 weights need blocks"),
         (OF_TINY["fp8"] | {"weight_block_size": [0, 128]}, "weight_block_size is [0, 128]"),
         (OF_TINY["fp8"] | {"weight_block_size": [128]}, "weight_block_size is [128]"),
         (OF_TINY["fp8"] | {"fmt": "e5m2"}, 'fmt is "e5m2", and "e4m3" or absent is read'),
