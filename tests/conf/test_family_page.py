@@ -53,7 +53,7 @@ def rehearse(root: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_family_from_outside_is_planned_and_built_by_megatron(scratch, tmp_path):
     without = rehearse(scratch)
-    assert without.returncode == 2 and "tiny://qwen3 is not a tiny model; known: deepseek-v3, " in without.stderr
+    assert without.returncode == 2 and "tiny://qwen3: unknown model; known are tiny://deepseek-v3, " in without.stderr
     (tmp_path / "mine.py").write_text(of_page())
     done = rehearse(scratch, f"model.family={tmp_path / 'mine.py'}")
     assert done.returncode == 0, done.stderr

@@ -74,7 +74,7 @@ def test_of_a_folder_and_of_s3(folder, s3_url, monkeypatch):
     client.upload_file(str(folder / "config.json"), bucket, "glm/config.json")
     client.close()
     assert plan.settle(of(f"s3://{bucket}/glm")).fits
-    with pytest.raises(Fault, match=rf"^s3://{bucket}/other: has no config.json"):
+    with pytest.raises(Fault, match=rf"^s3://{bucket}/other: contains no objects; check the bucket and the prefix"):
         plan.settle(of(f"s3://{bucket}/other"))
 
 

@@ -45,7 +45,7 @@ def main(descriptor: int) -> None:
 
 
 def _load(settings: dict[str, Any], parent: int, connection: Connection) -> tuple[Callable[..., Answer], Answer]:
-    """What answers a question, and the first answer, which reports whether it could be loaded."""
+    """The function that answers questions, and a first answer, which reports whether the code could be loaded."""
     kind, memory_gb, loaded = settings["kind"], settings["memory_gb"], {"reward": 0.0, "text": None}
     if kind == "code":
         in_fork = partial(_in_fork, memory_gb, connection)
