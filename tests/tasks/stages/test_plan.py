@@ -340,5 +340,5 @@ def test_what_reinforcement_learning_does_not_take_is_refused_before_anything_is
 
 def test_a_teacher_s_config_json_is_read_where_it_lies(folder):
     (folder / "config.json").write_text(json.dumps(CONFIG | {"hidden_act": "gelu"}))
-    with pytest.raises(Fault, match=rf"^train.teacher: {folder}: config.json: hidden_act is \"gelu\", and"):
+    with pytest.raises(Fault, match=rf"^train.teacher: {folder}: config.json: hidden_act is \"gelu\", but"):
         plan.settle(load("tiny-distill", [f"train.teacher={folder}"]))
