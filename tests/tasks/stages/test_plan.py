@@ -136,6 +136,7 @@ def test_a_model_that_vllm_cannot_serve_is_refused_where_it_would_be_evaluated(f
     assert "This host has vLLM for CPUs, and hardware.gpu is h100: make setup EXTRA=gpu on its host" in refused
     assert refused.endswith(". evaluate.tasks=[] trains and exports it without evaluation, and promotes nothing")
     assert why(plan.unserved, planned, "train") == refused and why(plan.unserved, planned, "convert") == ""
+    assert plan.any_refusal(planned, PIPELINE.asked(planned.run, None), here=False) == ""  # for a dry run
     assert why(plan.unserved, plan.settle(of(folder, here, "evaluate.tasks=[]")), None) == ""
 
 
