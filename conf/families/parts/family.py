@@ -38,7 +38,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Balance:
-    """How Megatron-Bridge 0.6 balances the experts of a family."""
+    """Balancing of the experts of a family in Megatron-Bridge 0.6."""
 
     key: str = ""  # key of config.json for the weight of the loss; Bridge's default is above 0
     always: bool = False  # the weight of the loss is above 0 whatever config.json says
