@@ -39,7 +39,6 @@ from tasks.gang.diagnosis.host_evidence import Host
 from tasks.gang.member_link import Link
 from tasks.gang.messages import End, Member, Standing, Task, Word
 from tasks.gang.ranks import Ranks, Start
-from tasks.servers.waiting import say
 from tasks.store import open_store
 
 TICK = 0.3
@@ -177,6 +176,9 @@ def _take_gpus(board: Board, ending: Ending) -> bool:
         except Exception:  # the store does not answer
             return False
         return word is None or word[0].state != "gathering"
+
+    def say(line: str) -> None:
+        print(line, flush=True)
 
     hold = gpu_locks.take(f"gang {board.gang}", say, over, count=task.gpus)
     os.environ.update(hold.environment if hold else {})
