@@ -9,14 +9,20 @@ import functools
 import secrets
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 from urllib.parse import urlsplit
 
 from contract.faults import Fault
 from contract.waits import within
 
-if TYPE_CHECKING:
-    from tasks.store.s3_bucket import S3Bucket
+
+class Named(Protocol):
+    """An S3: its address without secrets, and boto3's client for it."""
+
+    @property
+    def uri(self) -> str: ...
+    @property
+    def client(self) -> Any: ...
 
 
 ATTEMPTS = 8
@@ -46,7 +52,7 @@ def broken() -> tuple[type[Exception], ...]:
     return IncompleteReadError, ReadTimeoutError, ResponseStreamingError, HTTPError, TimeoutError
 
 
-def read(store: "S3Bucket", body: Any, length: int | None = None) -> bytes:
+def read(store: Named, body: Any, length: int | None = None) -> bytes:
     """Read `length` bytes of an answer's content, or all of it if the object is small."""
     who = f"{store.uri} at {address(store.client)}"
     then = "then the rest of the object is requested again"
@@ -74,7 +80,7 @@ def pause(attempt: int) -> None:
 
 
 @contextlib.contextmanager
-def plainly(store: "S3Bucket", stage: str = "") -> Iterator[None]:
+def plainly(store: Named, stage: str = "") -> Iterator[None]:
     """Turn botocore's exceptions into Faults of one line without secrets."""
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -88,7 +94,7 @@ def plainly(store: "S3Bucket", stage: str = "") -> Iterator[None]:
         raise Fault(f"{store.uri}: no S3 client; AWS_ENDPOINT_URL or the region is not valid") from None
 
 
-def _explain(store: "S3Bucket", error: Exception, stage: str) -> NoReturn:
+def _explain(store: Named, error: Exception, stage: str) -> NoReturn:
     kind, code = type(error).__name__, code_of(error)
     operation = getattr(error, "operation_name", "")
     if code in REFUSED:
