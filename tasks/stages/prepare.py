@@ -147,7 +147,7 @@ def _here(stage_run: StageRun, model: Artifact, work: Work) -> Run:
     changes: dict[str, Any] = {"mixture": tuple(parts)}
     if not run.data.mixture:
         changes = {"source": parts[0].source, "revision": parts[0].revision}
-    return run.model_copy(update={"data": run.data.model_copy(update=changes)})
+    return run.changed(data=changes)
 
 
 def _template(name: str) -> str:
