@@ -31,7 +31,7 @@ ROWS = 100
         (0.41, 0.3, 0.1, True, "above the margin of 0.1"),
         (-2.0, -3.0, 0.5, True, "+1, above"),  # log-likelihoods
         (0.9, None, 0.0, False, "X was never measured by held_out/exact_match"),
-        (float("nan"), 0.1, 0.0, False, "not above"),
+        (float("nan"), 0.1, 0.0, False, "cannot be compared"),
         (0.9, float("nan"), 0.0, False, "not above"),
     ],
 )
