@@ -1,4 +1,4 @@
-"""Identity of prepared data: everything they depend on; it decides whether existing data or parts can be used.
+"""Identity of prepared data: everything that the data depend on. Data or parts with the same identity are reused.
 
 <paths.data>/prepared.json    written last: the identity of the data, and the digest of each file
 <preparing>/identity.json     the identity of an interrupted preparation
@@ -83,7 +83,7 @@ def begin(folder: Path, identity: dict[str, Any]) -> Path:
 
 
 def clear_up(folder: Path, identity: dict[str, Any]) -> None:
-    """Remove the rest of a preparation that was killed after its data had been renamed."""
+    """Remove the remaining files of a preparation that was killed after the rename of its data."""
     file = folder / "identity.json"
     if not file.exists() or file.read_text() == _text(identity):
         with contextlib.suppress(output_marks.Foreign):

@@ -1,8 +1,8 @@
 """Arguments, environment and chat template of vLLM's OpenAI-compatible server for one model.
 
-Callers cannot make it load anything, run code or read the host's files: this module switches those features off,
-whatever the environment says. The key that callers have to send is only in the environment, because arguments are
-visible in lists of processes.
+Callers cannot make the server load anything, run code or read the host's files: this module switches these features
+off, even if the environment enables them. The key that callers must send is only in the environment, because arguments
+are visible in lists of processes.
 """
 
 import json
@@ -21,7 +21,7 @@ from trainer.patches import vllm_cpu
 from trainer.serving import constraints, engine, prompts, unmerged
 from trainer.startup.console import say
 
-# vLLM's features that are off in a server for callers: pickles between processes, developer routes, loading adapters.
+# Features of vLLM that are off in this server: pickles between processes, developer routes, loading of adapters.
 SWITCHED_OFF = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
     "VLLM_SERVER_DEV_MODE": "0",
@@ -45,7 +45,7 @@ def serve(settings: ServedModel) -> None:
     engine.prepare(Path(settings.kernels), online=False)
     os.environ.update(SWITCHED_OFF)
     with tempfile.TemporaryDirectory(prefix="serve-") as folder:
-        # Imports of vLLM take seconds: missing files of the model are reported before.
+        # Imports of vLLM take seconds, so missing files of the model are reported before them.
         command = arguments(settings, Path(folder), _gpus(settings))
         say(f"serve: starting vLLM on this host's {engine.device()} for {settings.model}")
         with vllm_cpu.hidden():

@@ -26,7 +26,7 @@ class Adapter:
     """An adapter that is served with its unmerged model."""
 
     folder: Path
-    name: str  # must be new for other weights, because vLLM caches keys and values by it
+    name: str  # must differ for different weights, because vLLM caches keys and values by this name
     rank: int
     layers: frozenset[str]  # by the last part of their names
 
@@ -37,8 +37,8 @@ class Adapter:
     def settings(self, gpus: int, expert_parallel: bool) -> dict[str, Any]:
         """Settings of vLLM.
 
-        By default each GPU reserves memory for the adapters of all experts; fully_sharded_loras splits it. Only layers
-        with an adapter are listed: if lm_head is a target, vLLM gives no log-probabilities of prompts.
+        By default each GPU reserves memory for the adapters of all experts; fully_sharded_loras divides this memory.
+        Only layers with an adapter are listed, because vLLM gives no log-probabilities of prompts if lm_head is listed.
         """
         values: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_lora_rank": self.room(gpus)}
         values |= {"lora_target_modules": sorted(self.layers)}

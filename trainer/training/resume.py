@@ -2,8 +2,8 @@
 
 The mark records the keys of the run that saved it (conf/schema/identity.py), the source of its base, and the digest of
 the tokens that it was trained on. A resume may change the layout, the batch of a rank, recomputation, kernels and
-reports. It must not change anything that decides the trained weights, including the learning rate's schedule: half of
-one schedule and half of another is a third training, which nobody could repeat.
+reports. It must not change anything that affects the trained weights. This includes the learning rate's schedule:
+nobody could repeat a training with parts of two schedules.
 
 Checkpoints that were saved before marks had such a record are compared by Megatron-Bridge's run_config.yaml; their base
 and data cannot be compared.
@@ -112,7 +112,7 @@ def report_changes(run: Run, folder: Path) -> None:
 
 
 def _newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint from which training would resume, and its record, or what run_config.yaml says of it."""
+    """Return the checkpoint from which training would resume, and its record, or its entries in run_config.yaml."""
     steps = checkpoints.complete_steps(folder)
     if not steps:
         return None

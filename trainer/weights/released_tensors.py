@@ -62,5 +62,5 @@ def at(folder: Path, entry: Entry, rows: slice = slice(None)) -> torch.Tensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The values of a tensor as in a file."""
+    """Return the values of a tensor as the bytes of a file."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data

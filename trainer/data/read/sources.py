@@ -26,8 +26,8 @@ from trainer.data.tickets import pairs, tickets, with_mistakes, with_worse
 
 TINY, TICKETS, TICKET_ROWS = "tiny://", "tiny://tickets", 1600
 TEXTS, TEXT_ROWS = "tiny://texts", 2000
-MISTAKEN = "tiny://mistaken-tickets"  # most have the next team instead of the right one
-RANKED = "tiny://ranked-tickets"  # with a wrong team next to the right one
+MISTAKEN = "tiny://mistaken-tickets"  # most rows have the next team instead of the right team
+RANKED = "tiny://ranked-tickets"  # each row has the right team and a wrong team
 SYNTHETIC = (TICKETS, MISTAKEN, RANKED, TEXTS)
 FIRST = 20  # rows from which columns are inferred
 
@@ -41,7 +41,7 @@ class Chunk:
 
 
 def chunks(part: Part, number: int, done: Callable[[int], bool], commit: str | None = None) -> Iterator[Chunk]:
-    """Yield all chunks of a source. Finished ones come without their rows."""
+    """Yield all chunks of a source. Finished chunks have no rows."""
     source = _source(part)
     if is_local(source):
         pieces = _of_files(files(source))
@@ -64,7 +64,7 @@ def total(part: Part) -> int:
 
 
 def first(part: Part, commit: str | None = None) -> tuple[list[Row], str]:
-    """Return the first good rows, and the place of the first of them."""
+    """Return the first usable rows, and the place of the first one."""
     refused = ""
     for chunk in chunks(part, 0, lambda number: False, commit):
         rows = chunk.load()
@@ -78,7 +78,7 @@ def first(part: Part, commit: str | None = None) -> tuple[list[Row], str]:
 
 
 def is_local(source: str) -> bool:
-    """Whether these are files: existing files, or a name that can only be a file's."""
+    """Whether the source is files: existing files, or a name that only a file can have."""
     if "://" in source:
         return False
     named_like_a_file = source.startswith(("/", "./", "../", "~")) or glob.has_magic(source)

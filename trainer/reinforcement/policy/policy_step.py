@@ -42,8 +42,8 @@ NOBODY = -1  # megatron-core logs new numbers on this rank, that is, on none
 class Feed(Callback):
     """Micro batches of the next optimizer step, as an endless data source for Bridge. It must be the last callback.
 
-    With packing, their number changes from step to step. Between two steps it must have the usual value, because Bridge
-    would otherwise assume a schedule of growing batches.
+    With packing, the number of micro batches changes from step to step. Between two steps it must have the usual value,
+    because Bridge would otherwise assume a schedule of growing batches.
     """
 
     def __init__(self):

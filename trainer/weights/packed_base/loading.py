@@ -131,7 +131,7 @@ def store(form: Format, dtype: torch.dtype, source: Source, matrices: list[list[
     factors = torch.ones((len(matrices), len(matrices[0])), device="cuda") if form.factor_bytes else None
     for number, matrix in enumerate(matrices):
         equal = len({part.sizes[0] for part in matrix}) == 1
-        assert equal or not form.factor_bytes, "stacked matrices have equal numbers of rows"
+        assert equal or not form.factor_bytes, "stacked matrices must have equal numbers of rows"
         for place, part in enumerate(sorted(matrix, key=lambda part: part.start)):
             part_codes, of_blocks, factor = source.of_part(part, (height, width))
             codes[number, part.start : part.start + part.sizes[0]] = part_codes
