@@ -81,7 +81,7 @@ def test_the_plan_counts_gpus_of_vllm_and_says_what_is_on_them():
     assert need.cost and less.cost and need.seconds and less.seconds
     assert need.cost / need.seconds == pytest.approx(2 * less.cost / less.seconds)
     text = "\n".join(display.lines(planned))
-    assert "\nanswers  vLLM on 3 h200 of their own, each: " in text and "generate beside train" in text
+    assert "\nanswers  vLLM on 3 separate h200, each: " in text and "generate during train" in text
     assert "while it sleeps" not in text
     assert display.as_dict(planned)["reinforce"]["gpus"] == 3
 
@@ -102,7 +102,7 @@ def test_an_engine_on_several_gpus_has_a_part_of_weights_and_cache_on_each():
     (need,) = [need for need in planned.needs if need.stage == "reinforce"]
     assert need.gpus == 5
     text = "\n".join(display.lines(planned))
-    assert "\nanswers  vLLM on 4 h200 of their own, 2 engines, each on 2, of which each: 30.5 GB weights" in text
+    assert "\nanswers  vLLM on 4 separate h200, 2 engines, each on 2 GPUs, each GPU: 30.5 GB weights" in text
 
 
 def test_engines_in_turn_with_training_are_on_its_gpus_and_a_lack_is_mended_by_more_of_them():
@@ -203,6 +203,6 @@ def test_a_plan_without_it_says_nothing_of_it():
 def test_a_plan_that_cannot_answer_is_refused_and_a_batch_that_cannot_be_cut_is_illegal():
     refused = plan(*of(FULL), H200)
     assert refused.legal and refused.rollout is None
-    assert [*display.lines(refused)][-1].startswith("refused all the same: reinforce: one h200 has")
+    assert [*display.lines(refused)][-1].startswith("also refused: reinforce: one h200 has")
     illegal = plan(*of(FULL, "reinforce.prompts=3", "reinforce.samples=3"), H200)
     assert not illegal.legal and "3 prompts with 3 answers each: train." in illegal.problems[0]
