@@ -88,7 +88,7 @@ def test_the_plan_counts_gpus_of_vllm_and_says_what_is_on_them():
 
 def test_a_model_that_no_gpu_holds_says_so():
     run, facts = of(LORA, "model.source=deepseek-v3", "layout.auto=true")
-    assert rollout.unanswered(run, facts, H100).endswith(". Nor do 8 hold it")
+    assert rollout.unanswered(run, facts, H100).endswith(". 8 GPUs are not enough either")
 
 
 def test_an_engine_on_several_gpus_has_a_part_of_weights_and_cache_on_each():
@@ -176,7 +176,7 @@ def test_gpus_that_do_not_divide_the_model_are_refused_with_as_many_as_do():
 
 def test_more_gpus_than_a_host_has_are_refused_with_what_it_can_do():
     refused = rollout.unanswered(*of(AIR, "reinforce.engine_gpus=4"), H200)
-    assert refused.startswith("4 GPUs of vLLM's behind the 8 of training, and a host of h200 has 8. These fit: ")
+    assert refused.startswith("vLLM needs 4 GPUs in addition to the 8 of training, but a host of h200 has 8. These fit: ")
     assert "reinforce.engine_gpus=4 reinforce.in_turn=true" in refused and "reinforce.hosts=1" in refused
     assert rollout.unanswered(*of(AIR, "reinforce.engine_gpus=4", "reinforce.hosts=1"), H200) == ""
 
