@@ -6,7 +6,7 @@
 vLLM shares the first GPU of the training, or each engine shares several (reinforce.engine_gpus, in_turn). While vLLM
 answers, training keeps its permanent memory on these GPUs and frees the rest; while training computes, vLLM sleeps. Or
 each engine has separate GPUs (reinforce.engine_gpus): engines share the prompts, get their weights one after another,
-and answer while training computes if reinforce.staleness permits it. On several GPUs, each has a part of the weights, keys
+and answer while training computes if reinforce.staleness permits it. On several GPUs, each has a part of weights, keys
 and values. The cache has room for all answers of a step at full length, or for fewer; it must hold at least one row.
 
 TRANSFER and PROBE were measured on an H200 with 3.21 GB of a Qwen3-MoE (benchmarks/gpu/reinforcement.py, 23 November

@@ -176,7 +176,7 @@ def test_gpus_that_do_not_divide_the_model_are_refused_with_as_many_as_do():
 
 def test_more_gpus_than_a_host_has_are_refused_with_what_it_can_do():
     refused = rollout.unanswered(*of(AIR, "reinforce.engine_gpus=4"), H200)
-    assert refused.startswith("vLLM needs 4 GPUs in addition to the 8 of training, but a host of h200 has 8. These fit: ")
+    assert refused.startswith("vLLM needs 4 GPUs in addition to the 8 of training, but a host of h200 has 8. These")
     assert "reinforce.engine_gpus=4 reinforce.in_turn=true" in refused and "reinforce.hosts=1" in refused
     assert rollout.unanswered(*of(AIR, "reinforce.engine_gpus=4", "reinforce.hosts=1"), H200) == ""
 

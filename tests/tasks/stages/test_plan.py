@@ -161,7 +161,7 @@ def test_an_evaluation_that_does_not_fit_is_refused_and_a_gate_lets_it_pass(fold
 def test_no_gate_lets_an_evaluation_pass_that_the_gpu_cannot_do(folder, gpu_build):
     keys = ["evaluate.quantization=fp8", "hardware.gpu=a100", "hardware.gate=warn"]
     refused = why(plan.unserved, plan.settle(of(folder, *keys)), None)
-    assert "which a100 does not compute; null" in refused and "hardware.gate" not in refused
+    assert "which a100 does not support; null" in refused and "hardware.gate" not in refused
 
 
 def test_no_gate_lets_an_illegal_layout_pass(folder):
