@@ -1,6 +1,6 @@
 """Unsupported models: the reason, and the supported release of the nearest size as an alternative.
 
-    reason(architecture) -> "Megatron-Bridge 0.6 has no bridge for it"       conf/tables/unsupported.yaml has others
+    reason(architecture) -> "Megatron-Bridge 0.6 has no bridge for it"       more reasons: conf/tables/unsupported.yaml
     closest(config) -> "the closest supported model ... is Qwen/Qwen3-4B"
 
 Sizes are rounded billions of parameters. The size of the unsupported model is an estimate from its config.json.
@@ -21,11 +21,11 @@ UNTRIED = (
 
 
 def reason(architecture: str) -> str:
-    """The reason why a model of this architecture is not converted or trained here."""
+    """Return the reason why a model of this architecture is not converted or trained here."""
     if known := REFUSED.get(architecture):
         return known
     if architecture.endswith("ForConditionalGeneration"):
-        return "it reads more than text, and models of text alone are trained here"
+        return "it reads more than text, and only text models are trained here"
     if architecture in BRIDGED:
         return UNTRIED
     return "Megatron-Bridge 0.6 has no bridge for it" if architecture else "its family is unknown"
@@ -43,16 +43,16 @@ def closest(config: dict[str, Any]) -> str:
 
 
 def releases(has_experts: bool) -> dict[str, float]:
-    """Releases of the dense families, or of those with experts, and their billions of parameters."""
+    """Return releases of the dense families, or of the families with experts, with their billions of parameters."""
     same = [family for family in families.every().values() if (family.balance is not None) == has_experts]
     return {name: size for family in same for name, size in family.releases.items()}
 
 
 def _size(config: dict[str, Any]) -> tuple[float, bool]:
-    """Billions of parameters, and whether it has experts; 0 if its config.json has other names for sizes."""
-    of_text = config.get("text_config")  # of a model that reads pictures, too
+    """Return billions of parameters (0 if config.json has other names for sizes), and whether there are experts."""
+    of_text = config.get("text_config")  # a multimodal model keeps the sizes of its text model here
     of_text = config | of_text if isinstance(of_text, dict) else config
-    try:  # transformers leaves the key out if the embedding is the output layer, too
+    try:  # transformers omits this key if the embedding is also the output layer
         facts = facts_from_hf({"tie_word_embeddings": True} | of_text | {"architectures": None})
     except (ValueError, TypeError, AttributeError):
         return 0.0, False

@@ -8,7 +8,7 @@ from pydantic_core import ErrorDetails
 
 LONGEST = 300  # characters of a value in a message
 
-# Messages for pydantic's kinds of errors, which follow the value. Other kinds keep pydantic's message.
+# Messages for pydantic's kinds of errors. Each follows the value. Other kinds keep pydantic's message.
 WORDS = {
     "int_type": "is not an integer",
     "float_type": "is not a number",
@@ -29,8 +29,8 @@ WORDS = {
 }
 
 
-def told(details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Errors to report. A list with invalid entries is not reported as too short too."""
+def reported(details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Return the errors to report. A list with invalid entries is not reported as too short as well."""
     places = [detail["loc"] for detail in details]
     return [
         detail
@@ -41,7 +41,7 @@ def told(details: list[ErrorDetails]) -> list[ErrorDetails]:
 
 
 def key_of(detail: ErrorDetails) -> str:
-    """Dotted key of an error, with the index for a list of sections: data.mixture[1].weight."""
+    """Return the dotted key of an error, with the index in a list of sections: data.mixture[1].weight."""
     loc, key = detail["loc"], ""
     for at, part in enumerate(loc):
         if isinstance(part, str) or detail["type"] == "invalid_key":
@@ -52,7 +52,7 @@ def key_of(detail: ErrorDetails) -> str:
 
 
 def line(detail: ErrorDetails, meant: Callable[[str], str]) -> str:
-    """Line of one error. For an unknown key, `meant` returns the keys that the user probably meant."""
+    """Return the line of one error. For an unknown key, `meant` returns the keys that the user probably meant."""
     key, kind, value = key_of(detail), detail["type"], detail["input"]
     if kind in ("extra_forbidden", "invalid_key"):
         text = f"unknown key{meant(key)}"
@@ -69,7 +69,7 @@ def line(detail: ErrorDetails, meant: Callable[[str], str]) -> str:
 
 
 def _short(limit: Any) -> Any:
-    """A limit as text: 0 for 0.0, as pydantic's limits of numbers are floats."""
+    """Return a limit for a message: 0 for 0.0, as pydantic's limits of numbers are floats."""
     return int(limit) if isinstance(limit, float) and limit.is_integer() else limit
 
 

@@ -1,4 +1,4 @@
-"""Read a run's YAML strictly, and report all that is wrong with it at once, one line each.
+"""Read a run's YAML strictly, and report all its problems at once, one line each.
 
     python -m conf.load CONF [KEY=VALUE ...]      print the resolved configuration; exit 2 with the problems on stderr
 
@@ -6,7 +6,7 @@ CONF is a file, or the bare name of one in conf/ or conf/documented/. KEY=VALUE 
 as in train.steps=20; the value is YAML and may be a list, and no key may be given twice.
 
 With `extends: NAME`, a file takes the keys of another one and holds only its name and the keys that differ. NAME is
-looked up like CONF; a path is relative to the file. All else works as if the keys stood in one file.
+looked up like CONF; a path is relative to the file. Everything else works as if all keys were in one file.
 
 Each key and value is checked first, then the rules between keys, then the arithmetic of the layout
 (conf/rules/layout.py). The rules that need the sizes of the model are checked later, with its config.json.
@@ -27,7 +27,7 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 
 from conf import strict_yaml
-from conf.error_lines import key_of, line, show, told
+from conf.error_lines import key_of, line, reported, show
 from conf.host import nvidia_smi
 from conf.model_files import weights
 from conf.planner import hardware
@@ -46,11 +46,11 @@ from contract.installation import home
 
 FOLDER = Path(__file__).parent
 OWN = home() / "conf" / "own"  # the user's own configurations, which git ignores
-# Names are looked for here, in this order; those of FOLDER and OWN are offered to run.
+# Names are looked up in these folders, in this order. names() lists the configurations in FOLDER and OWN.
 FOLDERS = (OWN, FOLDER, FOLDER / "documented")
 KEYS = dotted_keys()
 SECTIONS = list(sections())
-# Of each pair one key counts: one that replaces another's value removes the other key.
+# Only one key of each pair counts: a file or an override that sets one of them removes the other.
 INSTEAD = ((("train", "steps"), ("train", "epochs")), (("optimizer", "warmup_steps"), ("optimizer", "warmup")))
 EXTENDS = "extends"
 DEEPEST = 5  # files in a chain of extends
@@ -79,7 +79,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: b
     try:
         run = Run.model_validate(data)
     except ValidationError as error:
-        details = told(error.errors(include_url=False))
+        details = reported(error.errors(include_url=False))
         wrong += [f"{_place(places, key_of(detail), shown)}: {line(detail, _meant)}" for detail in details]
         raise ConfigError(*wrong) from None
     run = _drawn_if_without_weights(run)
@@ -97,12 +97,12 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: b
 
 
 def _place(places: dict[str, str], key: str, shown: str) -> str:
-    """The override or the file that sets a key, by default `shown`. The key may be one of a section in a list."""
+    """Return the override or the file that sets a key, by default `shown`. A key in a list of sections has an index."""
     return places.get(key, places.get(key.partition("[")[0], shown))
 
 
 def _read(file: Path, shown: str, chain: tuple[Path, ...] = ()) -> tuple[dict, dict[str, str], list[str]]:
-    """Read a file and those that it extends. `chain` holds the files that extend it.
+    """Read a file and the files that it extends. `chain` holds the files that extend it.
 
     Returns the keys by section, the file of each inherited key, and the problems.
     """
@@ -142,7 +142,7 @@ def _dotted(path: tuple) -> str:
 
 
 def _by_path(data: dict) -> dict[tuple, Any]:
-    """The values by (section, key); by (section,) if a section is not a mapping."""
+    """Return the values by (section, key), or by (section,) if a section is not a mapping."""
     values: dict[tuple, Any] = {}
     for name, keys in data.items():
         values |= {(name, key): value for key, value in keys.items()} if isinstance(keys, dict) else {(name,): keys}
@@ -150,7 +150,7 @@ def _by_path(data: dict) -> dict[tuple, Any]:
 
 
 def _replaced(data: dict, values: dict[tuple, Any]) -> dict:
-    """The keys, changed to these values. If a value is for one of a pair in INSTEAD, the other key is removed."""
+    """Return the keys with these values. A value for one key of a pair in INSTEAD removes the other key."""
     data = {name: {**keys} if isinstance(keys, dict) else keys for name, keys in data.items()}
     for pair in INSTEAD:
         for key, (section, other) in (pair, pair[::-1]):
@@ -165,9 +165,10 @@ def _replaced(data: dict, values: dict[tuple, Any]) -> dict:
 
 
 def _drawn_if_without_weights(run: Run) -> Run:
-    """Take a folder that holds a config.json and no weights for weights to be drawn, where all of them are trained.
+    """Draw random weights if model.source is a folder with a config.json but no weights, and all weights are trained.
 
-    An adapter needs a release: the plan knows one by its config.json alone, and the download asks for the weights.
+    With an adapter the source stays a release: its plan needs only the config.json, and the download reports the
+    missing weights.
     """
     source = run.model.source
     if run.adapter.kind != "none" or isinstance(source, Drawn):
@@ -179,7 +180,7 @@ def _drawn_if_without_weights(run: Run) -> Run:
 
 
 def _one_host(run: Run) -> Run:
-    """Give `layout: auto` without a number of GPUs all those of a host: of this host if the run stays on it."""
+    """Set layout.gpus_per_node to all GPUs of a host: of this host if the run stays on it, else of hardware.gpu."""
     gpu = hardware.of(run)
     here = len(nvidia_smi.visible()) if gpu.cuda and run.gang.engine == HERE and run.layout.nodes == 1 else 0
     each = min(here, gpu.per_host) or gpu.per_host
@@ -187,7 +188,7 @@ def _one_host(run: Run) -> Run:
 
 
 def dump(run: Run, path: str | os.PathLike[str]) -> None:
-    """Write all keys of the run; load() of the file gives an equal Run. The file is whole or not there."""
+    """Write all keys of the run atomically. load() of the file returns an equal Run."""
     write_atomically(path, as_yaml(run), durable=False)
 
 
@@ -202,32 +203,32 @@ def replaced(given: Iterable[str], overrides: Sequence[str]) -> list[str]:
 
 
 def names() -> list[str]:
-    """Names of the configurations that a run may start from."""
+    """Return the names of the configurations that a run may start from."""
     return sorted({file.stem for folder in (FOLDER, OWN) for file in folder.glob("*.yaml")})
 
 
 def _find(path: str, chain: tuple[Path, ...] = (), user: str = "") -> tuple[Path, str]:
-    """The file of a configuration, and its path as messages show it. `user` is the file that extends it."""
+    """Return the file of a configuration, and its path for messages. `user` is the file that extends it."""
     if not re.fullmatch(r"[\w-]+", path):
         shown = os.path.normpath(os.path.join(os.path.dirname(user), path)) if user else path
         file = chain[-1].parent / path if chain else Path(path)
     else:
         files = [folder / f"{path}.yaml" for folder in FOLDERS]
-        # One in conf/own/ may extend the one in conf/ of the same name.
+        # A file in conf/own/ may extend the file in conf/ of the same name.
         file = next((file for file in files if file.exists() and file not in chain), FOLDER / f"{path}.yaml")
         shown = os.path.relpath(file, home() if file.parent == OWN else FOLDER.parent)
     if not regular_files.is_there(file):
         known = sorted(file.stem for folder in FOLDERS for file in folder.glob("*.yaml"))
         stem, likely = file.stem, get_close_matches(file.stem, known, n=1)
         by_name = f"; did you mean {likely[0]}?" if likely else ""
-        beside = "" if path == stem or stem in known else regular_files.or_meant(file)
-        meant = beside or by_name or f"; it is a file, or one of {', '.join(known)}"
+        nearby = "" if path == stem or stem in known else regular_files.or_meant(file)
+        meant = nearby or by_name or f"; it is a file, or one of {', '.join(known)}"
         raise ConfigError(f"no such configuration: {path}{meant}")
     return file, shown
 
 
 def read_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Values by key, the text of each override by key, and the problems of overrides that cannot be read."""
+    """Return the values by key, the text of each override by key, and the problems of unreadable overrides."""
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
     wrong: list[str] = []
@@ -252,20 +253,20 @@ def read_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], dict[str, 
 
 
 def _meant(key: str) -> str:
-    """The key that was probably meant.
+    """Return a hint at the key that was probably meant.
 
-    A key of the same name in another section comes first, then a similar one in its section, then any similar one.
+    A key of the same name in another section comes first, then a similar key in the same section, then any similar key.
     """
     section, _, name = key.rpartition(".")
     known = (
-        [f"{section}.{one}" for one in Part.model_fields] if section.startswith("data.mixture[") else KEYS + SECTIONS
+        [f"{section}.{part}" for part in Part.model_fields] if section.startswith("data.mixture[") else KEYS + SECTIONS
     )
     same = [other for other in known if other.rpartition(".")[2] == name]
-    beside = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
-    near = [beside[other] for other in get_close_matches(name, beside, n=1)]
-    if found := same or near or get_close_matches(key, KEYS, n=1, cutoff=0.8):
-        return f"; did you mean {' or '.join(found)}?"
-    return f"; the keys here are {', '.join(beside)}" if beside else ""
+    siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
+    near = [siblings[other] for other in get_close_matches(name, siblings, n=1)]
+    if likely := same or near or get_close_matches(key, KEYS, n=1, cutoff=0.8):
+        return f"; did you mean {' or '.join(likely)}?"
+    return f"; the keys here are {', '.join(siblings)}" if siblings else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """Sizes and kinds of layers of a model, read from its config.json.
 
-    facts_from_hf(config)    facts of a config.json; ValueError of one line if it does not describe a model
+    facts_from_hf(config)    facts of a config.json; a ValueError of one line if it does not describe a model
     shapes(config)           shape of each released tensor, by name
     known(name)              facts of conf/models/NAME.json: {"source": its origin, "config": its config.json, trimmed}
 
@@ -37,7 +37,7 @@ def facts_from_hf(config: dict[str, Any]) -> ModelFacts:
     for key, value in family.fixed.items():
         if config.get(key, value) not in (value, None):
             builds = f"Megatron-Bridge builds {architecture} only with {value!r}"
-            raise ValueError(f"config.json: {key} is {config[key]!r}, and {builds}")
+            raise ValueError(f"config.json: {key} is {config[key]!r}, but {builds}")
     facts = family.facts(Keys(config))
     check(facts)
     check_rotations(config, facts)

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.stage == "reinforce" and not is_asked(run):
         raise Fault("--stage: reinforce, but reinforce.steps is 0, so the run has no such stage")
     logs = str(runs_folder() / "work" / gang / "logs")  # as in a flow
-    job = STAGES[options.stage](run.model_copy(update={"paths": run.paths.model_copy(update={"logs": logs})}))
+    job = STAGES[options.stage](run.changed(paths={"logs": logs}))
     assert job, "an engine that submits something starts all members"
     print(submission(Demand.of(job.run), Board(open_run_store(), gang, 1)), end="")
     return 0

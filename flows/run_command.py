@@ -83,7 +83,7 @@ def _forecast(run: Run, from_stage: str | None, until_stage: str | None) -> list
     except Unreachable as fault:
         planned = _possible(_recalled(run, fault), asked)
         lines = [str(fault), "So it is unknown which of these artifacts exist. By the config.json that is known here:"]
-    return [*lines, *_lacks(run), *_takes(planned, asked), plan.summary(planned)]
+    return [*lines, *_lacks(planned, asked), *_takes(planned, asked), plan.summary(planned)]
 
 
 Cost = tuple[str, float | None]  # as text, and in seconds if it is known
@@ -178,19 +178,20 @@ def _recalled(run: Run, fault: Unreachable) -> Plan:
 
 
 def _possible(planned: Plan, asked: Collection[str]) -> Plan:
-    if fault := plan.any_refusal(planned, asked):
+    if fault := plan.any_refusal(planned, asked, here=False):
         raise Fault(fault)
     return planned
 
 
-def _lacks(run: Run) -> list[str]:
-    """A line about a model folder without weights: it can be planned, but not run."""
-    source = run.model.source
+def _lacks(planned: Plan, asked: Collection[str]) -> list[str]:
+    """A line for each reason why the run can be planned on this host, but not run."""
+    source, fault = planned.run.model.source, plan.unserved(planned, asked)
+    lines = [f"a run on this host would end with: {fault}"] if fault else []
     if not isinstance(source, str) or hub.kind(source) != "folder":
-        return []
-    if any(map(weights.are_of, Path(source).expanduser().iterdir())):
-        return []
-    return [f"{source} holds no weights: a run ends at download until *.safetensors are there"]
+        return lines
+    if not any(map(weights.are_of, Path(source).expanduser().iterdir())):
+        lines.append(f"{source} holds no weights: a run ends at download until *.safetensors are there")
+    return lines
 
 
 def _takes(planned: Plan, asked: Collection[str]) -> list[str]:

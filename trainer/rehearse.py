@@ -83,8 +83,7 @@ def plainly(run: Run) -> tuple[Run, list[str]]:
     for section, values in left_out.items():
         before = getattr(run, section)
         keys += [f"{section}.{key}" for key, value in values.items() if getattr(before, key) != value]
-        run = run.model_copy(update={section: before.model_copy(update=values)})
-    return run, keys
+    return run.changed(**left_out), keys
 
 
 def differences(counted: Counter[str], planned: Counter[str]) -> list[str]:

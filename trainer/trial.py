@@ -154,12 +154,11 @@ def settle(run: Run, config: dict[str, Any], steps: int, folder: Path, profiled:
     """Return the run to measure, with model, tokens and results in this folder."""
     steps += RECORDED if profiled else 0
     names = ("model", "base", "data", "output", "logs", "export")
-    paths = run.paths.model_copy(update={name: str(folder / name) for name in names})
     facts = facts_from_hf(config)
-    moe = run.moe.model_copy(update={"force_balance": bool(facts.experts)})
-    log = run.log.model_copy(update={"profile_every": steps if profiled else None})
-    settled = schedule.of_steps(objectives.as_sft(run), steps).model_copy(
-        update={"paths": paths, "moe": moe, "log": log}
+    settled = schedule.of_steps(objectives.as_sft(run), steps).changed(
+        paths={name: str(folder / name) for name in names},
+        moe={"force_balance": bool(facts.experts)},
+        log={"profile_every": steps if profiled else None},
     )
     for name in names:
         (folder / name).mkdir()

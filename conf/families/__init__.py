@@ -1,11 +1,11 @@
-"""Model families: one file each, with all that the planner, the rules and the trainer know of the family.
+"""Model families: one file each, with everything that the planner, the rules and the trainer know about the family.
 
-    of(config)            the Family of a config.json; OTHER for an unknown one, whose sizes have Llama's names
-    named(architecture)   the first one of an architecture, or OTHER
-    layer(facts, kind)    tensors of a layer, of all kinds or of one
-    every()               all of them by model_type: the files of this folder, the entry points `finetune.families` of
+    of(config)            the Family of a config.json; OTHER for an unknown model, whose sizes are read by Llama's names
+    named(architecture)   the first family of an architecture, or OTHER
+    layer(facts, kind)    tensors of a layer: all, or those of one kind
+    every()               all families by model_type: the files of this folder, the entry points `finetune.families` of
                           installed packages, and those that add() has loaded
-    digest(place)         digest of its file
+    digest(place)         digest of the file of a family from outside the repository
     add(place)            load a family from outside the repository: a Python file, or the import path of a module
 
 docs/extending/family.md shows how to add one. No module here imports torch; the torch part of a family has the same
@@ -18,6 +18,7 @@ import importlib.util
 import os
 import pkgutil
 import sys
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -54,35 +55,53 @@ def layer(facts: ModelFacts, kind: str, of: str = "") -> tuple[Tensor, ...]:
 
 @cache
 def every() -> dict[str, Family]:
-    found = [info.name for info in pkgutil.iter_modules(__path__) if not info.ispkg]
-    modules = [importlib.import_module(f"{__name__}.{name}") for name in found]
+    names = [info.name for info in pkgutil.iter_modules(__path__) if not info.ispkg]
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     modules += [entry.load() for entry in importlib.metadata.entry_points(group=GROUP)]
     modules += [module(os.environ[PLACE])] if os.environ.get(PLACE) else []
-    families = [module.FAMILY for module in modules]
-    return {family.model_type: family for family in families}
+    return {family.model_type: family for family in map(_of, modules)}
 
 
 def add(place: str) -> Family:
-    """Load and register a family. Raises ValueError if the place holds none."""
+    """Load and register a family. Raise ValueError if the place has no family."""
     try:
-        family = module(place).FAMILY
-    except Exception as error:  # of any kind: the module is not ours
+        family = _of(module(place))
+    except Exception as error:  # any exception, as the module is the user's
         raise ValueError(f"no family can be loaded from it: {type(error).__name__}: {error}") from None
     if not isinstance(family, Family):
         raise ValueError("FAMILY in it is not a conf.families.Family")
+    if family.megatron and _file_of(family.megatron) is None:
+        raise ValueError(f"megatron in it: {family.megatron}: no such file or module")
     every()[family.model_type] = family
     layer.cache_clear()
     return family
 
 
 def digest(place: str) -> str:
-    """SHA-256 of the file of a family from outside the repository."""
-    return checksums.of(Path(module(place).__file__ or "").read_bytes())
+    """Return the SHA-256 of the file of a family from outside the repository, and of its torch part."""
+    files = [Path(module(place).__file__ or ""), _file_of(_of(module(place)).megatron)]
+    return checksums.of(b"".join(file.read_bytes() for file in files if file))
+
+
+def _of(module: ModuleType) -> Family:
+    """Return the family of a module. The file of a torch part is relative to the module's folder."""
+    family = module.FAMILY
+    if not isinstance(family, Family) or not family.megatron.endswith(".py"):
+        return family
+    return replace(family, megatron=str(Path(module.__file__ or "").parent / Path(family.megatron).expanduser()))
+
+
+def _file_of(part: str) -> Path | None:
+    """Return the file of a torch part, which is a file or an import path; None if there is none."""
+    if part.endswith(".py"):
+        return Path(part) if Path(part).is_file() else None
+    spec = importlib.util.find_spec(part) if part else None
+    return Path(spec.origin) if spec and spec.origin else None
 
 
 @cache
 def module(place: str) -> ModuleType:
-    """The module at an import path, or of a Python file."""
+    """Return the module at an import path, or in a Python file."""
     if not place.endswith(".py"):
         return importlib.import_module(place)
     path = Path(place).expanduser().resolve()
@@ -95,7 +114,7 @@ def module(place: str) -> ModuleType:
 
 
 def tiny() -> dict[str, dict[str, Any]]:
-    """The config.json of each tiny model, by its name."""
+    """Return the config.json of each tiny model, by its name."""
     return {
         "-".join((family.model_type.replace("_", "-"), *variant.split())): {
             "architectures": [family.architecture],

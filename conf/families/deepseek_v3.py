@@ -12,7 +12,7 @@ SMALL = shared.TINY_LATENT | dict(
     v_head_dim=32,
     rms_norm_eps=1e-6,
     rope_parameters=SCALED | dict(beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
-    # transformers ranks groups by their best 2 experts, Megatron by their best num_experts_per_tok / topk_group: that
+    # transformers ranks groups by their best 2 experts, Megatron by their best num_experts_per_tok / topk_group. So the
     # quotient must be 2, as in the release.
     n_group=2,
     topk_group=1,
@@ -21,11 +21,11 @@ SMALL = shared.TINY_LATENT | dict(
 
 
 def facts(keys: Keys) -> ModelFacts:
-    found = llama_facts(keys, expert_bias=True)
-    if not found.shared_ffn:
-        text = "n_shared_experts is 0, and Megatron-Bridge builds this family with one or more"
+    sizes = llama_facts(keys, expert_bias=True)
+    if not sizes.shared_ffn:
+        text = "n_shared_experts is 0, but Megatron-Bridge builds this family only with shared experts"
         raise ValueError(f"config.json: {text}")
-    return found
+    return sizes
 
 
 FAMILY = Family(

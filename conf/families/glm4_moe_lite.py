@@ -21,7 +21,7 @@ FAMILY = Family(
     architecture="Glm4MoeLiteForCausalLM",
     model_type="glm4_moe_lite",
     read=shared.LATENT_EXPERTS,
-    # transformers reads mlp_layer_types, and has one dense layer without it, whatever first_k_dense_replace says
+    # transformers reads mlp_layer_types. Without that key one layer is dense, whatever first_k_dense_replace says.
     assumed=shared.SIGMOID | {"rope_interleave": (True,), "partial_rotary_factor": (1,), "first_k_dense_replace": (1,)},
     fixed={"tie_word_embeddings": False, "attention_bias": False},
     rotations=shared.DEFAULT,

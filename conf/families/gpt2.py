@@ -23,7 +23,7 @@ def facts(keys: Keys) -> ModelFacts:
         layernorm=True,
         tied=keys.config.get("tie_word_embeddings") is not False,
         positions=keys.size("n_positions", least=1),
-        vocab_pad=128,  # nothing divides the vocabulary of the releases, 50257
+        vocab_pad=128,  # 50257, the vocabulary of the releases, cannot be divided evenly
     )
 
 
@@ -47,7 +47,7 @@ def ends(facts: ModelFacts) -> tuple[Tensors, Tensors]:
 
 
 def _norm(name: str, width: int) -> Tensors:
-    return [Tensor(f"{name}.{what}", (width,), "norms") for what in ("weight", "bias")]
+    return [Tensor(f"{name}.{leaf}", (width,), "norms") for leaf in ("weight", "bias")]
 
 
 def _linear(name: str, into: int, out: int, kind: str, part: str) -> Tensors:
@@ -71,7 +71,7 @@ FAMILY = Family(
     embedding="transformer.wte.weight",
     layers_in="transformer.h",
     names={"num_hidden_layers": "n_layer", "hidden_size": "n_embd"},
-    narrow=("c_proj.weight",),  # as its paper says; transformers 5.12 compares a name that no tensor has
+    narrow=("c_proj.weight",),  # as in the paper; transformers 5.12 looks for a name that no tensor has
     zero_padding=False,
     tiny={
         "": dict(
@@ -79,7 +79,7 @@ FAMILY = Family(
             n_embd=128,
             n_head=4,
             n_positions=1024,
-            vocab_size=500,  # which Megatron pads, as it does the releases' 50257
+            vocab_size=500,  # Megatron pads it, like the 50257 of the releases
             activation_function="gelu_new",
             layer_norm_epsilon=1e-5,
             tie_word_embeddings=True,

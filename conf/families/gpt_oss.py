@@ -11,7 +11,7 @@ from conf.families.parts.tensors import Tensor, Tensors
 SCALED = {"factor": (32,), "original_max_position_embeddings": (4096,), "truncate": (False,)}
 SCALED |= {"beta_fast": (32,), "beta_slow": (1,)}
 TURNS = ("sliding_attention", "full_attention")
-UNTRIED = "an adapter of gpt-oss's experts next to the base was not tried with vLLM"
+UNTRIED = "vLLM was not tested with an adapter of gpt-oss's experts next to the base"
 ROTATED = dict(rope_type="yarn", rope_theta=1.5e5, factor=32.0, original_max_position_embeddings=4096)
 
 
@@ -20,7 +20,7 @@ def layer(facts: ModelFacts, kind: str) -> Tensors:
 
 
 def _experts(facts: ModelFacts) -> Tensors:
-    """Router and experts of a layer. The matrices are stored as (inputs, outputs); rows of gate and up alternate."""
+    """Return the router and experts of a layer. Matrices are stored as (inputs, outputs); gate and up alternate."""
     hidden, width, count = facts.hidden, facts.expert_ffn, facts.experts
 
     def stack(name: str, *shape: int, part: str) -> Tensor:
@@ -57,7 +57,7 @@ FAMILY = Family(
     tiny={
         "": TINY
         | dict(
-            intermediate_size=128,  # of an expert; as in the releases, no shape tells the sides of down_proj
+            intermediate_size=128,  # of an expert; as in the releases, down_proj is square
             num_local_experts=8,
             num_experts_per_tok=2,
             head_dim=32,

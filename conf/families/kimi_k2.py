@@ -6,7 +6,7 @@ from conf.families import deepseek_v3
 
 SCALED = dict(type="yarn", factor=32.0, original_max_position_embeddings=64)
 SCALED |= dict(beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
-# The release has the older names for rotary embeddings.
+# The release uses the older key names for rotary embeddings.
 SMALL = {key: value for key, value in deepseek_v3.SMALL.items() if key != "rope_parameters"}
 SMALL |= dict(n_group=1, rope_scaling=SCALED, rope_theta=5e4)
 

@@ -17,6 +17,6 @@ FAMILY = Family(
         "meta-llama/Llama-3.1-70B-Instruct": 70.6,
         "meta-llama/Llama-3.1-405B-Instruct": 406.0,
     },
-    # over 2 tensor ranks Megatron pads the vocabulary to 504
+    # with 2 tensor ranks Megatron pads the vocabulary to 504
     tiny={"": TINY | dict(vocab_size=500, head_dim=32, rms_norm_eps=1e-5) | rope(5e5)},
 )

@@ -6,14 +6,14 @@ from conf.families.parts import tensors
 from conf.families.parts.family import DEFAULT, HEADS, PLAIN, SILU, TINY, Balance, Family, Serving
 from conf.families.parts.keys import llama_facts
 
-ON_CPU = "scoring_func: on a CPU vLLM has sigmoid scores of experts only in groups, and MiniMax-M2 has no groups"
-EXPERTS_IN = "vLLM has MiniMax-M2's experts in block_sparse_moe, but adapters of transformers have them in mlp"
+ON_CPU = "scoring_func: on a CPU vLLM supports sigmoid scores only for groups of experts, and MiniMax-M2 has no groups"
+EXPERTS_IN = "vLLM names MiniMax-M2's experts block_sparse_moe, but adapters from transformers name them mlp"
 SMALL = TINY | dict(
     intermediate_size=64,  # of an expert
     num_local_experts=8,
     num_experts_per_tok=2,
     head_dim=64,
-    rotary_dim=32,  # half of a head is turned
+    rotary_dim=32,  # half of each head is rotated
     rms_norm_eps=1e-6,
     rope_theta=5e6,
     scoring_func="sigmoid",
@@ -26,13 +26,13 @@ FAMILY = Family(
     model_type="minimax_m2",
     read=PLAIN
     | {"num_local_experts", "num_experts_per_tok", "rotary_dim"}
-    | {"use_mtp", "num_mtp_modules", "mtp_transformer_layers"},  # the releases hold no tensor of these
+    | {"use_mtp", "num_mtp_modules", "mtp_transformer_layers"},  # the releases have no tensors for these keys
     assumed=SILU
     | {"router_jitter_noise": (0,), "scoring_func": ("sigmoid",), "use_routing_bias": (True,)}
     | {"use_qk_norm": (True,), "qk_norm_type": ("per_layer",), "shared_intermediate_size": (0,)},
     rotations=DEFAULT,
     defaults={"norm_topk_prob": True},
-    # rotary_dim and head_dim are the release's; Megatron-Bridge turns the whole head without them
+    # required because Megatron-Bridge rotates the whole head without rotary_dim and head_dim
     stated=("rotary_dim", *HEADS, "num_local_experts"),
     not_null=(*HEADS, "num_local_experts", "rope_theta"),
     facts=partial(llama_facts, qk_norm=True, norm_over_heads=True, expert_bias=True),

@@ -5,7 +5,7 @@ from functools import partial
 from conf.families.parts.family import DEFAULT, ROTARY, SILU, SIZES, TINY, YARN, Balance, Family, rope
 from conf.families.parts.keys import llama_facts
 
-# intermediate_size is that of an expert; there are as many key-value heads as heads
+# intermediate_size is the width of an expert; the numbers of heads and key-value heads are equal
 SMALL = TINY | dict(intermediate_size=64, num_key_value_heads=4, num_experts=8, num_experts_per_tok=2, head_dim=32)
 
 FAMILY = Family(

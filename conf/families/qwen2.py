@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: a Llama with biases on queries, keys and values, which no key says."""
+"""Qwen2 and Qwen2.5: a Llama with biases on queries, keys and values. No key of config.json mentions the biases."""
 
 from functools import partial
 

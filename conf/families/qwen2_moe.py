@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-57B-A14B: experts, and a shared expert that each token weighs by a gate."""
+"""Qwen1.5-MoE and Qwen2-57B-A14B: experts, and a shared expert whose weight for each token comes from a gate."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ from conf.families.parts.keys import Keys, llama_facts
 from conf.families.parts.sizes import ModelFacts
 
 SHARED = "shared_expert_intermediate_size"
-# The releases have no mlp_only_layers; the tiny model has one, to try a dense layer.
+# The releases have no mlp_only_layers. The tiny model has one, to test a dense layer.
 SMALL = dict(num_experts=8, norm_topk_prob=False, mlp_only_layers=[1], qkv_bias=True, head_dim=32, rms_norm_eps=1e-6)
 
 

@@ -21,6 +21,6 @@ FAMILY = Family(
         "Qwen/Qwen3-14B": 14.8,
         "Qwen/Qwen3-32B": 32.8,
     },
-    # the embedding is tied as up to 4B
+    # the embedding is tied, as in the releases up to 4B
     tiny={"": TINY | dict(head_dim=64, tie_word_embeddings=True, rms_norm_eps=1e-6) | rope(1e6)},
 )

@@ -1,18 +1,18 @@
-"""Owners of this host's GPUs: a process tree takes as many as it needs, at once, and the kernel frees them at its end.
+"""Owners of this host's GPUs: a process tree takes all that it needs at once, and the kernel frees them when it ends.
 
     with gpu_locks.taken("train of tiny-1122", say, stop, count=4) as hold:
         subprocess.Popen(command, pass_fds=hold.descriptors, env=os.environ | hold.environment)
 
-A GPU is a file, <folder>/<its UUID>.lock, and belongs to the process that has locked it (flock). A lock lives as long
-as a process that has the descriptor, and a killed process keeps nothing. The content of the file is for people: the
-owner, and since when. A process takes all GPUs that it needs or none, and never holds one while it waits for another.
-Each waiting process has a file in <folder>/queue, locked while it waits; conf/host/gpu_queue.py has the order. A reader
-of the queue holds <folder>/turn.lock for that moment. The GPUs of a host are those that nvidia-smi lists and
-CUDA_VISIBLE_DEVICES leaves; without one, nothing waits. HOST_GPUS_HELD in the environment means that a starter holds
-them for this process.
+Each GPU has a file, <folder>/<UUID>.lock. The process that has locked the file (flock) owns the GPU. The lock lasts
+until all processes with the descriptor have ended or closed it, so a killed process keeps nothing. The content of the
+file is for people: the owner and the time. A process takes all GPUs that it needs or none, and never holds one while it
+waits for another. Each waiting process has a file in <folder>/queue, locked while it waits; conf/host/gpu_queue.py has
+the order. A process that reads the queue holds <folder>/turn.lock meanwhile. The GPUs of a host are those that
+nvidia-smi lists and CUDA_VISIBLE_DEVICES allows; on a host without GPUs nothing waits. HOST_GPUS_HELD in the
+environment means that the process that started this one holds the GPUs for it.
 
-FINETUNE_LOCKS names another folder: containers that share GPUs have to share it. Programs that take no GPUs here are
-not covered: memory that they use is waited for, reported, and never freed by force.
+FINETUNE_LOCKS names another folder; containers that share GPUs must share it. Programs that do not use these locks are
+not covered: a new owner waits a while for the memory that they use, reports it, and starts.
 """
 
 from __future__ import annotations  # flows/doctor.py runs on Python 3.8
@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from conf.host import gpu_queue, nvidia_smi
-from conf.host.gpu_queue import Wish
+from conf.host.gpu_queue import Request
 from conf.host.nvidia_smi import listed, visible
 from contract import ownership
 from contract.amounts import clock
@@ -37,19 +37,19 @@ from contract.ownership import try_lock
 from contract.processes import suspended
 
 HELD = "HOST_GPUS_HELD"
-TRIED = 0.5  # seconds between tries
-LOOKED = 0.01  # seconds between tries for the right to look, which others have for milliseconds
+TRIED = 0.5  # seconds between tries for the GPUs
+LOOKED = 0.01  # seconds between tries for turn.lock, which others hold for milliseconds
 SAID = 60.0  # seconds between lines about the same wait
 FREE = 1024  # MiB that an idle GPU may show as used
-CLEARED_WITHIN = 30.0  # seconds; the memory of a process that was killed is there again after 1 to 10
-UNCHANGED = 10.0  # memory that has not changed for so long belongs to somebody who stays
+CLEARED_WITHIN = 30.0  # seconds; the memory of a killed process is free after 1 to 10
+UNCHANGED = 10.0  # seconds; memory that has not changed for so long belongs to a process that stays
 
 
 @dataclass(frozen=True)
 class Hold:
-    """GPUs that this process has until it closes the hold.
+    """GPUs that this process owns until it closes the hold.
 
-    Processes that were passed the descriptors have them as well.
+    Processes that inherited the descriptors own them too.
     """
 
     gpus: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class Hold:
 
 @dataclass(frozen=True)
 class Owner:
-    """The note of a GPU's owner."""
+    """The owner of a GPU, as its lock file names it."""
 
     what: str
     since: float
@@ -85,10 +85,10 @@ def taken(
     flow: str = "",
     rank: int = 0,
 ) -> Iterator[Hold | None]:
-    """Wait until so many of these GPUs are free (default: all visible ones), with their memory, and take them.
+    """Wait until `count` of these GPUs and their memory are free, and take them. The default is all visible GPUs.
 
-    The result is None if stop() came first. Others see the text `what` while they wait for this process. Wishes of
-    one `flow` are served by rank.
+    Yield None if stop() became true first. Processes that wait for this one log the text `what`. Requests of one `flow`
+    are served by rank.
     """
     hold = take(what, say, stop, gpus, count, flow, rank)
     try:
@@ -108,27 +108,27 @@ def take(
     rank: int = 0,
 ) -> Hold | None:
     """Do the same as `taken`, but keep the GPUs until this process ends or closes the hold."""
-    there = listed()
-    gpus = visible(there) if gpus is None else gpus
+    host = listed()
+    gpus = visible(host) if gpus is None else gpus
     count = len(gpus) if count is None else count
     if not gpus or not count or HELD in os.environ:
         return Hold()
     if count > len(gpus):
-        left = f"CUDA_VISIBLE_DEVICES leaves {len(gpus)}" if len(gpus) < len(there) else f"this host has {len(gpus)}"
-        raise Fault(f"{what} takes {count} GPUs, and {left}")
-    queue, told, told_at, began = _Queue(), "", 0.0, time.monotonic()
+        left = f"CUDA_VISIBLE_DEVICES leaves {len(gpus)}" if len(gpus) < len(host) else f"this host has {len(gpus)}"
+        raise Fault(f"{what} needs {count} GPUs, but {left}")
+    queue, reported, reported_at, began = _Queue(), "", 0.0, time.monotonic()
     try:
         while not stop():
-            found = queue.ask(Wish(what, gpus, count, 0, flow, rank, time.time(), os.getpid()), there)
-            if isinstance(found, Hold):
-                if told:
-                    names = found.devices.replace(",", ", ")
+            result = queue.ask(Request(what, gpus, count, 0, flow, rank, time.time(), os.getpid()), host)
+            if isinstance(result, Hold):
+                if reported:
+                    names = result.devices.replace(",", ", ")
                     say(f"{what} has GPU {names} of this host, after {clock(time.monotonic() - began)}")
-                _clear(found, what, say, stop)
-                return found
-            key, reason = found
-            if reason and (key != told or time.monotonic() - told_at > SAID):
-                told, told_at = key, time.monotonic()
+                _clear(result, what, say, stop)
+                return result
+            key, reason = result
+            if reason and (key != reported or time.monotonic() - reported_at > SAID):
+                reported, reported_at = key, time.monotonic()
                 say(f"{what} waits for {_amount(count)}: {reason}")
             time.sleep(TRIED)
         return None
@@ -137,72 +137,72 @@ def take(
 
 
 def held(gpus: tuple[str, ...]) -> str | None:
-    """The present owner of one of these GPUs, as text for people; None where nobody has one."""
+    """Return the present owners of these GPUs, as text for people; None if all are free."""
     return _said(_look(gpus)[0], gpus) or None
 
 
-def wanted(gpus: tuple[str, ...]) -> str | None:
-    """The present owner of one of these GPUs, or else those that wait for one; None if they are free."""
-    owners, wishes = _look(gpus)
-    waiting = [f"{one.what} waits for {_amount(one.count)} of them" for one in wishes if {*one.gpus} & {*gpus}]
+def claimed(gpus: tuple[str, ...]) -> str | None:
+    """Return the present owners of these GPUs, or else the processes that wait for them; None if there are neither."""
+    owners, requests = _look(gpus)
+    waiting = [f"{each.what} waits for {_amount(each.count)} of them" for each in requests if {*each.gpus} & {*gpus}]
     return _said(owners, gpus) or "; ".join(waiting) or None
 
 
 def standing() -> list[str]:
-    """The owners of this host's GPUs and those that wait for some, a line each."""
-    there = listed()
-    if not there or not folder().is_dir():
+    """Return a line for each owner of this host's GPUs, and for each process that waits for some."""
+    host = listed()
+    if not host or not folder().is_dir():
         return []
-    (owners, wishes), lines = _look(there), []
+    (owners, requests), lines = _look(host), []
     for owner in dict.fromkeys(owners.values()):
-        names = nvidia_smi.devices(tuple(gpu for gpu in there if owners.get(gpu) == owner), there)
-        lines.append(f"{owner.what} has had GPU {names.replace(',', ', ')} for {clock(time.time() - owner.since)}")
-    for wish in wishes:
-        lines.append(f"{wish.what} has waited for {_amount(wish.count)} for {clock(time.time() - wish.since)}")
+        names = nvidia_smi.devices(tuple(gpu for gpu in host if owners.get(gpu) == owner), host)
+        lines.append(f"{owner.what} has held GPU {names.replace(',', ', ')} for {clock(time.time() - owner.since)}")
+    for request in requests:
+        lines.append(f"{request.what} has waited for {_amount(request.count)} for {clock(time.time() - request.since)}")
     return lines
 
 
-def _look(gpus: tuple[str, ...]) -> tuple[dict[str, Owner], list[Wish]]:
-    """Owners of these GPUs, and all that wait, first served first; neither while somebody else looks for long."""
+def _look(gpus: tuple[str, ...]) -> tuple[dict[str, Owner], list[Request]]:
+    """Return the owners of these GPUs, and all requests in their order; nothing if turn.lock stays taken for long."""
     with _turn() as turn:
         return (_owners(gpus), gpu_queue.in_order(_Queue().others())) if turn else ({}, [])
 
 
 class _Queue:
-    """This process's place among those that wait, once it has had to."""
+    """The place of this process in the queue. It gets one when it first has to wait."""
 
     def __init__(self) -> None:
         self._path, self._descriptor, self._number = Path(), -1, 0
 
-    def ask(self, wish: Wish, there: tuple[str, ...]) -> Hold | tuple[str, str]:
-        """Return the GPUs if they are free and it is this wish's turn.
+    def ask(self, request: Request, host: tuple[str, ...]) -> Hold | tuple[str, str]:
+        """Return the GPUs if they are free and it is this request's turn.
 
-        Else return what it waits for, and the same as text; both are empty while others are looking.
+        Otherwise return the processes ahead of it, and a text about them. Both are empty if turn.lock stays taken.
         """
         with _turn() as turn:
             if not turn:
                 return "", ""
             others = self.others()
-            mine = replace(wish, number=self._number or 1 + max((one.number for one in others), default=0))
-            wanted = dict.fromkeys(gpu for one in (*others, mine) for gpu in one.gpus)
-            owners = _owners(tuple(wanted))
-            free = [gpu for gpu in wanted if gpu not in owners]
-            chosen = gpu_queue.given([*others, mine], free, there).get(mine.number)
+            mine = replace(request, number=self._number or 1 + max((other.number for other in others), default=0))
+            gpus = dict.fromkeys(gpu for waiting in (*others, mine) for gpu in waiting.gpus)
+            owners = _owners(tuple(gpus))
+            free = [gpu for gpu in gpus if gpu not in owners]
+            chosen = gpu_queue.assigned([*others, mine], free, host).get(mine.number)
             if chosen and (descriptors := _lock(chosen)):
-                _note(descriptors, wish.what)
+                _note(descriptors, request.what)
                 self.leave()
-                return Hold(chosen, descriptors, nvidia_smi.devices(chosen, there))
+                return Hold(chosen, descriptors, nvidia_smi.devices(chosen, host))
             self._enter(mine)
             line = gpu_queue.in_order([*others, mine])
-            ahead = [one for one in line[: line.index(mine)] if {*one.gpus} & {*mine.gpus}]
+            ahead = [other for other in line[: line.index(mine)] if {*other.gpus} & {*mine.gpus}]
             reason = _said({gpu: owners[gpu] for gpu in mine.gpus if gpu in owners}, mine.gpus)
-            before = [f"{one.what} waits for {_amount(one.count)} before it" for one in ahead]
-            key = ", ".join([*(owner.what for owner in owners.values()), *(one.what for one in ahead)])
+            before = [f"{other.what} waits for {_amount(other.count)} before it" for other in ahead]
+            key = ", ".join([*(owner.what for owner in owners.values()), *(other.what for other in ahead)])
             return key, "; ".join(filter(None, [reason, *before]))
 
-    def others(self) -> list[Wish]:
-        """Wishes of those that wait. A file that nobody has locked is of one that is gone."""
-        found = []
+    def others(self) -> list[Request]:
+        """Return the requests of other waiting processes. A file without a lock belongs to a process that has ended."""
+        requests = []
         for path in sorted((folder() / "queue").glob("*.json")):
             if path == self._path:
                 continue
@@ -212,23 +212,23 @@ class _Queue:
                 continue
             try:
                 if not try_lock(descriptor):
-                    found += _wish(path, descriptor)
+                    requests += _request(path, descriptor)
                 else:
-                    with contextlib.suppress(OSError):  # another account's, in a folder where each removes its own
+                    with contextlib.suppress(OSError):  # another account's: only that one can remove it
                         path.unlink()
             finally:
                 os.close(descriptor)
-        return found
+        return requests
 
-    def _enter(self, wish: Wish) -> None:
+    def _enter(self, request: Request) -> None:
         if self._number:
             return
-        self._number = wish.number
-        with contextlib.suppress(OSError):  # a full disk: it waits without a place, and is served all the same
-            path = folder() / "queue" / f"{wish.number:09d}-{secrets.token_hex(4)}.json"
+        self._number = request.number
+        with contextlib.suppress(OSError):  # a full disk: it waits without a place, but still gets GPUs
+            path = folder() / "queue" / f"{request.number:09d}-{secrets.token_hex(4)}.json"
             self._descriptor, self._path = _open(path), path
             ownership.lock(self._descriptor)
-            os.pwrite(self._descriptor, json.dumps(asdict(wish)).encode(), 0)
+            os.pwrite(self._descriptor, json.dumps(asdict(request)).encode(), 0)
 
     def leave(self) -> None:
         if self._descriptor < 0:
@@ -241,11 +241,11 @@ class _Queue:
 
 @contextlib.contextmanager
 def _turn() -> Iterator[bool]:
-    """Have the right to look at all locks and to take some. The result is False where somebody else keeps it long."""
+    """Hold turn.lock, to look at all locks and take some. Yield False if another process keeps it for long."""
     try:
         descriptor = _open(folder() / "turn.lock")
     except OSError as error:
-        needed = "it has to be a folder of this host that every account can write to"
+        needed = "it must be a folder of this host that every account can write to"
         raise Fault(f"FINETUNE_LOCKS: {folder()}: {error.strerror}; {needed}") from None
     until = time.monotonic() + 2 * TRIED
     try:
@@ -257,24 +257,24 @@ def _turn() -> Iterator[bool]:
         try:
             yield True
         finally:
-            ownership.unlock(descriptor)  # also if a process that was forked just now has it too
+            ownership.unlock(descriptor)  # even if a process that was just forked has the descriptor too
     finally:
         os.close(descriptor)
 
 
 def _owners(gpus: tuple[str, ...]) -> dict[str, Owner]:
-    """Owners of those of these GPUs that somebody has."""
-    found = {}
+    """Return the owners of these GPUs; free GPUs are absent."""
+    owners = {}
     for gpu in gpus:
         descriptor = _open(folder() / f"{gpu}.lock")
         if not try_lock(descriptor):
-            found[gpu] = _read(descriptor)
+            owners[gpu] = _read(descriptor)
         os.close(descriptor)
-    return found
+    return owners
 
 
 def _lock(gpus: tuple[str, ...]) -> tuple[int, ...]:
-    """Lock all of these GPUs; the result is empty where somebody has one."""
+    """Lock all of these GPUs. Return nothing if another process has one of them."""
     descriptors: list[int] = []
     try:
         for gpu in gpus:
@@ -291,7 +291,7 @@ def _lock(gpus: tuple[str, ...]) -> tuple[int, ...]:
 def folder() -> Path:
     if named := os.environ.get("FINETUNE_LOCKS"):
         return Path(named)
-    shared = Path("/run/lock")  # gone with a restart of the host, and on a separate file system
+    shared = Path("/run/lock")  # emptied by a restart of the host, and on a separate file system
     place = shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     return place / "finetune-gpus"
 
@@ -299,59 +299,59 @@ def folder() -> Path:
 def _open(path: Path) -> int:
     """Open a file of the folder, writable for every account of this host.
 
-    In a folder that all may write to, Linux lets nobody create a file anew that belongs to somebody else.
+    In a folder that all accounts can write to, Linux refuses O_CREAT on an existing file of another account.
     """
     with contextlib.suppress(FileNotFoundError):
         return os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     for place in (folder(), path.parent):
         if not place.is_dir():
             place.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(PermissionError):  # somebody else was faster
+            with contextlib.suppress(PermissionError):  # another process was faster
                 place.chmod(0o1777)
     try:
-        made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     except FileExistsError:
         return os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    os.fchmod(made, 0o666)
-    return made
+    os.fchmod(descriptor, 0o666)
+    return descriptor
 
 
 def _note(descriptors: tuple[int, ...], what: str) -> None:
     text = json.dumps({"what": what, "pid": os.getpid(), "since": time.time()}).encode()
     for descriptor in descriptors:
-        with contextlib.suppress(OSError):  # a full disk keeps nobody from the GPU
+        with contextlib.suppress(OSError):  # a full disk does not prevent the use of the GPU
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, text, 0)
 
 
 def _read(descriptor: int) -> Owner:
     try:
-        found = json.loads(os.pread(descriptor, 4096, 0))
-        return Owner(str(found["what"]), float(found["since"]))
+        note = json.loads(os.pread(descriptor, 4096, 0))
+        return Owner(str(note["what"]), float(note["since"]))
     except (OSError, ValueError, KeyError, TypeError):  # half written
         return Owner("another process", time.time())
 
 
-def _wish(path: Path, descriptor: int) -> list[Wish]:
-    """The wish in this file; None if it could not be written, or if its process is suspended."""
+def _request(path: Path, descriptor: int) -> list[Request]:
+    """Return the request in this file; empty if it could not be written, or if its process is suspended."""
     try:
-        found = json.loads(os.pread(descriptor, 1 << 16, 0))
-        number, rank, since = int(path.name.partition("-")[0]), int(found["rank"]), float(found["since"])
-        gpus, count = tuple(map(str, found["gpus"])), int(found["count"])
-        wish = Wish(str(found["what"]), gpus, count, number, str(found["flow"]), rank, since, int(found["pid"]))
-        return [] if suspended(wish.pid) else [wish]  # nobody waits for who does not look
+        entry = json.loads(os.pread(descriptor, 1 << 16, 0))
+        number, rank, since = int(path.name.partition("-")[0]), int(entry["rank"]), float(entry["since"])
+        gpus, count = tuple(map(str, entry["gpus"])), int(entry["count"])
+        request = Request(str(entry["what"]), gpus, count, number, str(entry["flow"]), rank, since, int(entry["pid"]))
+        return [] if suspended(request.pid) else [request]  # a suspended process cannot take GPUs
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
 def _said(owners: dict[str, Owner], gpus: tuple[str, ...]) -> str:
-    """The owners of some of these GPUs, as text for people."""
-    said = []
+    """Return the owners of some of these GPUs, as text for people."""
+    lines = []
     for owner in dict.fromkeys(owners.values()):
-        count = sum(one == owner for one in owners.values())
+        count = sum(other == owner for other in owners.values())
         them = f"{count} of {len(gpus)}" if count < len(gpus) else "it" if count == 1 else "them"
-        said.append(f"{owner.what} has had {them} for {clock(time.time() - owner.since)}")
-    return "; ".join(said)
+        lines.append(f"{owner.what} has held {them} for {clock(time.time() - owner.since)}")
+    return "; ".join(lines)
 
 
 def _amount(count: int) -> str:
@@ -359,17 +359,17 @@ def _amount(count: int) -> str:
 
 
 def _clear(hold: Hold, what: str, say: Callable[[str], None], stop: Callable[[], bool]) -> None:
-    """Wait until the memory of the previous owner is free. A driver frees it some time after a process has died."""
+    """Wait until the memory of the previous owner is free. The driver frees it some time after the process ended."""
     began = changed = time.monotonic()
-    before, told = nvidia_smi.used(hold.gpus), False
+    before, reported = nvidia_smi.used(hold.gpus), False
     while before > FREE and not stop():
         now = time.monotonic()
         if now - changed > UNCHANGED or now - began > CLEARED_WITHIN:
             users = nvidia_smi.users(hold.gpus)
             say(f"{what} begins although {before / 1024:.1f} GiB of its GPUs are in use by others: {users}")
             return
-        if not told:
-            told = True
+        if not reported:
+            reported = True
             say(f"{what} waits for the memory of its GPUs: {before / 1024:.1f} GiB are not free yet")
         time.sleep(TRIED)
         after = nvidia_smi.used(hold.gpus)

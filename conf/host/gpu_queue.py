@@ -1,11 +1,11 @@
-"""Queue for the GPUs of this host: who is given which of the free ones, first come, first served.
+"""Queue for the GPUs of this host: which request gets which of the free GPUs, first come, first served.
 
-    given(wishes, free, order) -> {number: GPUs}    of those that are given some now; a wish has all it wants, or none
-    choose(free, count, order)                      neighbours where possible
+    assigned(requests, free, order) -> {number: GPUs}    the requests that get GPUs now; each gets all of them or none
+    choose(free, count, order)                           neighbours if possible
 
-A wish that cannot be met now keeps later ones from every GPU that it may use: one that wants all of them waits no
-longer than those that had them. Wishes of one flow exchange their places by rank, so that training comes before an
-evaluation that has asked earlier. All of it is arithmetic; conf/host/gpu_locks.py has the locks.
+A request that has to wait reserves every GPU that it may use: later requests cannot take them. So a request for all
+GPUs waits only for their present owners. Requests of one flow are ordered by rank: training comes before an evaluation
+that was requested earlier. This module only computes; conf/host/gpu_locks.py has the locks.
 """
 
 from __future__ import annotations  # flows/doctor.py runs on Python 3.8
@@ -15,47 +15,47 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Wish:
-    """A wait for so many of these GPUs."""
+class Request:
+    """A request for `count` of these GPUs."""
 
-    what: str  # shown to those that wait
+    what: str  # the owner's name for processes that wait
     gpus: tuple[str, ...]
     count: int
-    number: int  # of arrival
+    number: int  # in the order of arrival
     flow: str = ""
-    rank: int = 0  # among those of the flow: the lowest is first
+    rank: int = 0  # among the requests of the flow: the lowest is first
     since: float = 0.0
     pid: int = 0
 
 
-def in_order(wishes: Iterable[Wish]) -> list[Wish]:
-    """The wishes, first served first."""
-    flows: dict[str, list[Wish]] = {}
-    for one in wishes:
-        flows.setdefault(one.flow or f"{one.number} alone", []).append(one)
+def in_order(requests: Iterable[Request]) -> list[Request]:
+    """Return the requests in the order in which they are served."""
+    flows: dict[str, list[Request]] = {}
+    for request in requests:
+        flows.setdefault(request.flow or f"{request.number} alone", []).append(request)
     placed = []
-    for those in flows.values():
-        numbers = sorted(one.number for one in those)
-        ranked = sorted(those, key=lambda one: (one.rank, one.number))
-        placed += [(numbers[place], one) for place, one in enumerate(ranked)]
-    return [one for _, one in sorted(placed, key=lambda pair: pair[0])]
+    for of_flow in flows.values():
+        numbers = sorted(request.number for request in of_flow)
+        ranked = sorted(of_flow, key=lambda request: (request.rank, request.number))
+        placed += [(numbers[place], request) for place, request in enumerate(ranked)]
+    return [request for _, request in sorted(placed, key=lambda pair: pair[0])]
 
 
-def given(wishes: Iterable[Wish], free: Iterable[str], order: Sequence[str]) -> dict[int, tuple[str, ...]]:
-    """GPUs that each wish is given now, by its number."""
-    left, found = set(free), {}
-    for one in in_order(wishes):
-        able = [gpu for gpu in one.gpus if gpu in left]
-        if len(able) >= one.count:
-            found[one.number] = choose(able, one.count, order)
-            left -= {*found[one.number]}
+def assigned(requests: Iterable[Request], free: Iterable[str], order: Sequence[str]) -> dict[int, tuple[str, ...]]:
+    """Return the GPUs that requests get now, by the number of the request."""
+    left, gpus = set(free), {}
+    for request in in_order(requests):
+        usable = [gpu for gpu in request.gpus if gpu in left]
+        if len(usable) >= request.count:
+            gpus[request.number] = choose(usable, request.count, order)
+            left -= {*gpus[request.number]}
         else:
-            left -= {*one.gpus}
-    return found
+            left -= {*request.gpus}
+    return gpus
 
 
 def choose(free: Sequence[str], count: int, order: Sequence[str]) -> tuple[str, ...]:
-    """Choose so many of the free GPUs: neighbours in the shortest row that is long enough, or else the first ones."""
+    """Choose `count` of the free GPUs: neighbours in the shortest row that is long enough, or else the first ones."""
     place = {gpu: number for number, gpu in enumerate(order)}
     ranked = sorted(free, key=lambda gpu: place.get(gpu, len(place)))
     rows: list[list[str]] = []

@@ -1,10 +1,10 @@
 """Checks of config.json: the architecture that it names, and types and ranges of keys that all families share.
 
     read(path) -> dict             a checked config.json; a Fault for any other file
-    check(config)                  of one that was read; ValueError of one line that begins with config.json
-    architecture(config) -> str    "" where none is named
+    check(config)                  raises a ValueError of one line that begins with config.json
+    architecture(config) -> str    the first architecture; "" if the config.json names none
 
-Sizes are conf/model_facts.py's, which knows the limits of each. Keys without an entry here may hold anything.
+conf/model_facts.py checks sizes and their limits. Keys without an entry here may have any value.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def _ids(value: Any) -> bool:
 FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_qk_norm", "norm_topk_prob", "use_cache")
 FLAGS += ("output_router_logits", "use_sliding_window")
 SECTIONS = ("rope_scaling", "rope_parameters", "quantization_config", "auto_map", "id2label")
-# What a key has to be, in words and as a test. Lists of several keys share one.
+# By error text: the test that a value must pass, and the keys that it applies to.
 KINDS: dict[str, tuple[Test, tuple[str, ...]]] = {
     "not a number above 0 and below 1": (
         lambda value: _number(value) and 0 < value < 1,
@@ -69,10 +69,10 @@ KINDS: dict[str, tuple[Test, tuple[str, ...]]] = {
     "neither an id nor a list of ids": (_ids, ("eos_token_id",)),
     "not an object": (lambda value: isinstance(value, dict), SECTIONS),
 }
-TESTS = {key: (what, test) for what, (test, keys) in KINDS.items() for key in keys}
-# transformers takes no null for these.
+TESTS = {key: (error, test) for error, (test, keys) in KINDS.items() for key in keys}
+# transformers does not accept null for these keys.
 NEEDED = {"rms_norm_eps", "hidden_act", "tie_word_embeddings", "attention_bias", "use_cache", "max_position_embeddings"}
-# Within rope_scaling and rope_parameters.
+# Keys within rope_scaling and rope_parameters.
 ABOVE_0 = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
 ABOVE_0 += ("low_freq_factor", "high_freq_factor")
 ROPE: dict[str, tuple[str, Test]] = {
@@ -102,26 +102,26 @@ def check(config: dict[str, Any]) -> None:
     for key in IDS:
         ids = config.get(key)
         if _integer(rows) and max(ids if isinstance(ids, list) else [ids or 0]) >= rows:
-            raise ValueError(f"{NAME}: {key} is {show(ids)}, and vocab_size is {rows}")
+            raise ValueError(f"{NAME}: {key} is {show(ids)}, but vocab_size is {rows}")
 
 
 def architecture(config: dict[str, Any]) -> str:
-    """The first architecture that the config.json names. transformers and Megatron-Bridge go by the first one too."""
-    found = config.get("architectures")
-    if found is None or found == []:
+    """Return the first architecture in config.json, which transformers and Megatron-Bridge use too."""
+    listed = config.get("architectures")
+    if listed is None or listed == []:
         return ""
-    if not isinstance(found, list) or not all(map(_is_name, found)):
-        raise ValueError(f"{NAME}: architectures is {show(found)}, which is not a list of names of architectures")
-    return found[0]
+    if not isinstance(listed, list) or not all(map(_is_name, listed)):
+        raise ValueError(f"{NAME}: architectures is {show(listed)}, which is not a list of architectures")
+    return listed[0]
 
 
 def _is_name(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= LONGEST and value.isidentifier()
 
 
-def _check_keys(found: dict[str, Any], tests: dict[str, tuple[str, Test]], place: str) -> None:
-    for key in found.keys() & tests.keys():
-        what, test = tests[key]
-        value = found[key]
+def _check_keys(values: dict[str, Any], tests: dict[str, tuple[str, Test]], place: str) -> None:
+    for key in values.keys() & tests.keys():
+        error, test = tests[key]
+        value = values[key]
         if (value is not None or key in NEEDED) and not test(value):
-            raise ValueError(f"{NAME}: {place}{key} is {show(value)}, which is {what}")
+            raise ValueError(f"{NAME}: {place}{key} is {show(value)}, which is {error}")

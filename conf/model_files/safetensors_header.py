@@ -1,7 +1,7 @@
 """The header of a safetensors file, checked as strictly as the safetensors library does when it loads the file.
 
-A file is 8 bytes that say how long the header is, the header, which is JSON, and the tensors' bytes. They follow one
-another without a gap, an overlap or a rest.
+A file consists of 8 bytes with the length of the header, the header in JSON, and the bytes of the tensors. There are no
+gaps, no overlaps and no bytes after the last tensor.
 """
 
 import struct
@@ -14,7 +14,7 @@ from contract import json_object
 from contract.faults import Fault
 from contract.regular_files import LARGEST, open_regular
 
-# Bits of an element, of every type that safetensors 0.8 knows.
+# Bits of an element of every type in safetensors 0.8.
 BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -23,24 +23,24 @@ BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-LENGTH = 8  # bytes that say how long the header is
-DIMENSIONS = 64  # more than any tensor library has
+LENGTH = 8  # bytes with the length of the header
+DIMENSIONS = 64  # more than any tensor library supports
 AGAIN = "download it again"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor's place."""
+    """Type, shape and place of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
-    file: str  # its name, without the folder
-    start: int  # of its bytes in the file
+    file: str  # name of the file, without the folder
+    start: int  # offset of its bytes in the file
     size: int
 
 
 def read(path: Path) -> dict[str, Entry]:
-    """Tensors by name, in the order of their bytes."""
+    """Return the tensors by name, in the order of their bytes."""
     with open_regular(path) as file:
         file.seek(0, 2)
         size = file.tell()
@@ -50,33 +50,33 @@ def read(path: Path) -> dict[str, Entry]:
         if LENGTH + length > size:
             raise Fault(f"{path}: truncated: {size} bytes do not even hold the header; {AGAIN}")
         if length > LARGEST:
-            raise Fault(f"{path}: no safetensors header: {length} bytes long, and {LARGEST} are allowed; {AGAIN}")
+            raise Fault(f"{path}: no safetensors header: {length} bytes long, but {LARGEST} are allowed; {AGAIN}")
         text = file.read(length)
     try:
         header = json_object.parse(text, str(path))
     except Fault as fault:
         raise Fault(f"{path}: no safetensors header: {str(fault).removeprefix(f'{path}: ')}; {AGAIN}") from None
     _check_metadata(path, header.pop("__metadata__", {}))
-    found = {name: _tensor(path, name, entry, LENGTH + length) for name, entry in header.items()}
-    found = dict(sorted(found.items(), key=lambda item: (item[1].start, item[1].size)))
-    _check_places(path, found, LENGTH + length, size)
-    return found
+    tensors = {name: _tensor(path, name, entry, LENGTH + length) for name, entry in header.items()}
+    tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].size)))
+    _check_places(path, tensors, LENGTH + length, size)
+    return tensors
 
 
 def _check_metadata(path: Path, metadata: Any) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise Fault(f"{path}: no safetensors header: its __metadata__ holds more than texts; {AGAIN}")
+        raise Fault(f"{path}: no safetensors header: __metadata__ contains values that are not strings; {AGAIN}")
 
 
 def _tensor(path: Path, name: str, entry: Any, start: int) -> Entry:
-    def wrong(what: str) -> Fault:
-        return Fault(f"{path}: no safetensors header: tensor {json_object.show(name)}: {what}; {AGAIN}")
+    def wrong(problem: str) -> Fault:
+        return Fault(f"{path}: no safetensors header: tensor {json_object.show(name)}: {problem}; {AGAIN}")
 
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise wrong("its entry lacks dtype, shape or data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
-        raise wrong(f"dtype is {json_object.show(dtype)}, which is none of {', '.join(BITS)}")
+        raise wrong(f"dtype is {json_object.show(dtype)}, which is not one of {', '.join(BITS)}")
     if not _sizes(shape) or len(shape) > DIMENSIONS:
         raise wrong(f"shape is {json_object.show(shape)}, which is not a list of sizes")
     if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:

@@ -1,6 +1,6 @@
-"""Checks of the tokenizer's files of a model folder: their structure, and that every token has a row in the embedding.
+"""Checks of a model folder's tokenizer files: their structure, and that every token has a row in the embedding.
 
-What the tokenizers library makes of them is not looked at here: trainer/data/tokens/tokenizer.py loads them.
+Whether the tokenizers library can load them is checked in trainer/data/tokens/tokenizer.py.
 """
 
 from collections.abc import Collection, Iterator
@@ -15,7 +15,7 @@ WHOLE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 SPECIAL, ADDED = "special_tokens_map.json", "added_tokens.json"
 OTHERS = ("tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
 LACKS = f"no tokenizer ({WHOLE}); tokenizer.save_pretrained(FOLDER) writes one, or take the released model's"
-# All files that tokenizers are made of, and the templates of chats.
+# All files of a tokenizer, and chat templates.
 NAMES = (WHOLE, SETTINGS, SPECIAL, ADDED, *OTHERS, "merges.txt", "chat_template.jinja", "chat_template.json")
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 SEVERAL = ("additional_special_tokens", "extra_special_tokens")
@@ -32,15 +32,15 @@ def check(folder: Path, rows: int | None) -> None:
             regular_files.open_regular(folder / name).close()
     ids = dict(_ids_of_whole(folder / WHOLE, files[WHOLE])) if WHOLE in files else {}
     named: dict[str, Path] = {}
-    for name, found in files.items():
+    for name, content in files.items():
         path = folder / name
         if name == SETTINGS:
-            _check_template(path, found)
-            ids |= _fit(path, dict(_ids_of_settings(path, found)), rows)
+            _check_template(path, content)
+            ids |= _fit(path, dict(_ids_of_settings(path, content)), rows)
         if name == ADDED:
-            ids |= _fit(path, dict(_ids_by_text(path, found, "")), rows)
+            ids |= _fit(path, dict(_ids_by_text(path, content, "")), rows)
         if name in (SETTINGS, SPECIAL):
-            named |= dict.fromkeys(_named(path, found), path)
+            named |= dict.fromkeys(_named(path, content), path)
         if name == WHOLE:
             _fit(path, ids, rows)
     if WHOLE in files and rows is not None:
@@ -64,11 +64,11 @@ def _fit(path: Path, ids: dict[str, int], rows: int | None) -> dict[str, int]:
 
 
 def _check_new(named: dict[str, Path], ids: dict[str, int], rows: int) -> None:
-    """Check that special tokens missing in the vocabulary have rows: transformers assigns them ids after all others."""
+    """Check that special tokens missing from the vocabulary have rows. transformers gives them ids after all others."""
     new = [token for token in named if token not in ids]
     if new and max(ids.values(), default=-1) + len(new) >= rows:
         text = f"the special token {show(new[0])} is not in {WHOLE}"
-        raise Fault(f"{named[new[0]]}: {text}, and a new one has no row in the model, whose vocab_size is {rows}")
+        raise Fault(f"{named[new[0]]}: {text}, and the model has no row for a new one: vocab_size is {rows}")
 
 
 def _ids_of_whole(path: Path, found: dict[str, Any]) -> Iterator[tuple[str, int]]:
@@ -78,7 +78,7 @@ def _ids_of_whole(path: Path, found: dict[str, Any]) -> Iterator[tuple[str, int]
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
         yield from _ids_by_text(path, vocabulary, "model.vocab: ")
-    elif isinstance(vocabulary, list):  # of unigrams: a text and its score
+    elif isinstance(vocabulary, list):  # of a unigram model: pairs of a text and its score
         for number, pair in enumerate(vocabulary):
             if not (
                 isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and type(pair[1]) in (int, float)
@@ -118,7 +118,7 @@ def _ids_by_text(path: Path, found: dict[str, Any], place: str) -> Iterator[tupl
 
 
 def _named(path: Path, found: dict[str, Any]) -> Iterator[str]:
-    """Special tokens that the file names."""
+    """Yield the special tokens that the file names."""
     for key in (*NAMED, *SEVERAL):
         value = found.get(key)
         several = value if key in SEVERAL and isinstance(value, list) else [value]
@@ -127,7 +127,7 @@ def _named(path: Path, found: dict[str, Any]) -> Iterator[str]:
         for token in several:
             content = token.get("content") if isinstance(token, dict) else token
             if not isinstance(content, str) and token is not None:
-                raise Fault(f"{path}: {key} is {show(value)}, which names no token")
+                raise Fault(f"{path}: {key} is {show(value)}, which does not name a token")
             if content:
                 yield content
 
@@ -138,7 +138,7 @@ def _check_template(path: Path, found: dict[str, Any]) -> None:
     if template is None or isinstance(template, str):
         return
     if not named or not all(isinstance(one, dict) and _texts(one, "name", "template") for one in named):
-        raise Fault(f"{path}: chat_template is {show(template)}, which is not a template, and not a list of named ones")
+        raise Fault(f"{path}: chat_template is {show(template)}, which is neither a template nor a list of them")
 
 
 def _texts(found: dict[str, Any], *keys: str) -> bool:

@@ -1,7 +1,7 @@
-"""Tensors of a released model, and the file of each, by the model's index and by the files' own headers.
+"""Tensors of a released model and the file of each, from the model's index and from the headers of the files.
 
-The two must agree, tensor by tensor: else who loads by the index has other tensors than who loads whole files. Links
-are followed: the Hub's cache is made of them.
+Both must agree on every tensor. Otherwise a program that loads by the index gets other tensors than one that loads all
+files. Links are followed, as the Hub's cache consists of links.
 """
 
 import re
@@ -13,18 +13,18 @@ from contract import json_object, regular_files
 from contract.faults import Fault
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Formats of weights, also of those that are not read here.
+# File endings of weights, including formats that are not read here.
 ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
-LAYER = re.compile(r"(model\.layers|(?:transformer\.)?h)\.(\d{1,6})\.")  # GPT-2's releases have two names for it
+LAYER = re.compile(r"(model\.layers|(?:transformer\.)?h)\.(\d{1,6})\.")  # GPT-2's releases use two names for the layers
 
 
 def tensors(folder: Path) -> dict[str, Entry]:
-    """Every tensor, by name."""
+    """Return every tensor by name. Raise a Fault if index and files disagree."""
     listed = index(folder / INDEX) if regular_files.is_there(folder / INDEX) else {}
     files = sorted(set(listed.values())) or [SINGLE]
     missing = [file for file in files if not regular_files.is_there(folder / file)]
     if missing and not listed:
-        raise Fault(f"{folder}: neither {SINGLE} nor {INDEX}; only safetensors are read")
+        raise Fault(f"{folder}: neither {SINGLE} nor {INDEX}; only safetensors are supported")
     if missing:
         raise Fault(f"{folder}: {len(missing)} of the {len(files)} shards in {INDEX} are missing: {missing[0]}")
     found: dict[str, Entry] = {}
@@ -34,37 +34,37 @@ def tensors(folder: Path) -> dict[str, Entry]:
             if listed.get(name) != file:
                 raise Fault(f"{folder / file}: holds {json_object.show(name)}, which {INDEX} does not list there")
         found |= header
-    if lost := sorted(listed.keys() - found.keys()):
-        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        raise Fault(f"{folder / INDEX}: lists {json_object.show(lost[0])}{more}, which the files do not hold")
+    if missing_names := sorted(listed.keys() - found.keys()):
+        more = f" and {len(missing_names) - 1} more" if len(missing_names) > 1 else ""
+        raise Fault(f"{folder / INDEX}: lists {json_object.show(missing_names[0])}{more}, which the files lack")
     if not found:
-        raise Fault(f"{folder}: its files hold no tensor; download them again")
+        raise Fault(f"{folder}: its files contain no tensors; download them again")
     return found
 
 
 def require_headers(folder: Path) -> None:
-    """Raise a Fault for safetensors without a whole header. Files that are missing pass: the model can be planned."""
+    """Raise a Fault for safetensors without a complete header. Missing files are allowed: a plan does not need them."""
     for file in sorted(folder.glob("*.safetensors")):
         safetensors_header.read(file)
 
 
 def are_of(path: Path) -> bool:
-    """Whether a file holds weights, or says which files do, by its name."""
+    """Whether a file contains weights or is an index of weights, by its name."""
     return path.name.endswith(ENDINGS)
 
 
 def layer_of(name: str) -> int | None:
-    """Number of the layer that a tensor belongs to, by its name."""
+    """Return the number of the layer that a tensor belongs to, by its name."""
     match = LAYER.match(name)
     return int(match[2]) if match else None
 
 
 def index(path: Path, shown: str = "") -> dict[str, str]:
-    """The file of each tensor, as a model's index has it. A fault names the index as `shown`, or by its path."""
+    """Return the file of each tensor from a model's index. A Fault names the index as `shown`, by default its path."""
     shown = shown or str(path)
     listed = json_object.parse(regular_files.read(path), shown).get("weight_map")
     if not isinstance(listed, dict) or not listed:
-        raise Fault(f"{shown}: weight_map is missing, or no object that names a file for each tensor")
+        raise Fault(f"{shown}: weight_map is missing, or not an object with a file for each tensor")
     for name, file in listed.items():
         if not is_plain(file):
             text = f"{json_object.show(name)} lies in {json_object.show(file)}"
@@ -73,7 +73,7 @@ def index(path: Path, shown: str = "") -> dict[str, str]:
 
 
 def is_plain(name: object) -> bool:
-    """Whether this names a file directly in a folder, and nothing elsewhere."""
+    """Whether this is the name of a file directly in a folder, not a path to another place."""
     return (
         isinstance(name, str)
         and 0 < len(name.encode()) <= 255

@@ -74,7 +74,7 @@ EXPERT = {
     "blockwise": (62e-6, 123e-6, 59e-6),
     "mxfp8": (62e-6, 123e-6, 59e-6),
 }
-HOPPER = 9.0  # where adapters of all experts are one product (trainer/megatron/lean_experts.py)
+HOPPER = 9.0  # where adapters of all experts are one product (trainer/megatron/lean_adapters.py)
 WEIGHT = {"current": 25e-6, "delayed": 10e-6, "blockwise": 10e-6, "mxfp8": 10e-6}  # once a step, to quantize a weight
 
 ADAM = 0.66  # of bytes/s; gradient, weight and two means are read, all but the gradient written, and the bf16 weight

@@ -2,10 +2,10 @@
 
     unread(config) -> ["num_experts is ...", ...]      a line for each key that would not reach Megatron's model
 
-Each key is held against the model's family (conf/families/parts/family.py has what its tables mean) and against:
+Each key is compared with the model's family (conf/families/parts/family.py explains its tables) and with:
 
-    LEFT        does not change logits (conf/tables/keys_without_effect.yaml)
-    OF_ALL      assumed of every family: transformers reads it in any config.json
+    LEFT        keys that do not change logits (conf/tables/keys_without_effect.yaml)
+    OF_ALL      keys assumed for every family: transformers reads them in any config.json
 
 A key that is absent, or null, has the default of transformers 5.12. tests/trainer/test_function.py compares each entry
 with the logits of transformers, and the tables with its classes.
@@ -20,15 +20,15 @@ from contract.json_object import show
 
 BRIDGE = "0.6.2"  # the release of Megatron-Bridge that the tables were read from
 LEFT = {key for keys in strict_yaml.table("keys_without_effect").values() for key in keys}
-PREFIXES = ("_", "unsloth_")  # of keys that tools add for themselves
-OF_LAYERS = {"layer_types": "full_attention", "attn_type_list": 1}  # the only kind of layer that is built
+PREFIXES = ("_", "unsloth_")  # of keys that tools add for their own use
+OF_LAYERS = {"layer_types": "full_attention", "attn_type_list": 1}  # the only kind of layer that Megatron-Bridge builds
 WINDOWS = {"sliding_window", "max_window_layers"}  # without effect while use_sliding_window is false
 OF_ALL: Mapping[str, tuple[Any, ...]] = {"is_causal": (True,)}  # false: every token attends to later ones
 FIRST_DENSE = "mlp_layer_types"  # of GLM-4.7-Flash
 
 
 def unread(config: Mapping[str, Any], ignored: Collection[str] = ()) -> list[str]:
-    """Lines for keys that would not reach Megatron's model, of a family that is converted here.
+    """Return lines for keys that would not reach Megatron's model, for a family that is converted here.
 
     `ignored` are keys that do not matter to the user.
     """
@@ -40,11 +40,11 @@ def unread(config: Mapping[str, Any], ignored: Collection[str] = ()) -> list[str
 def _unread(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, str]]:
     for key in family.stated:
         if key not in config:
-            yield key, "absent, and transformers has another default than Megatron-Bridge; write it down"
+            yield key, "absent, but the defaults of transformers and Megatron-Bridge differ; add it"
     for key in family.not_null:
         if key in config and config[key] is None:
-            yield key, f"null, which cannot be converted of {_name(config)}; write a value down"
-    builds = f"and Megatron-Bridge builds {_name(config)} with"
+            yield key, f"null, which cannot be converted for {_name(config)}; set a value"
+    builds = f"but Megatron-Bridge builds {_name(config)} with"
     only = {**OF_ALL, **family.assumed}
     for key, value in config.items():
         if key in family.repeats and value is not None:
@@ -65,7 +65,7 @@ def _unread(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, st
         elif key in WINDOWS and "use_sliding_window" in only:
             continue
         elif not (key in family.read or key in LEFT or key.startswith(PREFIXES) or _says_nothing(value)):
-            yield key, f"{show(value)}, which Megatron-Bridge does not read of {_name(config)}"
+            yield key, f"{show(value)}, which Megatron-Bridge does not read for {_name(config)}"
 
 
 def _rotation(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, str]]:
@@ -81,10 +81,10 @@ def _rotation(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, 
     rotation = family.rotations.get(kind) if isinstance(kind, str) else None
     if rotation is None:
         reads = f"it reads {', '.join(family.rotations)}"
-        yield f"{key}.rope_type", f"{show(kind)}, which Megatron-Bridge does not read of {_name(config)}; {reads}"
+        yield f"{key}.rope_type", f"{show(kind)}, which Megatron-Bridge does not read for {_name(config)}; {reads}"
         return
     if scaling.get("type", kind) not in (kind, None):
-        yield f"{key}.type", f"{show(scaling['type'])}, which Megatron-Bridge reads, and rope_type is {show(kind)}"
+        yield f"{key}.type", f"{show(scaling['type'])}, which Megatron-Bridge reads, but rope_type is {show(kind)}"
     factor = "partial_rotary_factor"
     share = config[factor] if config.get(factor) is not None else family.defaults.get(factor, 1)
     if "rotary_dim" in family.read and config.get("rotary_dim") and config.get("head_dim"):
@@ -96,12 +96,12 @@ def _rotation(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, 
         if name not in right and name not in rotation.lost and _says_nothing(value):
             continue
         if name not in right:
-            yield f"{key}.{name}", f"{show(value)}, which Megatron-Bridge does not read of {_name(config)}"
+            yield f"{key}.{name}", f"{show(value)}, which Megatron-Bridge does not read for {_name(config)}"
         elif not _among(value, right[name]):
-            yield f"{key}.{name}", f"{show(value)}, and Megatron computes only with {show(right[name][0])}"
+            yield f"{key}.{name}", f"{show(value)}, but Megatron computes only with {show(right[name][0])}"
     for name in rotation.needs:
         if scaling.get(name) is None:
-            yield f"{key}.{name}", "absent, and Megatron has another default than transformers; write it down"
+            yield f"{key}.{name}", "absent, but the defaults of Megatron and transformers differ; add it"
     if "mscale" in rotation.read and bool(scaling.get("mscale")) != bool(scaling.get("mscale_all_dim")):
         yield f"{key}.mscale", "present without mscale_all_dim or the other way round: Megatron would scale differently"
 
@@ -109,22 +109,22 @@ def _rotation(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, 
 def _routing(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, str]]:
     """Check the routing of tokens to experts.
 
-    With one expert per token, Megatron keeps its weight; with several it makes the sum of the weights 1.
-    transformers ranks groups by the sum of their best 2 experts, Megatron by that of the best top_k / topk_group.
+    With one expert per token, Megatron keeps its weight; with several it scales the weights to a sum of 1.
+    transformers ranks groups by the sum of their best 2 experts, Megatron by the sum of the best top_k / topk_group.
     """
     keys = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
     each = keys.get("num_experts_per_tok", 0)
     if each == 1 and True in (keys.get("norm_topk_prob"), "n_group" in family.defaults):
-        yield ("num_experts_per_tok", "1, and Megatron makes the weights of several experts sum to 1, but not of one")
+        yield ("num_experts_per_tok", "1, but Megatron makes the weights sum to 1 only for several experts")
     groups, kept = keys.get("n_group", 0), keys.get("topk_group", 0)
     sizes = "n_group" in family.defaults and all(type(size) is int and size > 0 for size in (groups, kept, each))
     if sizes and groups != kept and each // kept != 2:
         text = f"by their best {each // kept} experts instead of 2"
-        yield "topk_group", f"{kept}, and Megatron would rank the {groups} groups {text}"
+        yield "topk_group", f"{kept}, but Megatron would rank the {groups} groups {text}"
 
 
 def _layers(config: Mapping[str, Any]) -> int:
-    """Number of layers; 0 if the key is not a number, which conf/model_facts.py reports."""
+    """Return the number of layers; 0 if the key is not a number, which conf/model_facts.py reports."""
     count = config.get("num_hidden_layers")
     return count if type(count) is int else 0
 

@@ -74,8 +74,7 @@ def _try(machine: Machine, model: Model, made: Callable[[Machine], Choices]) -> 
     run = as_run(choices)
     gpu = hardware.of(run)
     if not any(key.startswith("layout.") for key in choices.given):
-        layout = run.layout.model_copy(update={"nodes": machine.nodes, "gpus_per_node": machine.per_node})
-        run = run.model_copy(update={"layout": layout})
+        run = run.changed(layout={"nodes": machine.nodes, "gpus_per_node": machine.per_node})
         gpu = hardware.of(run)
         found = search(run, model.facts, settled_on(run, gpu), run.world)
         if not found.fitting:

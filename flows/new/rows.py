@@ -30,42 +30,34 @@ def whole(source: str) -> str:
 def look(run: Run, tokenizer: Path | None, folder: Path) -> FirstRows:
     """Inspect the rows. Files to download are written to `folder`; without a tokenizer, lengths are estimates."""
     folder.mkdir()
-    data, share = _here(run.data.model_copy(update={"packed": False}), folder)
-    paths = run.paths.model_copy(
-        update={"model": str(tokenizer or folder / "none"), "logs": str(folder), "data": str(folder / "data")}
-    )
+    source, share = _here(run.data, folder)
+    paths = {"model": str(tokenizer or folder / "none"), "logs": str(folder), "data": str(folder / "data")}
     bare = {
         "adapter": Adapter(),
         "layout": Layout(),
         "train": Train(steps=1, global_batch=1),
         "optimizer": Optimizer(lr=1e-4),
         "evaluate": Evaluate(),
-    }
-    launch.trainer(
-        "first_rows",
-        run.model_copy(update={**bare, "data": data, "paths": paths}),  # what rows are like depends on no more
-        folder,
-        lambda _: None,
-        lambda: False,
-        keep=HUB_TOKENS,
-    )
+    }  # what rows are like depends on no more
+    alone = run.model_copy(update=bare).changed(data={**source, "packed": False}, paths=paths)
+    launch.trainer("first_rows", alone, folder, lambda _: None, lambda: False, keep=HUB_TOKENS)
     found = FirstRows.read_from(folder / "first_rows.json")
     if share == 1:
         return found
     return replace(found, rows=round((found.rows or 0) / share), whole=False, places=[])
 
 
-def _here(data: Data, folder: Path) -> tuple[Data, float]:
-    """The data as read on this host, and their share of all rows, by bytes."""
+def _here(data: Data, folder: Path) -> tuple[dict[str, str], float]:
+    """Keys of the data with other values on this host, and the share of its rows in all rows, by bytes."""
     assert data.source
     kind = row_sources.kind(data.source, KEY)
     if kind == "hub":  # which is asked for its commit: its answer says most
         found = row_sources.identity(data.parts[0], KEY, folder / "digests.json")
-        return data.model_copy(update={"revision": found["commit"]}), 1
+        return {"revision": found["commit"]}, 1
     if kind != "s3":
-        return data, 1
+        return {}, 1
     uri, objects = row_sources.row_objects(data.source, KEY)
     name = min(objects)
     hub.fetch_objects(uri, {name: objects[name]}, folder / "rows")
     sizes = {one: size for one, (size, _) in objects.items()}
-    return data.model_copy(update={"source": str(folder / "rows" / name)}), sizes[name] / (sum(sizes.values()) or 1)
+    return {"source": str(folder / "rows" / name)}, sizes[name] / (sum(sizes.values()) or 1)

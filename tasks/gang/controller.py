@@ -13,17 +13,24 @@ continues without the members after them, which answer prompts.
 
 If gang.min_nodes allows fewer hosts, the next attempt takes the hosts that are left. Later attempts take all again once
 there are enough. The folder is on storage that all hosts share. Not covered: a running attempt never grows.
+
+Reports to other services run in background threads: a server that hangs does not block the controller. Lines keep their
+order. All are delivered before the block ends, unless the receiver needs more than DELIVERY_TIME seconds. Late ticks
+are merged into one, and a last tick runs at the end. Lines and ticks do not wait for each other.
 """
 
+import contextlib
+import contextvars
+import queue
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from conf.schema.run import Run
 from contract.faults import Fault, Stopped
 from tasks.gang.attempt import ENDED_BY_ITSELF, TICK, Gang, Outcome, announce, gather, go, turn, wait_for_the_last
-from tasks.gang.background import aside
 from tasks.gang.controller_link import Lookout
 from tasks.gang.diagnosis import next_step
 from tasks.gang.diagnosis.classify import Failure
@@ -37,6 +44,7 @@ from tasks.store import Store, open_store
 
 SETTLE = 2.5  # seconds from the first report of a failure to the verdict: later reports may explain it
 LEAVE_WITHIN = 20.0
+DELIVERY_TIME = 3.0  # a cancelled flow run has 30 s, and a checkpoint may take most of them
 
 
 def carry_out(
@@ -199,3 +207,43 @@ def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: 
 def _pass_on(gang: Gang, lookout: Lookout) -> None:
     while lookout.lines:
         gang.say(lookout.lines.popleft())
+
+
+@contextlib.contextmanager
+def aside(
+    say: Callable[[str], None], tick: Callable[[], None]
+) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    due, over = threading.Event(), threading.Event()
+
+    def send_lines() -> None:
+        while (line := lines.get()) is not None:
+            with contextlib.suppress(Exception):  # a lost line must not end the gang
+                say(line)
+
+    def send_ticks() -> None:
+        last = False
+        while not last:
+            due.wait()
+            due.clear()
+            last = over.is_set()
+            with contextlib.suppress(Exception):  # nor must a progress bar
+                tick()
+
+    threads = [_started(work) for work in (send_lines, send_ticks)]
+    try:
+        yield lines.put, due.set
+    finally:
+        lines.put(None)
+        over.set()
+        due.set()
+        until = time.monotonic() + DELIVERY_TIME
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+def _started(work: Callable[[], None]) -> threading.Thread:
+    context = contextvars.copy_context()  # tells Prefect which run the lines belong to
+    thread = threading.Thread(target=context.run, args=(work,), daemon=True, name=f"aside: {work.__name__}")
+    thread.start()
+    return thread

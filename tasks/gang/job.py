@@ -141,9 +141,7 @@ class Reinforcement(Job):
         """The run on the hosts of `run`. If some are missing, vLLM loses hosts before training does."""
         layout, asked = self.asked.layout, self.asked.reinforce
         guests = min(asked.hosts, max(1, run.layout.nodes - layout.nodes))
-        trains, has = {"nodes": run.layout.nodes - guests}, {"hosts": guests}
-        sections = {"layout": layout.model_copy(update=trains), "reinforce": asked.model_copy(update=has)}
-        return self.asked.model_copy(update=sections)
+        return self.asked.changed(layout={"nodes": run.layout.nodes - guests}, reinforce={"hosts": guests})
 
     def trains(self, run: Run) -> Run:
         return as_training(self.conf(run))
@@ -190,8 +188,7 @@ def reinforcement(run: Run) -> Job | None:
     share = gpus.takes(run, "reinforce")
     if share.engine is None:
         return None
-    layout = run.layout.model_copy(update={"nodes": share.hosts, "gpus_per_node": share.gpus})
-    return Reinforcement(run.model_copy(update={"layout": layout}), run)
+    return Reinforcement(run.changed(layout={"nodes": share.hosts, "gpus_per_node": share.gpus}), run)
 
 
 def evaluation(run: Run, leaves: bool = False) -> Job | None:
@@ -202,10 +199,9 @@ def evaluation(run: Run, leaves: bool = False) -> Job | None:
     share = gpus.takes(run, "evaluate", leaves)
     if share.engine is None:
         return None
-    layout = run.layout.model_copy(update={"nodes": share.hosts, "gpus_per_node": share.gpus})
-    where = {"engine": share.engine, "pool": run.evaluate.pool or run.gang.pool}
-    gang = run.gang.model_copy(update={**where, "min_nodes": None})
-    return Evaluation(run.model_copy(update={"layout": layout, "gang": gang}), run)
+    layout = {"nodes": share.hosts, "gpus_per_node": share.gpus}
+    gang = {"engine": share.engine, "pool": run.evaluate.pool or run.gang.pool, "min_nodes": None}
+    return Evaluation(run.changed(layout=layout, gang=gang), run)
 
 
 def _newest(output: str) -> int:

@@ -76,8 +76,8 @@ class StageRun:
     def at(self, work: Work, **paths: Artifact | Path | None) -> Run:
         """The configuration with these paths and that of the logs. Of an artifact it is its folder on this host."""
         local = {key: self.local(path) if isinstance(path, Artifact) else path for key, path in paths.items() if path}
-        changed = {key: str(path) for key, path in (local | {"logs": work.folder / "logs"}).items()}
-        return self.run.model_copy(update={"paths": self.run.paths.model_copy(update=changed)})
+        local["logs"] = work.folder / "logs"
+        return self.run.changed(paths={key: str(path) for key, path in local.items()})
 
     def local(self, made: Artifact) -> Path:
         """A folder of this host that holds the artifact's files. Never write there."""

@@ -31,7 +31,7 @@ def as_found(run: Run, config: dict[str, Any], folder: Path, runs: Path) -> Run:
     if source is None:
         return run
     fetch(source, config["model"]["adapter"], folder, runs)
-    return run.model_copy(update={"model": run.model.model_copy(update={"adapter": str(folder)})})
+    return run.changed(model={"adapter": str(folder)})
 
 
 def fetch(source: str, digests: dict[str, str], folder: Path, runs: Path) -> None:

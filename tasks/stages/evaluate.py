@@ -66,7 +66,7 @@ def evaluate(
         require_unchanged(task_files)
         run = stage_run.at(work, **paths)
         if not trained:  # a base has no adapter to serve
-            run = run.model_copy(update={"evaluate": run.evaluate.model_copy(update={"adapter": "merged"})})
+            run = run.changed(evaluate={"adapter": "merged"})
         done = output / "progress.jsonl"
         try:
             run_job(stage_run, work, "evaluate", run, lambda: bar.update(*newest(done, "done", "total")))

@@ -110,9 +110,9 @@ def _unless_warned(run: Run, reason: str) -> str:
     return "" if run.hardware.gate == "warn" else f"plan: {reason}; hardware.gate=warn continues nevertheless"
 
 
-def any_refusal(planned: Plan, asked: Collection[str]) -> str:
-    """The first reason why the run does not start; "" if it does."""
-    found = refusal(planned) or unserved(planned, asked) or unanswered(planned, asked)
+def any_refusal(planned: Plan, asked: Collection[str], here: bool = True) -> str:
+    """The first reason why the run does not start, on this host if it is `here`; "" if it does."""
+    found = refusal(planned) or unserved(planned, asked, here) or unanswered(planned, asked)
     return found or unasked(planned, asked) or unfit(planned, asked)
 
 
@@ -120,12 +120,15 @@ def _is_evaluated(asked: Collection[str]) -> bool:
     return any(name.startswith("evaluate") for name in asked)
 
 
-def unserved(planned: Plan, asked: Collection[str]) -> str:
-    """The reason why vLLM cannot serve the model for its evaluation; "" if it can, or if there is no evaluation."""
+def unserved(planned: Plan, asked: Collection[str], here: bool = True) -> str:
+    """The reason why vLLM cannot serve the model for its evaluation; "" if it can, or if there is no evaluation.
+
+    If the run is not `here`, its host is taken to have vLLM for hardware.gpu.
+    """
     run = planned.run
     if not _is_evaluated(asked):
         return ""
-    here = planned.gpu.cuda and _evaluates_here(run) and _is_cpu_build()
+    here = here and planned.gpu.cuda and _evaluates_here(run) and _is_cpu_build()
     found = "; ".join(serving.unservable(run, planned.facts, cpu=here or not planned.gpu.cuda))
     if found and here:
         gpu = run.hardware.gpu

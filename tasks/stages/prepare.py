@@ -80,9 +80,8 @@ def prepare(stage_run: StageRun, model: Artifact) -> State:
         publish(stage_run.store, made, stage_run.run.name + stage_run.name.removeprefix("prepare"))
         if stage_run.trains and stage_run.name == "prepare":
             require_enough(stage_run.run, made)
-        if stage_run.reinforces and stage_run.name == (
-            "prepare-prompts" if stage_run.run.reinforce.source else "prepare"
-        ):
+        prompts = "prepare-prompts" if stage_run.run.reinforce.source else "prepare"
+        if stage_run.reinforces and stage_run.name == prompts:
             require_prompts(stage_run.run, made)
 
     return stage_run.get_or_make(make, require=require)
@@ -147,7 +146,7 @@ def _here(stage_run: StageRun, model: Artifact, work: Work) -> Run:
     changes: dict[str, Any] = {"mixture": tuple(parts)}
     if not run.data.mixture:
         changes = {"source": parts[0].source, "revision": parts[0].revision}
-    return run.model_copy(update={"data": run.data.model_copy(update=changes)})
+    return run.changed(data=changes)
 
 
 def _template(name: str) -> str:

@@ -170,7 +170,7 @@ def test_who_has_the_gpus_and_who_waits_is_shown(tmp_path, monkeypatch):
     assert doctor.owners() == []
     with gpu_locks.taken("train of x", pytest.fail, count=1):
         (finding,) = doctor.owners()
-    assert finding.status == "info" and finding.fact.startswith("train of x has had GPU 0 for 0:00:0")
+    assert finding.status == "info" and finding.fact.startswith("train of x has held GPU 0 for 0:00:0")
     (tmp_path / "locks/turn.lock").unlink()
     (tmp_path / "locks/turn.lock").mkdir()
     (finding,) = doctor.owners()

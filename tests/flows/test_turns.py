@@ -57,7 +57,7 @@ def test_two_flows_on_one_host_take_turns_and_say_for_whom_they_wait(gpu):
     (gpu.folder / "go").touch()
     assert [first.wait(LONG), second.wait(LONG)] == [0, 0]
     whom = f"evaluate-base of {gpu.place.name_of(gpu.said('one'))}"
-    assert f"waits for 1 GPU: {whom} has had it for" in gpu.said("two")
+    assert f"waits for 1 GPU: {whom} has held it for" in gpu.said("two")
     assert gpu.together() == set() and set(states(gpu.said("two")).values()) == {"Completed"}
 
 

@@ -148,8 +148,7 @@ def check_reinforce(configured: Run) -> None:
     if "RANK" not in os.environ:
         prepared.make(run)
     # Any number of prompts is enough: a step uses a prompt several times if there are too few.
-    train = run.train.model_copy(update={"global_batch": 1})
-    data = prepared.check(run.model_copy(update={"train": train}))
+    data = prepared.check(run.changed(train={"global_batch": 1}))
     _refuse(reinforcement.unfit(configured, str(prepared.folder(run)), data.kind))
     resume.check_data(run, checkpoint_folder(run))
 

@@ -16,16 +16,24 @@ With sequence parallelism (layout.sp), a whole matrix has only a part of its gra
 own tokens. The parameter is marked, and megatron-core sums its gradient once per step. Without sp all ranks have all
 tokens, and the same gradient.
 
-Adapters of experts that are cut (etp > 1) and DoRA keep Bridge's implementation. lean_experts.py has the adapters of
-each expert.
+Adapters of experts that are cut (etp > 1) and DoRA keep Bridge's implementation.
 
 Checkpoints are the same: names, and shapes of whole tensors. So are the weights that Bridge merges or exports from a
 model in training, after tell_bridge() has marked the matrices that are whole on every rank. Losses equal those of
 Bridge's layers except for rounding; with dropout the random draws differ. adapter.lean: false selects Bridge's layers.
+
+LeanExperts adds the adapters of each expert of a layer as one grouped product over all experts, in place.
+
+Megatron-Bridge's adapters concatenate their input, copy the experts' token counts to the GPU for each of a layer's
+products, and select the weights of experts that have tokens. The host therefore waits for the GPU three times per
+layer, and two passes over the output scale and add. None of that is needed if every expert has tokens, or if the token
+counts stay on the GPU (frozen_experts.py). Bridge's product is used if an expert has no tokens and the counts are on
+the host, or if the grouped product is impossible (not bf16 on a GPU, FP8, experts that are cut, sizes that are not
+multiples of 8).
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-# pyright: reportIncompatibleMethodOverride=false, reportOptionalSubscript=false
+# pyright: reportIncompatibleMethodOverride=false, reportOptionalSubscript=false, reportCallIssue=false
 
 import functools
 from dataclasses import replace
@@ -40,7 +48,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings, set_te
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
-from trainer.megatron.lean_experts import LeanExperts
+from trainer.megatron.frozen_experts import Counts, Product
 from trainer.patches.expert_adapters import ExpertAdapter
 from trainer.patches.shared_experts import Adapter
 
@@ -219,3 +227,47 @@ def _flat(x):
 
 def _product(left, right, scale: float):
     return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scale)
+
+
+class LeanExperts(LoRALinear):
+    """Grouped layer with an adapter for each expert."""
+
+    def forward(self, x, *args, **kwargs):
+        output, bias, adapter_input = self.base_linear_forward(x, *args, **kwargs)
+        if not self._adapter_enabled:
+            return output, bias
+        if isinstance(args[0], Counts) and fits(self.adapter, adapter_input):
+            return _Add.apply(output, grouped(self.adapter, adapter_input, args[0])), bias
+        args = (args[0].on_host, *args[1:]) if isinstance(args[0], Counts) else args
+        sizes = self.adapter._extract_expert_splits(args, kwargs)
+        if not is_grouped(self.adapter, adapter_input, sizes):
+            return output + self.adapter(adapter_input.contiguous(), *args, **kwargs).reshape(output.shape), bias
+        return _Add.apply(output, grouped(self.adapter, adapter_input, Counts(sizes))), bias
+
+
+def is_grouped(adapter: ExpertAdapter, x, sizes: list[int]) -> bool:
+    return all(sizes) and fits(adapter, x)
+
+
+def fits(adapter: ExpertAdapter, x) -> bool:
+    whole = adapter.expert_tp_group is None or adapter.expert_tp_group.size() == 1
+    return whole and not adapter._is_te_fp8_enabled() and adapter._can_use_grouped_mm(x)
+
+
+def grouped(adapter: ExpertAdapter, x, counts: Counts):
+    """Return the adapters' part of the layer's output."""
+    ends = counts.ends(x.device)
+    hidden = Product.apply(adapter.dropout(x), adapter.linear_in(), ends)
+    return Product.apply(hidden * (adapter.alpha / adapter.dim), adapter.linear_out(), ends)
+
+
+class _Add(torch.autograd.Function):
+    """Compute `output` + `part` in place of `output`, like _AddProduct."""
+
+    @staticmethod
+    def forward(ctx, output, part):
+        return output.contiguous().add_(part.view(output.shape))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, gradient

@@ -40,21 +40,25 @@ def call(command: Callable[[Run], None], run: Run, log: Path, until: Callable[[]
     If ranks fail together, a killed one counts as the first: the others have lost their connection to it. When until()
     becomes true, every rank is killed with SIGKILL, like when a host is lost.
     """
-    port = _free_port()
+    port, fault = _free_port(), log.with_suffix(".fault")
     log.parent.mkdir(parents=True, exist_ok=True)
+    fault.unlink(missing_ok=True)
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_rank, args=(command, run, rank, port, log)) for rank in range(run.world)]
+    ranks = [context.Process(target=_rank, args=(command, run, rank, port, log, fault)) for rank in range(run.world)]
     for rank in ranks:
         rank.start()
-    while any(rank.is_alive() for rank in ranks):
+    code = 0
+    while not code and any(rank.is_alive() for rank in ranks):
         time.sleep(0.02)
-        code = _failed(ranks)
-        if code or until():
-            for rank in ranks:
-                rank.kill()
-                rank.join()
-            return code or -signal.SIGKILL
-    return _failed(ranks)
+        code = _failed(ranks) or (-signal.SIGKILL if until() else 0)
+    for rank in ranks:
+        if code:
+            rank.kill()
+        rank.join()
+    if fault.exists():  # of the first rank that failed, like in a real run
+        with log.open("a") as out:
+            out.write(fault.read_text())
+    return code or _failed(ranks)
 
 
 def _failed(ranks: list[ForkProcess]) -> int:
@@ -71,12 +75,12 @@ def _free_port() -> int:
     raise OSError("no port is free on 127.0.0.1")
 
 
-def _rank(command, run: Run, rank: int, port: int, log: Path) -> None:
+def _rank(command, run: Run, rank: int, port: int, log: Path, fault: Path) -> None:
     with log.open("a") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(run.world), LOCAL_WORLD_SIZE=str(run.world))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), entry.FAULT_FILE: str(fault)})
     import torch
 
     # OpenMP's threads are not forked. An operation that needs threads of the parent process would wait forever.

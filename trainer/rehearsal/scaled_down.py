@@ -51,8 +51,7 @@ def train(
         tiny_models.make_model(kind, folder / "model", dtype="float32")
         tiny_models.make_data(folder / "given", rows=64)
         alone = twin.model_copy(update={"layout": Layout()})
-        paths = {"data": str(folder / "given"), "output": str(folder / "prepared")}
-        rows = alone.model_copy(update={"paths": alone.paths.model_copy(update=paths)})
+        rows = alone.changed(paths={"data": str(folder / "given"), "output": str(folder / "prepared")})
         for command, command_run in ((convert, alone), (prepared.make, rows), (take_steps, twin)):
             log = folder / f"{command.__module__}.log"
             if forked_ranks.call(command, command_run, log):
@@ -68,17 +67,11 @@ def make(run: Run, kind: str, steps: int, folder: Path) -> Run:
     train = {"global_batch": copies * layout.pp, "micro_batch": 1, "recompute_layers": 1}
     train |= {"precision": "fp32", "fp8": None, "fp8_weights": False}
     optimizer = {"lr": 5e-3, "states": "fp32", "gradients": "fp32", "offload": 0.0}
-    adapter = {"rank": 8, "alpha": 16}
-    places = {key: str(folder / key) for key in ("model", "base", "output", "logs")}
-    sections: dict[str, Any] = {
-        "layout": layout,
-        "data": Data(seq_length=64, template="{input} {output}", packed=run.data.packed, seed=run.data.seed),
-        "train": run.train.model_copy(update=train),
-        "adapter": run.adapter.model_copy(update=adapter),
-        "optimizer": run.optimizer.model_copy(update=optimizer),
-        "paths": run.paths.model_copy(update={**places, "data": str(folder / "prepared" / "data")}),
-    }
-    return run.model_copy(update=sections)
+    paths = {key: str(folder / key) for key in ("model", "base", "output", "logs")}
+    paths["data"] = str(folder / "prepared" / "data")
+    data = Data(seq_length=64, template="{input} {output}", packed=run.data.packed, seed=run.data.seed)
+    run = run.model_copy(update={"layout": layout, "data": data})
+    return run.changed(train=train, adapter={"rank": 8, "alpha": 16}, optimizer=optimizer, paths=paths)
 
 
 def scale(layout: Layout, layers: int) -> Layout:

@@ -64,8 +64,9 @@ def write(folder: Path, facts: dict[str, Any], kind: Kind, state: str) -> Iterat
         barrier()
     except BaseException as error:
         full = _is_of_the_disk(error)
-        if isinstance(error, FileNotFoundError) or (isinstance(error, Fault) and not partial.exists()):
-            time.sleep(WAIT_FOR_CAUSE if ranks() > 1 else 0)  # another rank has failed, reports it and ends this one
+        is_gone = isinstance(error, FileNotFoundError) or (isinstance(error, Fault) and not partial.exists())
+        if ranks() > 1 and (is_gone or (full and not first)):  # the disk stays full until the first rank fails too
+            time.sleep(WAIT_FOR_CAUSE)  # another rank reports the cause and ends this one
         if full or isinstance(error, Fault):  # otherwise the next attempt resumes
             with contextlib.suppress(OSError, output_marks.Foreign):  # another rank may be removing it too
                 output_marks.remove(partial, kind)

@@ -1,16 +1,16 @@
 """The description of a model family. Each file of conf/families/ has one, as FAMILY.
 
-A config.json can say more than Megatron's model computes: Megatron-Bridge copies the keys that it knows, takes others
-for granted and drops the rest, and every weight still finds its place. So each key is held against the family:
+A config.json can ask for more than Megatron's model computes: Megatron-Bridge copies the keys that it knows, assumes
+the values of some others and ignores the rest. The conversion of the weights does not notice. So each key is checked:
 
-    read        arrives with any value
-    assumed     Bridge does not read it, and computes as one of these values says; model.ignore_config lets others pass
-    fixed       the same of keys that sizes depend on: another value is always refused
-    repeats     keys that transformers writes, with the key that they repeat
-    stated      keys that must be present, as transformers' default is another function than Megatron-Bridge's
-    not_null    keys that cannot be null: transformers refuses that, or Megatron-Bridge ignores it
+    read        Megatron-Bridge reads the key, so any value is allowed
+    assumed     Megatron-Bridge does not read the key but assumes one of these values; model.ignore_config allows others
+    fixed       like assumed, for keys that sizes depend on: another value is always refused
+    repeats     keys that transformers writes, and the key whose value they must repeat
+    stated      keys that must be present, as the defaults of transformers and Megatron-Bridge differ
+    not_null    keys that cannot be null: transformers refuses null, or Megatron-Bridge ignores it
     rotations   kinds of rotary embeddings, and the keys of each
-    any other   passes if its value says nothing (null, false, 0, 1, empty), or is text
+    any other   allowed if its value has no meaning (null, false, 0, 1, empty), or is text
 
 conf/rules/function.py has the keys that every family shares.
 """
@@ -31,31 +31,31 @@ ANY: Any = object()
 class Rotation:
     """A kind of rotary embedding."""
 
-    read: Mapping[str, Any] = field(default_factory=dict)  # ANY, or the only values
-    needs: tuple[str, ...] = ()  # must be present, as defaults differ
-    lost: tuple[str, ...] = ()  # not read, whatever the value
+    read: Mapping[str, Any] = field(default_factory=dict)  # by key: ANY, or the only allowed values
+    needs: tuple[str, ...] = ()  # keys that must be present, as defaults differ
+    lost: tuple[str, ...] = ()  # keys that are not read, whatever their value
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Balance of experts, as Megatron-Bridge 0.6 trains a family."""
+    """Balancing of the experts of a family in Megatron-Bridge 0.6."""
 
-    key: str = ""  # of config.json, with the weight of the loss; Bridge's default is above 0
-    always: bool = False  # the loss has a weight above 0 whatever config.json says
-    moves_bias: bool = False  # a bias of routing scores follows the load of the experts
+    key: str = ""  # key of config.json for the weight of the loss; Bridge's default is above 0
+    always: bool = False  # the weight of the loss is above 0 whatever config.json says
+    moves_bias: bool = False  # training adjusts a bias of routing scores to the load of the experts
 
 
 @dataclass(frozen=True)
 class Serving:
-    """Limits of vLLM 0.26 for a family. conf/rules/serving.py has those that follow from sizes."""
+    """Limits of vLLM 0.26 for a family. conf/rules/serving.py has the limits that depend on sizes."""
 
-    on_cpu: str = ""  # why not on a CPU
-    expert_adapters: str = ""  # why adapters of experts cannot be added to the base while it is served
+    on_cpu: str = ""  # reason why vLLM cannot serve it on a CPU; empty if it can
+    expert_adapters: str = ""  # reason why adapters of experts cannot be served next to the base; empty if they can
 
 
 @dataclass(frozen=True)
 class Family:
-    architecture: str  # transformers' class, the first of config.json's architectures
+    architecture: str  # the class of transformers: the first entry of config.json's architectures
     model_type: str
     read: Collection[str]
     assumed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -63,40 +63,40 @@ class Family:
     repeats: Mapping[str, str] = field(default_factory=dict)
     stated: tuple[str, ...] = ()
     not_null: tuple[str, ...] = ()
-    rotations: Mapping[str, Rotation] = field(default_factory=dict)  # none: positions are learned
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of transformers, if a rule needs them
-    layer_turns: tuple[str, ...] = ()  # kinds of layers that follow one another, again and again; none: all are alike
+    rotations: Mapping[str, Rotation] = field(default_factory=dict)  # empty: positions are learned
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults of transformers that rules need
+    layer_turns: tuple[str, ...] = ()  # kinds of layers that alternate; empty: all are alike
 
     facts: Callable[[Keys], ModelFacts] = llama_facts
-    layer: Callable[[ModelFacts, str], tensors.Tensors] = tensors.layer  # of a kind
+    layer: Callable[[ModelFacts, str], tensors.Tensors] = tensors.layer  # tensors of a layer of this kind
     ends: Callable[[ModelFacts], tuple[tensors.Tensors, tensors.Tensors]] = tensors.ends
-    embedding: str = "model.embed_tokens.weight"  # a release may leave out the first part of its name
-    layers_in: str = "model.layers"  # module of the layers
-    names: Mapping[str, str] = field(default_factory=dict)  # the family's names for keys of Llama
+    embedding: str = "model.embed_tokens.weight"  # a release may omit the first part of this name
+    layers_in: str = "model.layers"  # module that contains the layers
+    names: Mapping[str, str] = field(default_factory=dict)  # the family's names for Llama's keys
 
-    read_as: str = ""  # transformers' and vLLM's model_type, if another
-    by_name: bool = False  # Megatron-Bridge registers it by name, so it takes releases with code for their model
-    balance: Balance | None = None  # None: no experts, or no losses of routers
+    read_as: str = ""  # model_type for transformers and vLLM, if it differs
+    by_name: bool = False  # Megatron-Bridge registers it by class name, so releases may have code for their model
+    balance: Balance | None = None  # None: no experts, or no router losses
     serving: Serving | None = Serving()  # None: vLLM cannot serve it
     megatron: str = ""  # torch part of a family from outside the repository: import path, or a Python file
-    narrow: tuple[str, ...] = ()  # ends of names drawn with a spread that is lower by the root of 2 * layers
-    zero_padding: bool = True  # the embedding of pad_token_id is drawn as 0
-    releases: Mapping[str, float] = field(default_factory=dict)  # offered instead of others: 1e9 parameters
-    tiny: Mapping[str, Config] = field(default_factory=dict)  # keys of small models, by what follows the family's name
+    narrow: tuple[str, ...] = ()  # name endings of weights drawn with a deviation divided by sqrt(2 * layers)
+    zero_padding: bool = True  # the embedding of pad_token_id starts at 0
+    releases: Mapping[str, float] = field(default_factory=dict)  # offered for unsupported models: 1e9 parameters
+    tiny: Mapping[str, Config] = field(default_factory=dict)  # config.json of tiny models, by the suffix of their name
 
     def key(self, name: str) -> str:
-        """Name that the family has for one of Llama's keys."""
+        """Return the family's name for one of Llama's keys."""
         return self.names.get(name, name)
 
     def tensors(self, facts: ModelFacts) -> dict[str, tensors.Tensor]:
-        """Every tensor by its released name. Layers of multi-token prediction follow the last one."""
+        """Return every tensor by its released name. Multi-token-prediction layers follow the ordinary layers."""
         first, last = self.ends(facts)
-        found = dict(tensors.named(first))
+        every = dict(tensors.named(first))
         for number in range(facts.layers + facts.mtp_layers):
             kind = facts.kinds[number] if number < facts.layers else "mtp"
             for name, tensor in tensors.named(self.layer(facts, kind)):
-                found[f"{self.layers_in}.{number}.{name}"] = tensor
-        return found | dict(tensors.named(last))
+                every[f"{self.layers_in}.{number}.{name}"] = tensor
+        return every | dict(tensors.named(last))
 
 
 # Sets of keys that several families share.
@@ -109,21 +109,21 @@ LATENT = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
 ROTARY = {"rope_theta", "rope_parameters", "rope_scaling"}
 PLAIN = SIZES | ROTARY | {"rms_norm_eps", "head_dim", "tie_word_embeddings"}
 LATENT_EXPERTS = SIZES | ROTARY | SIGMOID_EXPERTS | LATENT | {"rms_norm_eps", "tie_word_embeddings", "attention_bias"}
-SILU = {"hidden_act": ("silu",)}  # on a GPU Megatron's fused gelu is another one
+SILU = {"hidden_act": ("silu",)}  # on a GPU Megatron's fused gelu is another function
 QWENS = SILU | {"use_sliding_window": (False,)}
 SIGMOID = SILU | {"norm_topk_prob": (True,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
-# Sizes that the planner and transformers replace by different values if they are absent, and that transformers needs.
+# Sizes that must be present, as the planner and transformers assume different defaults, or transformers needs them.
 HEADS = ("num_key_value_heads", "head_dim")
 SIGMOID_SIZES = ("first_k_dense_replace", "moe_intermediate_size")
 COUNTS = ("n_routed_experts", "n_shared_experts")
 GROUPED = ("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group")
-RANKS = ("q_lora_rank", "kv_lora_rank")  # without the first, the query is one matrix, whose conversion fails
+RANKS = ("q_lora_rank", "kv_lora_rank")  # without q_lora_rank the query is one matrix, and the conversion fails
 DEFAULT = {"default": Rotation()}
 YARNS = {"factor": ANY, "original_max_position_embeddings": ANY, "beta_fast": ANY, "beta_slow": ANY}
 YARNS |= {"mscale": ANY, "mscale_all_dim": ANY}
-GIVEN = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
-LOST = ("attention_factor",)  # without it cosines and sines are scaled by what follows from factor
-YARN = {"yarn": Rotation(YARNS | {"truncate": ANY}, GIVEN, LOST)}
+REQUIRED = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
+LOST = ("attention_factor",)  # without it cosines and sines are scaled by a function of factor
+YARN = {"yarn": Rotation(YARNS | {"truncate": ANY}, REQUIRED, LOST)}
 LATENT_YARN = {"yarn": Rotation(YARNS | {"truncate": (True,)}, ("factor",), LOST)}
 # Tiny models: 4 layers for 4 pipeline stages or 2 x 2 virtual ones; 2 key-value heads for 2 tensor ranks; 8 experts for
 # 4 expert ranks. A vocabulary of 512 needs no padding. vLLM's CPU attention needs heads of 32 or more.
@@ -141,7 +141,7 @@ TINY: Config = dict(
 TINY_MOE = TINY | dict(moe_intermediate_size=64, num_experts_per_tok=2, norm_topk_prob=True)
 TINY_SIGMOID = TINY_MOE | dict(n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1)
 TINY_SIGMOID |= dict(routed_scaling_factor=2.5)
-TINY_LATENT = TINY_SIGMOID | dict(num_key_value_heads=4, q_lora_rank=96, kv_lora_rank=64)  # a key head per query head
+TINY_LATENT = TINY_SIGMOID | dict(num_key_value_heads=4, q_lora_rank=96, kv_lora_rank=64)  # one key head per query head
 
 
 def rope(theta: float, **keys: Any) -> Config:

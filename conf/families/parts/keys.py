@@ -1,7 +1,7 @@
-"""Sizes of a config.json by Llama's names, with those that GLM-4.5+, DeepSeek-V3, Qwen-MoE and Mixtral add.
+"""Sizes of a config.json by Llama's names, and by the names that GLM-4.5+, DeepSeek-V3, Qwen-MoE and Mixtral add.
 
     Keys(config).size("hidden_size", least=1)      the value, or ValueError: hidden_size is null, ...
-    llama_facts(keys, qk_norm=True)                facts by these names, and what no key says
+    llama_facts(keys, qk_norm=True)                facts by these names; arguments: facts without a key in config.json
 
 Not covered: biases on Llama's o_proj alone.
 """
@@ -13,7 +13,7 @@ from conf.families.parts.sizes import ModelFacts
 from contract.json_object import show
 
 LIMIT = 2**24  # larger than any size of any model
-# Smaller limits: the planner looks at each layer.
+# Smaller limits, because the planner visits each layer.
 LIMITS = {"num_hidden_layers": 1024, "n_layer": 1024, "num_nextn_predict_layers": 64}
 LIMITS |= dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts", "num_experts_per_tok"), 2**14)
 LIMITS |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "n_shared_experts"), 2**14)
@@ -26,7 +26,7 @@ class Keys:
     config: dict[str, Any]
 
     def size(self, *names: str, default: int | None = None, least: int = 0) -> int:
-        """Value of the first of these keys that the config.json has."""
+        """Return the value of the first of these keys in config.json. Raise ValueError if it is not a size."""
         present = {name: self.config[name] for name in names if self.config.get(name) is not None}
         if not present and default is not None:
             return default
@@ -44,7 +44,7 @@ class Keys:
         return hidden // heads
 
     def layers(self, name: str, count: int) -> tuple[int, ...]:
-        """Numbers of layers that a key lists."""
+        """Return the numbers of the layers that a key lists."""
         listed = self.config.get(name) or []
         if not isinstance(listed, list) or not all(type(layer) is int and 0 <= layer < count for layer in listed):
             raise ValueError(f"config.json: {name} is {listed!r}, which is not a list of layers from 0 to {count - 1}")
@@ -52,7 +52,7 @@ class Keys:
 
 
 def llama_facts(keys: Keys, **unsaid: Any) -> ModelFacts:
-    """Facts by Llama's names. `unsaid` are those that the family has, and that no key says."""
+    """Return facts by Llama's names. `unsaid` are facts of the family that have no key in config.json."""
     config, size = keys.config, keys.size
     layers, hidden = size("num_hidden_layers", least=1), size("hidden_size", least=1)
     heads = size("num_attention_heads", least=1)
@@ -98,7 +98,7 @@ def llama_facts(keys: Keys, **unsaid: Any) -> ModelFacts:
 
 
 def _angles(config: dict[str, Any]) -> int:
-    """Number of rotations of latent attention. Bridge takes YaRN's; core has a default for all other kinds."""
+    """Return the number of rotations of latent attention. Bridge reads YaRN's; core has a default for other kinds."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
     if not isinstance(scaling, dict) or "yarn" not in (scaling.get("type"), scaling.get("rope_type")):
         return 4096
@@ -109,14 +109,14 @@ def _angles(config: dict[str, Any]) -> int:
 
 
 def check(facts: ModelFacts) -> None:
-    """Raise ValueError for values that contradict one another."""
+    """Raise ValueError if values contradict each other."""
     text = ""
     if facts.heads % facts.kv_heads:
         text = f"num_key_value_heads is {facts.kv_heads}, which does not divide num_attention_heads, {facts.heads}"
     elif facts.experts and facts.top_k > facts.experts:
-        text = f"num_experts_per_tok is {facts.top_k}, of {facts.experts} experts"
+        text = f"num_experts_per_tok is {facts.top_k}, but there are {facts.experts} experts"
     elif facts.dense_layers > facts.layers:
-        text = f"first_k_dense_replace is {facts.dense_layers}, of {facts.layers} layers"
+        text = f"first_k_dense_replace is {facts.dense_layers}, but there are {facts.layers} layers"
     elif facts.mtp_layers > facts.layers:
         text = f"num_nextn_predict_layers is {facts.mtp_layers}, but there are {facts.layers} layers"
     if text:
@@ -124,7 +124,7 @@ def check(facts: ModelFacts) -> None:
 
 
 def check_rotations(config: dict[str, Any], facts: ModelFacts) -> None:
-    """Raise ValueError if rotary embeddings turn an odd part of a head, as training would fail: they turn pairs."""
+    """Raise ValueError if rotary embeddings rotate an odd number of values. Training would fail: they rotate pairs."""
     if facts.positions:
         return
     key, width = ("qk_rope_head_dim", facts.qk_rope) if facts.kv_rank else ("head_dim", facts.head_dim)
@@ -133,5 +133,5 @@ def check_rotations(config: dict[str, Any], facts: ModelFacts) -> None:
     share = config.get("partial_rotary_factor") or of_rotary
     turned = int(width * share) if isinstance(share, int | float) else width
     if turned % 2:
-        part = f", of which partial_rotary_factor {share} turns {turned} numbers" if turned != width else ""
-        raise ValueError(f"config.json: {key} is {width}{part}, and rotary embeddings turn pairs")
+        part = f", of which partial_rotary_factor {share} rotates {turned} numbers" if turned != width else ""
+        raise ValueError(f"config.json: {key} is {width}{part}, but rotary embeddings rotate pairs")

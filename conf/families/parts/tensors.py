@@ -1,10 +1,10 @@
 """Tensors of a released model: name, shape, kind and Megatron's layer of each, from the facts of the model.
 
-    layer(facts, kind)      tensors of one layer of a kind, by Llama's names or those that a family has
+    layer(facts, kind)      tensors of one layer of a kind, by Llama's names or by names of the family
     ends(facts)             tensors before the first layer, and after the last
 
-A family with other layers defines its functions with the parts below. The planner counts parameters from these
-tensors, the check of a released model compares them with its files, and tiny models are made of them.
+A family with different layers defines both functions from the parts below. The planner counts parameters from these
+tensors, the check of a released model compares them with its files, and tiny models consist of them.
 """
 
 from collections.abc import Iterator
@@ -22,22 +22,22 @@ BUFFER, COPY = "buffer", "copy"
 
 @dataclass(frozen=True)
 class Tensor:
-    name: str  # within its layer; within the model, of tensors outside the layers
-    shape: tuple[int, ...]  # of one expert, unless they are stacked
-    kind: str  # as conf/planner/parameters.py counts
-    part: str = ""  # Megatron's layer, as in adapter.targets; "" = every rank of tp holds the whole tensor
-    turned: bool = False  # released as (inputs, outputs), unlike Megatron's layers
+    name: str  # within its layer; outside the layers, within the model
+    shape: tuple[int, ...]  # of one expert, unless experts are stacked
+    kind: str  # as in KINDS of conf/planner/parameters.py
+    part: str = ""  # Megatron's layer, as in adapter.targets; "" = the whole tensor is on every rank of tp
+    turned: bool = False  # released as (inputs, outputs); Megatron's layers have (outputs, inputs)
     experts: int = 0  # number of experts that have this tensor; 0 = not a tensor of experts
-    stacked: bool = False  # one tensor holds those of all experts
+    stacked: bool = False  # one tensor contains the tensors of all experts
 
     @property
     def size(self) -> int:
-        """Numbers in it, of all experts together."""
+        """Number of elements, of all experts together."""
         return prod(self.shape) * (self.experts if self.experts and not self.stacked else 1)
 
     @property
     def matrix(self) -> tuple[int, int] | None:
-        """Outputs and inputs of one matrix, if the tensor has any."""
+        """Outputs and inputs of one matrix; None if the tensor is not a matrix of a Megatron layer."""
         shape = self.shape[1:] if self.stacked else self.shape
         if not self.part or len(shape) != 2:
             return None
@@ -56,7 +56,7 @@ def layer(
     shared: str = "shared_experts",
     bias: str = "gate.e_score_correction_bias",
 ) -> Tensors:
-    """Tensors of a dense, moe or mtp layer.
+    """Return the tensors of a dense, moe or mtp layer.
 
     `mlp` is the module of experts, `leaves` are the matrices of an expert, `bias` is added to routing scores.
     """
@@ -84,32 +84,32 @@ def attention(facts: ModelFacts) -> Tensors:
 
 def grouped_attention(facts: ModelFacts) -> Tensors:
     hidden, heads, width = facts.hidden, facts.heads, facts.head_dim
-    found = [_attention("o_proj.weight", (hidden, heads * width), "linear_proj")]
+    tensors = [_attention("o_proj.weight", (hidden, heads * width), "linear_proj")]
     for name, count in ("q", heads), ("k", facts.kv_heads), ("v", facts.kv_heads):
-        found.append(_attention(f"{name}_proj.weight", (count * width, hidden), "linear_qkv"))
+        tensors.append(_attention(f"{name}_proj.weight", (count * width, hidden), "linear_qkv"))
         if facts.attention_bias or facts.linear_bias:
-            found.append(_attention(f"{name}_proj.bias", (count * width,), "linear_qkv"))
+            tensors.append(_attention(f"{name}_proj.bias", (count * width,), "linear_qkv"))
         if name != "v" and facts.qk_norm:
             normed = count * width if facts.norm_over_heads else width
-            found.append(Tensor(f"self_attn.{name}_norm.weight", (normed,), "norms"))
-    found += [_attention("o_proj.bias", (hidden,), "linear_proj")] if facts.linear_bias else []
-    return found + ([_attention("sinks", (heads,), "softmax_offset")] if facts.sinks else [])
+            tensors.append(Tensor(f"self_attn.{name}_norm.weight", (normed,), "norms"))
+    tensors += [_attention("o_proj.bias", (hidden,), "linear_proj")] if facts.linear_bias else []
+    return tensors + ([_attention("sinks", (heads,), "softmax_offset")] if facts.sinks else [])
 
 
 def latent_attention(facts: ModelFacts) -> Tensors:
     hidden, heads = facts.hidden, facts.heads
     query = heads * (facts.qk_nope + facts.qk_rope)
     if facts.q_rank:
-        found = [
+        tensors = [
             _attention("q_a_proj.weight", (facts.q_rank, hidden), "linear_q_down_proj"),
             Tensor("self_attn.q_a_layernorm.weight", (facts.q_rank,), "norms"),
             _attention("q_b_proj.weight", (query, facts.q_rank), "linear_q_up_proj"),
         ]
     else:
-        found = [_attention("q_proj.weight", (query, hidden), "linear_q_proj")]
+        tensors = [_attention("q_proj.weight", (query, hidden), "linear_q_proj")]
     down, up = (facts.kv_rank + facts.qk_rope, hidden), (heads * (facts.qk_nope + facts.v_head), facts.kv_rank)
     return [
-        *found,
+        *tensors,
         _attention("kv_a_proj_with_mqa.weight", down, "linear_kv_down_proj"),
         Tensor("self_attn.kv_a_layernorm.weight", (facts.kv_rank,), "norms"),
         _attention("kv_b_proj.weight", up, "linear_kv_up_proj"),
@@ -131,31 +131,31 @@ def gated_mlp(module: str, hidden: int, width: int, kind: str = "mlp", leaves: t
 
 
 def experts(facts: ModelFacts, module: str, leaves: tuple[str, ...], shared: str, bias: str) -> Tensors:
-    """Router, experts and shared experts of a layer."""
+    """Return the tensors of the router, the experts and the shared experts of a layer."""
     hidden, count = facts.hidden, facts.experts
-    one = gated_mlp(f"{module}.experts.{EXPERT}", hidden, facts.expert_ffn, "experts", leaves)
-    found = [Tensor(f"{module}.gate.weight", (count, hidden), "router")]
-    found += [replace(tensor, experts=count) for tensor in one]
+    expert = gated_mlp(f"{module}.experts.{EXPERT}", hidden, facts.expert_ffn, "experts", leaves)
+    tensors = [Tensor(f"{module}.gate.weight", (count, hidden), "router")]
+    tensors += [replace(tensor, experts=count) for tensor in expert]
     if facts.shared_ffn:
-        found += gated_mlp(f"{module}.{shared}", hidden, facts.shared_ffn, "shared_experts")
+        tensors += gated_mlp(f"{module}.{shared}", hidden, facts.shared_ffn, "shared_experts")
     if facts.shared_gate:
-        found.append(Tensor(f"{module}.{shared}_gate.weight", (1, hidden), "shared_experts"))
+        tensors.append(Tensor(f"{module}.{shared}_gate.weight", (1, hidden), "shared_experts"))
     if facts.expert_bias:
-        found.append(Tensor(f"{module}.{bias}", (count,), BUFFER))
-    return found
+        tensors.append(Tensor(f"{module}.{bias}", (count,), BUFFER))
+    return tensors
 
 
 def mtp(facts: ModelFacts) -> Tensors:
-    """Tensors that a layer of multi-token prediction has in addition, as DeepSeek-V3 names them."""
+    """Return the additional tensors of a multi-token-prediction layer, by DeepSeek-V3's names."""
     hidden = facts.hidden
-    found = [Tensor(f"{name}.weight", (hidden,), "mtp") for name in ("enorm", "hnorm", "shared_head.norm")]
+    tensors = [Tensor(f"{name}.weight", (hidden,), "mtp") for name in ("enorm", "hnorm", "shared_head.norm")]
     copies = ("embed_tokens.weight", "shared_head.head.weight")
-    found += [Tensor(name, (facts.vocab, hidden), COPY) for name in copies]
-    return [*found, Tensor("eh_proj.weight", (hidden, 2 * hidden), "mtp", "eh_proj")]
+    tensors += [Tensor(name, (facts.vocab, hidden), COPY) for name in copies]
+    return [*tensors, Tensor("eh_proj.weight", (hidden, 2 * hidden), "mtp", "eh_proj")]
 
 
 def named(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor by its released name; separate experts follow one another."""
+    """Yield each tensor with its released name. Separate experts follow each other."""
     for count, group in groupby(tensors, key=lambda tensor: 0 if tensor.stacked else tensor.experts):
         together = list(group)
         for expert in range(count or 1):

@@ -60,7 +60,7 @@ def capacity(demand: Demand, without: tuple[str, ...] = ()) -> str | None:
             f"gang.engine: {HERE}, but {nodes} hosts with {each} GPUs each are more than the {here} GPUs of this host; "
             f"{', '.join(other for other in ENGINES if other != HERE)}"
         )
-    owner = gpu_locks.wanted(_of(_hosts(each, nodes, without), each))
+    owner = gpu_locks.claimed(_of(_hosts(each, nodes, without), each))
     return f"{nodes * each} GPUs of this host: {owner}" if owner else None
 
 

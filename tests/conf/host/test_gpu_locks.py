@@ -81,7 +81,7 @@ def test_the_second_waits_and_says_for_whom_until_the_first_is_killed(host):
     assert first.stdout.readline() == "has GPU-a GPU-b\n"
     second = holder("evaluate-base of tiny-2")
     said = second.stdout.readline()
-    assert re.fullmatch(r"evaluate-base of tiny-2 waits for 2 GPUs: train of tiny-1 has had them for 0:00:\d\d\n", said)
+    assert re.fullmatch(r"evaluate-base of tiny-2 waits for 2 GPUs: train of tiny-1 has held them for 0:00:..\n", said)
     first.kill()
     killed = time.monotonic()
     assert second.stdout.readline().startswith("evaluate-base of tiny-2 has GPU 0, 1 of this host, after 0:00:0")
@@ -98,7 +98,7 @@ def test_who_waits_can_be_cancelled_and_has_nothing_then(host):
     said, began = [], time.monotonic()
     assert gpu_locks.take("evaluate", said.append, lambda: time.monotonic() - began > 1) is None
     assert len(said) == 1 and time.monotonic() - began < 3
-    assert gpu_locks.held(("GPU-a",)).startswith("train has had it for")
+    assert gpu_locks.held(("GPU-a",)).startswith("train has held it for")
     first.kill()
     first.communicate()
     assert gpu_locks.held(("GPU-a",)) is None
@@ -112,7 +112,7 @@ def test_different_gpus_are_had_at_once_and_all_or_none_of_them(host, monkeypatc
     assert two.stdout.readline() == "has GPU-a\n"
     all_of_them = holder("three")
     said = all_of_them.stdout.readline()
-    assert "three waits for 3 GPUs: " in said and "two has had 1 of 3 for" in said and "one has had 1 of 3" in said
+    assert "three waits for 3 GPUs: " in said and "two has held 1 of 3 for" in said and "one has held 1 of 3" in said
     assert gpu_locks.held(("GPU-b",)) is None, "who waits for one holds no other"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert nvidia_smi.visible() == ()
@@ -127,7 +127,7 @@ def test_each_gets_as_many_as_it_asks_for_beside_one_another_and_sees_no_others(
         assert (train.gpus, ask.gpus) == (("GPU-a", "GPU-b"), ("GPU-c",))
         assert train.environment["CUDA_VISIBLE_DEVICES"] == "0,1" and ask.environment["CUDA_VISIBLE_DEVICES"] == "2"
         assert gpu_locks.take("rest", pytest.fail, count=0) == gpu_locks.Hold()
-        with pytest.raises(Fault, match=r"^serve takes 5 GPUs, and this host has 4$"):
+        with pytest.raises(Fault, match=r"^serve needs 5 GPUs, but this host has 4$"):
             gpu_locks.take("serve", pytest.fail, count=5)
 
 
@@ -138,7 +138,7 @@ def test_who_has_which_and_who_waits_is_shown(host):
         second = holder("evaluate-base of y")
         second.stdout.readline()
         assert [re.sub(r"\d+:\d\d:\d\d", "T", line) for line in gpu_locks.standing()] == [
-            "train of x has had GPU 0, 1 for T",
+            "train of x has held GPU 0, 1 for T",
             "evaluate-base of y has waited for 3 GPUs for T",
         ]
         third, said = holder("train of z", CUDA_VISIBLE_DEVICES="2"), "train of z waits for 1 GPU: "
@@ -170,7 +170,7 @@ def test_whoever_is_passed_the_descriptors_has_them_when_the_taker_is_gone(host)
     with gpu_locks.taken("train", pytest.fail) as hold:
         child = subprocess.Popen(["sleep", "60"], pass_fds=hold.descriptors)
         other = subprocess.Popen(["sleep", "60"])
-    assert gpu_locks.held(hold.gpus).startswith("train has had it for")
+    assert gpu_locks.held(hold.gpus).startswith("train has held it for")
     child.kill()
     child.wait()
     assert gpu_locks.held(hold.gpus) is None
@@ -226,7 +226,7 @@ def test_a_damaged_note_and_another_account_s_umask_are_no_obstacle(host, tmp_pa
             assert json.loads(file.read_text())["what"] == "train"
             assert file.stat().st_mode & 0o777 == 0o666 and file.parent.stat().st_mode & 0o7777 == 0o1777
             file.write_text("{half")
-            assert gpu_locks.held(("GPU-a",)).startswith("another process has had it for")
+            assert gpu_locks.held(("GPU-a",)).startswith("another process has held it for")
     finally:
         os.umask(before)
 
@@ -246,7 +246,7 @@ def test_a_trainer_started_by_hand_waits_too_and_ctrl_c_ends_it(host, tmp_path):
     with gpu_locks.taken("train of flow-1", pytest.fail):
         in_front = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # behind `&` a shell has Ctrl-C ignored
         waits = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=in_front)
-        said = "toy_command of tiny, started by hand waits for 1 GPU: train of flow-1 has had it"
+        said = "toy_command of tiny, started by hand waits for 1 GPU: train of flow-1 has held it"
         assert said in waits.stdout.readline()
         waits.send_signal(signal.SIGINT)
         assert waits.wait(90) != 0

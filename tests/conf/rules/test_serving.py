@@ -28,7 +28,7 @@ def test_latent_attention_wants_a_gpu():
     facts = facts_from_hf(KINDS["deepseek-v3"])
     assert unservable(load("tiny"), facts, cpu=True) == ["kv_lora_rank: vLLM does no latent attention on a CPU"]
     (line,) = unservable(load("tiny"), facts_from_hf(KINDS["minimax-m2"]), cpu=True)
-    assert line.startswith("scoring_func: on a CPU vLLM has sigmoid scores of experts only in groups")
+    assert line.startswith("scoring_func: on a CPU vLLM supports sigmoid scores only for groups")
     assert unservable(load("tiny"), known("deepseek-v3"), cpu=False) == []
 
 
@@ -40,7 +40,7 @@ def test_sinks_want_bf16_on_a_cpu_and_experts_of_gpt_oss_no_adapter_beside_them(
     unmerged = ["evaluate.adapter=unmerged", "adapter.targets=[linear_qkv,linear_fc1,linear_fc2]"]
     (line,) = unservable(load("tiny", unmerged), facts, cpu=False)
     assert line.startswith(
-        "an adapter of gpt-oss's experts next to the base was not tried with vLLM; evaluate.adapter="
+        "vLLM was not tested with an adapter of gpt-oss's experts next to the base; evaluate.adapter="
     )
 
 

@@ -193,7 +193,7 @@ def test_an_end_of_input_ends_it(place, capsys, monkeypatch):
         ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is not converted or trained here"),
         (
             {"quantization_config": {"quant_method": "gptq"}},
-            'quant_method is "gptq", and fp8, compressed-tensors, mxfp4, modelopt are read',
+            'quant_method is "gptq", but only fp8, compressed-tensors, mxfp4, modelopt are supported',
         ),
         ({"sliding_window": 64, "use_sliding_window": True}, "the converted model would compute another function"),
         ({"hidden_size": None}, "config.json: hidden_size is null, which is not a size"),

@@ -16,7 +16,7 @@ def main(run: Run) -> None:
     from megatron.core import parallel_state
     from megatron.core.model_parallel_config import ModelParallelConfig
 
-    from trainer.megatron import frozen_experts, lean_experts
+    from trainer.megatron import frozen_experts, lean_adapters
     from trainer.patches.expert_adapters import ExpertAdapter
 
     parallel_state.initialize_model_parallel()
@@ -32,16 +32,16 @@ def main(run: Run) -> None:
     for grouped in (False, True):
         mine = x.clone().requires_grad_()
         own = output.clone().requires_grad_()
-        part = lean_experts.grouped(adapter, mine, frozen_experts.Counts(SIZES)) if grouped else adapter(mine, SIZES)
+        part = lean_adapters.grouped(adapter, mine, frozen_experts.Counts(SIZES)) if grouped else adapter(mine, SIZES)
         # what the layer has made is no leaf of autograd's, so that it may be changed where it stands
-        whole = lean_experts._Add.apply(own * 1, part) if grouped else own + part
+        whole = lean_adapters._Add.apply(own * 1, part) if grouped else own + part
         (whole * weight).float().sum().backward()
         tensors = [whole, mine.grad, own.grad, adapter.linear_in.weight.grad, adapter.linear_out.weight.grad]
         found.append([one.detach().float().clone() for one in tensors])
         adapter.zero_grad()
     apart = [float((a - b).norm() / a.norm()) for a, b in zip(*found, strict=True)]
-    fits = {"all": lean_experts.is_grouped(adapter, x, SIZES), "one without": None}
+    fits = {"all": lean_adapters.is_grouped(adapter, x, SIZES), "one without": None}
     adapter._can_use_grouped_mm = lambda _: True  # as on a GPU
-    fits |= {"gpu": lean_experts.is_grouped(adapter, x, SIZES)}
-    fits |= {"one without": lean_experts.is_grouped(adapter, x, [0, 11, 5, 16])}
+    fits |= {"gpu": lean_adapters.is_grouped(adapter, x, SIZES)}
+    fits |= {"one without": lean_adapters.is_grouped(adapter, x, [0, 11, 5, 16])}
     (Path(run.paths.output) / "answer.json").write_text(json.dumps({"apart": apart, "fits": fits}))

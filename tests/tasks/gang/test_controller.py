@@ -17,8 +17,8 @@ from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Stopped
 from tasks.gang import controller
-from tasks.gang.background import aside
 from tasks.gang.board import Board
+from tasks.gang.controller import aside
 from tasks.gang.diagnosis import next_step
 from tasks.gang.engines import Demand
 from tasks.gang.job import Job, conversion, evaluation, reinforcement, training

@@ -43,7 +43,7 @@ def test_a_gang_on_this_host_waits_for_the_gpus_that_it_would_use_and_no_others(
     with gpu_locks.taken("train of a", pytest.fail, gpus=("GPU-d",)):
         assert local.capacity(Demand.of(run)) is None
     with gpu_locks.taken("evaluate-base of b", pytest.fail, gpus=("GPU-b",)):
-        assert local.capacity(Demand.of(run)).startswith("2 GPUs of this host: evaluate-base of b has had 1 of 2 for")
+        assert local.capacity(Demand.of(run)).startswith("2 GPUs of this host: evaluate-base of b has held 1 of 2 for")
 
 
 def test_a_gang_on_this_host_comes_after_those_that_wait(run, monkeypatch):
@@ -63,7 +63,7 @@ def test_its_members_have_all_of_them_until_the_last_is_over(run, board, monkeyp
     sleeps = guard.guarded([sys.executable, "-c", "import time; time.sleep(30)"], 5.0)
     monkeypatch.setattr(local, "guarded", lambda gang, board, node: sleeps)
     members = local.start(Demand.of(run), board, 2)
-    assert gpu_locks.held(("GPU-a",)).startswith("gang gang-1 has had it for")
+    assert gpu_locks.held(("GPU-a",)).startswith("gang gang-1 has held it for")
     members.processes[0].stdin.close()
     members.processes[0].wait()
     assert gpu_locks.held(("GPU-b",)) and gpu_locks.held(("GPU-c",)) is None
@@ -91,7 +91,7 @@ def test_a_member_joins_once_its_gpu_is_free_and_not_where_its_attempt_is_over(r
     with gpu_locks.taken("train of a", pytest.fail):
         threading.Timer(1.0, lambda: board.write("gang.json", Word("me", "stop").to_json())).start()
         assert not join()
-    assert "gang gang-1 waits for 1 GPU: train of a has had them for" in capsys.readouterr().out
+    assert "gang gang-1 waits for 1 GPU: train of a has held them for" in capsys.readouterr().out
     board.write("gang.json", Word("me", "gathering").to_json())
     child = subprocess.Popen(["sleep", "0.1"])  # what the member starts does not keep them
     assert join() and gpu_locks.held(("GPU-a",)) and gpu_locks.held(("GPU-b",)) is None

@@ -1,4 +1,4 @@
-"""tasks/sources/row_sources.py and tasks/sources/file_digests.py: what a source is known by, and how it comes to this
+"""tasks/sources/row_sources.py: what a source is known by, and how it comes to this
 host."""
 
 import json
@@ -12,7 +12,7 @@ from boto3.s3.transfer import TransferConfig
 
 from conf.schema.data import Part
 from contract.faults import Fault
-from tasks.sources import file_digests, hub, row_sources
+from tasks.sources import hub, row_sources
 from tasks.sources.hub import api
 from tests.support import s3_server, stand_in_hub
 
@@ -154,7 +154,7 @@ def test_a_file_that_may_not_be_read_is_named(identity, tmp_path, monkeypatch):
     def denied(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(file_digests.checksums, "of_file", denied)
+    monkeypatch.setattr(row_sources.checksums, "of_file", denied)
     assert refused(file, identity) == f"data.source: {file}: Permission denied"
 
 
@@ -165,10 +165,10 @@ def test_a_file_that_may_not_be_read_is_named(identity, tmp_path, monkeypatch):
 def hashed(monkeypatch) -> list[str]:
     """Names of the files that were read, as they are read."""
     names: list[str] = []
-    digest = file_digests.checksums.of_file
-    monkeypatch.setattr(file_digests, "LARGE", 1)
-    monkeypatch.setattr(file_digests, "SETTLED", 0.05)
-    monkeypatch.setattr(file_digests.checksums, "of_file", lambda file: (names.append(file.name), digest(file))[1])
+    digest = row_sources.checksums.of_file
+    monkeypatch.setattr(row_sources, "LARGE", 1)
+    monkeypatch.setattr(row_sources, "SETTLED", 0.05)
+    monkeypatch.setattr(row_sources.checksums, "of_file", lambda file: (names.append(file.name), digest(file))[1])
     return names
 
 
@@ -209,7 +209,7 @@ def test_small_files_and_those_that_are_gone_take_no_room(identity, hashed, memo
     identity(gone)
     gone.unlink()
     identity(there)
-    monkeypatch.setattr(file_digests, "LARGE", 1 << 20)
+    monkeypatch.setattr(row_sources, "LARGE", 1 << 20)
     identity(small)
     assert [*json.loads(memory.read_text())] == [str(there)]
 
@@ -232,14 +232,14 @@ def test_a_memory_that_cannot_be_written_is_no_fault(identity, hashed, memory, t
 
 def test_a_file_that_grows_while_it_is_read_is_refused(identity, hashed, tmp_path, monkeypatch):
     file = written(tmp_path / "x.jsonl")
-    digest = file_digests.checksums.of_file
+    digest = row_sources.checksums.of_file
 
     def grow(path: Path) -> str:
         found = digest(path)
         path.write_text(LINE * 2)
         return found
 
-    monkeypatch.setattr(file_digests.checksums, "of_file", grow)
+    monkeypatch.setattr(row_sources.checksums, "of_file", grow)
     assert "is being written to; start again" in refused(file, identity)
 
 

@@ -83,7 +83,7 @@ def test_of_a_folder_and_of_s3(folder, s3_url, monkeypatch):
     [
         (
             {"quantization_config": {"quant_method": "fp8"}},
-            r"config.json: quantization_config.weight_block_size is null, and weights in FP8 are read with blocks",
+            r"config.json: quantization_config.weight_block_size is null, but FP8 weights need blocks",
         ),
         (
             {"architectures": ["PhimoeForCausalLM"]},
@@ -91,7 +91,7 @@ def test_of_a_folder_and_of_s3(folder, s3_url, monkeypatch):
         ),
         (
             {"use_sliding_window": True, "clip_qkv": 8.0},
-            "config.json: use_sliding_window is true, which Megatron-Bridge does not read of Glm4MoeForCausalLM; "
+            "config.json: use_sliding_window is true, which Megatron-Bridge does not read for Glm4MoeForCausalLM; "
             "config.json: clip_qkv is 8.0, which",
         ),
         ({"num_hidden_layers": -3}, "config.json: num_hidden_layers is -3, which is not a size from 1"),
@@ -136,6 +136,7 @@ def test_a_model_that_vllm_cannot_serve_is_refused_where_it_would_be_evaluated(f
     assert "This host has vLLM for CPUs, and hardware.gpu is h100: make setup EXTRA=gpu on its host" in refused
     assert refused.endswith(". evaluate.tasks=[] trains and exports it without evaluation, and promotes nothing")
     assert why(plan.unserved, planned, "train") == refused and why(plan.unserved, planned, "convert") == ""
+    assert plan.any_refusal(planned, PIPELINE.asked(planned.run, None), here=False) == ""  # for a dry run
     assert why(plan.unserved, plan.settle(of(folder, here, "evaluate.tasks=[]")), None) == ""
 
 
@@ -340,5 +341,5 @@ def test_what_reinforcement_learning_does_not_take_is_refused_before_anything_is
 
 def test_a_teacher_s_config_json_is_read_where_it_lies(folder):
     (folder / "config.json").write_text(json.dumps(CONFIG | {"hidden_act": "gelu"}))
-    with pytest.raises(Fault, match=rf"^train.teacher: {folder}: config.json: hidden_act is \"gelu\", and"):
+    with pytest.raises(Fault, match=rf"^train.teacher: {folder}: config.json: hidden_act is \"gelu\", but"):
         plan.settle(load("tiny-distill", [f"train.teacher={folder}"]))

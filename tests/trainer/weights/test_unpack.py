@@ -169,10 +169,10 @@ def negative(tensors):
         (lambda tensors: tensors.pop(FACTOR), f"scales missing (1): {FACTOR}"),
         (
             lambda tensors: tensors.update({FACTOR: torch.ones(2)}),
-            f"{FACTOR} is F32 [2] and should be one number in F32",
+            f"{FACTOR} is F32 [2] but should be one number in F32",
         ),
         (lambda tensors: tensors.update({SCALES_OF_NVFP4: torch.ones(96, 10)}), f"{SCALES_OF_NVFP4} (F32)"),
-        (lambda tensors: tensors.update({SCALES_OF_NVFP4: tensors[SCALES_OF_NVFP4][1:]}), "and should be [96, 10]"),
+        (lambda tensors: tensors.update({SCALES_OF_NVFP4: tensors[SCALES_OF_NVFP4][1:]}), "but should be [96, 10]"),
         (lambda tensors: tensors.pop(f"{STEM}.weight_packed"), "scales without a weight (3)"),
         (negative, f"or scales that are not above 0: {SCALES_OF_NVFP4}"),
         (lambda tensors: tensors.update({FACTOR: torch.tensor([0.0])}), f"or scales that are not above 0: {FACTOR}"),
@@ -225,10 +225,10 @@ def with_number(value: float):
         (lambda tensors: tensors.pop(WEIGHT), f"scales without a weight (1): {SCALES}"),
         (
             of_scales(lambda s: s.T.contiguous()),
-            f"scales of the wrong shape (1): {SCALES} is [2, 3] and should be [3, 2]",
+            f"scales of the wrong shape (1): {SCALES} is [2, 3] but should be [3, 2]",
         ),
-        (of_scales(lambda s: s.flatten()), f"{SCALES} is [6] and should be [3, 2]"),
-        (of_scales(lambda s: s.int()), f"scales of a type that is not read (1): {SCALES} (I32)"),
+        (of_scales(lambda s: s.flatten()), f"{SCALES} is [6] but should be [3, 2]"),
+        (of_scales(lambda s: s.int()), f"scales of an unsupported type (1): {SCALES} (I32)"),
         (lambda t: t.update({WEIGHT: t[WEIGHT].float()}), f"scales without a weight (1): {SCALES}"),
         (lambda t: t.update({WEIGHT: t[WEIGHT][None]}), f"{WEIGHT} (F8_E4M3 [1, 96, 64])"),
         (
@@ -265,7 +265,7 @@ def test_fp8_without_a_description_is_refused(release):
 
 def test_a_weight_that_is_excluded_and_quantised_is_named(release):
     of_fp8 = OF_TINY["fp8"] | {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.up_proj"]}
-    with pytest.raises(Fault, match=f"excludes them \\(1\\): {WEIGHT}"):
+    with pytest.raises(Fault, match=f"quantised, but excluded by quantization_config \\(1\\): {WEIGHT}"):
         released.read(release(config={"quantization_config": of_fp8}))
 
 
@@ -288,30 +288,30 @@ def group(**changed):
 @pytest.mark.parametrize(
     ("described", "said"),
     [
-        ({"quant_method": "awq"}, 'quant_method is "awq", and fp8, compressed-tensors, mxfp4, modelopt are read'),
+        ({"quant_method": "awq"}, 'quant_method is "awq", but only fp8, compressed-tensors, mxfp4, modelopt are'),
         ({"quant_method": ["fp8"]}, "quant_method is"),
-        ({"quant_method": "fp8"}, "weight_block_size is null, and weights in FP8 are read with blocks"),
+        ({"quant_method": "fp8"}, "weight_block_size is null, but FP8 weights need blocks"),
         (OF_TINY["fp8"] | {"weight_block_size": [0, 128]}, "weight_block_size is [0, 128]"),
         (OF_TINY["fp8"] | {"weight_block_size": [128]}, "weight_block_size is [128]"),
-        (OF_TINY["fp8"] | {"fmt": "e5m2"}, 'fmt is "e5m2", and "e4m3" or absent is read'),
+        (OF_TINY["fp8"] | {"fmt": "e5m2"}, 'fmt is "e5m2", but only "e4m3" or absent is supported'),
         (OF_TINY["fp8"] | {"activation_scheme": "static"}, 'activation_scheme is "static"'),
         (OF_TINY["fp8"] | {"modules_to_not_convert": "lm_head"}, "which is not a list of modules"),
         (INT4 | {"ignore": ["re:("]}, "which is not a pattern"),
         (INT4 | {"config_groups": {}}, "config_groups has 0 groups with weights"),
         (INT4 | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is"),
-        (group(symmetric=False), "symmetric is false, and true is read"),
-        (group(actorder="group"), 'actorder is "group", and absent is read'),
+        (group(symmetric=False), "symmetric is false, but only true is supported"),
+        (group(actorder="group"), 'actorder is "group", but only absent is supported'),
         (group(num_bits=3), 'pack-quantized" of 3 bits'),
-        (group(strategy="tensor_group"), "and tensor, channel, block, group and tensor_group of 16 are read"),
-        (group(group_size=None), "and tensor, channel, block, group and tensor_group of 16 are read"),
+        (group(strategy="tensor_group"), "supported are tensor, channel, block, group and tensor_group of 16"),
+        (group(group_size=None), "supported are tensor, channel, block, group and tensor_group of 16"),
         (
             OF_TINY["nvfp4"] | {"format": "mxfp4-pack-quantized"},
-            "and float-quantized FP8, pack-quantized INT4 and nvfp4",
+            "but only FP8, INT4 and nvfp4-pack-quantized are supported",
         ),
-        (OF_TINY["nvfp4-modelopt"] | {"quant_algo": "FP8"}, 'quant_algo is "FP8", and "NVFP4" is read'),
+        (OF_TINY["nvfp4-modelopt"] | {"quant_algo": "FP8"}, 'quant_algo is "FP8", but only "NVFP4" is supported'),
         (
             OF_TINY["nvfp4-modelopt"] | {"config_groups": {"group_0": {"weights": {"group_size": 32}}}},
-            "config_groups.weights.group_size is 32, and 16 is read",
+            "config_groups.weights.group_size is 32; supported is 16",
         ),
         ("fp8", 'quantization_config is "fp8", which is not a section of keys'),
     ],

@@ -96,7 +96,7 @@ def compare(run: Run, checkpoint: Path, is_new: bool = False) -> dict[str, float
             expected = _by_transformers(cut, folder, _types(stored, open_bridge(run)))
             gc.collect()
         if rank == 0:
-            there = cut.run.model_copy(update={"paths": run.paths.model_copy(update={"model": str(folder)})})
+            there = cut.run.changed(paths={"model": str(folder)})
             found = _by_megatron(cut, make_provider(there, open_bridge(there)), stored)
     every = atomic_folder.gather((expected, found))
     expected, found = every[beside][0], every[0][1]
@@ -128,11 +128,11 @@ def cut_down(run: Run) -> Cut:
         config["num_nextn_predict_layers"] = int(mtp)
     train = {"precision": "fp32", "fp8": None, "fp8_weights": False, "recompute": "none"}
     moe = {"grouped_gemm": True, "dispatcher": "alltoall", "force_balance": False}
-    changed = {"layout": Layout(), "train": run.train.model_copy(update=train), "moe": run.moe.model_copy(update=moe)}
+    changed = run.model_copy(update={"layout": Layout()}).changed(train=train, moe=moe)
     length = min(LENGTH, facts.positions or LENGTH)
     tokens = torch.randint(count, (ROWS, length), generator=torch.Generator().manual_seed(1))
     rows = torch.linspace(0, facts.vocab - 1, count).long()
-    return Cut(run.model_copy(update=changed), model, config, facts, layers, mtp, rows, tokens, experts)
+    return Cut(changed, model, config, facts, layers, mtp, rows, tokens, experts)
 
 
 def _experts(model: released.Model, facts: ModelFacts, layers: int, mtp: bool) -> tuple[int, ...]:

@@ -95,11 +95,9 @@ def prepare(run: Run) -> None:
 
 def _as_converted(run: Run, mark: dict) -> Run:
     """Return the run with the settings of the conversion that affect the contents of a base."""
-    layout = Layout(tp=mark.get("tp", run.layout.tp))
-    train = run.train.model_copy(update={"precision": mark.get("precision", run.train.precision)})
-    model = run.model.model_copy(update={"mtp": mark.get("mtp", run.model.mtp)})
-    moe = run.moe.model_copy(update={"grouped_gemm": mark.get("grouped_gemm", run.moe.grouped_gemm)})
-    return run.model_copy(update={"layout": layout, "train": train, "model": model, "moe": moe})
+    keys = (("train", "precision"), ("model", "mtp"), ("moe", "grouped_gemm"))
+    changes = {section: {key: mark[key]} for section, key in keys if key in mark}
+    return run.model_copy(update={"layout": Layout(tp=mark.get("tp", run.layout.tp))}).changed(**changes)
 
 
 def require_release(run: Run) -> bool:

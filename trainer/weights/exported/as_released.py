@@ -81,7 +81,7 @@ class Rounding(Merged):
         smallest = unpack.spread(scales.float().view(unpack.grid(packed)), packed, 0, packed.shape[0]) * 2.0**-9
         bound = torch.maximum(expected.abs() / 8, smallest) * 1.001 + 1e-5 * expected.abs().max()
         # plus the rounding to the type of unpacked weights
-        bound += torch.finfo(before.dtype).eps * expected.abs()
+        bound += torch.finfo(before.dtype).eps * torch.maximum(expected.abs(), before.float().abs())
         return bool(((unpacked - expected).abs() <= bound).all())
 
 
