@@ -59,3 +59,8 @@ def at(folder: Path, entry: Entry, rows: slice = slice(None)) -> torch.Tensor:
             return mapped_numbers.read(f, start, dtype, count).view(shape)
         except (OSError, ValueError) as error:
             raise Fault(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The values of a tensor as in a file."""
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data

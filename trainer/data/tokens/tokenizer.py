@@ -14,11 +14,14 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from conf.schema.run import Run
-from contract import checksums
+from contract import checksums, groups
 from contract.faults import Fault
 from trainer.patches import families
 from trainer.patches.transformers_imports import import_transformers
@@ -33,14 +36,8 @@ FILES = ("tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt", "merges
 # Further files that a tokenizer and its chat template are loaded from.
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
 
-# Megatron-Bridge 0.6.2 takes these out of the loss wherever they stand: starts of turns, images, padding.
-QWEN = {"<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"}
-QWEN_AUDIO = {"<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"}
-LLAMA = {"<|begin_of_text|>", "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>"}
-LLAMA_TOOLS = {"<|python_tag|>", "<|image|>"}
-GEMMA = {"<pad>", "<image_soft_token>", "<audio_soft_token>"}
-GEMMA_MEDIA = {"<image>", "<start_of_audio>", "<start_of_image>", "<end_of_audio>", "<end_of_image>"}
-SKIPPED = QWEN | QWEN_AUDIO | LLAMA | LLAMA_TOOLS | GEMMA | GEMMA_MEDIA
+# Tokens that Megatron-Bridge takes out of the loss wherever they stand.
+SKIPPED = {*chain(*yaml.safe_load(Path(__file__).with_name("skipped_tokens.yaml").read_text()).values())}
 
 
 def of(run: Run) -> Tokenizer:
@@ -100,16 +97,7 @@ def encodings(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[Encoding]:
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        if batch and size + len(text) > BATCH:
-            yield batch
-            batch, size = [], 0
-        batch.append(text)
-        size += len(text)
-    if batch:
-        yield batch
+    return groups.up_to(BATCH, ((text, len(text)) for text in texts))
 
 
 def facts(tokenizer: Tokenizer) -> dict[str, Any]:
