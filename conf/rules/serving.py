@@ -8,8 +8,8 @@
     precision(run)                                                      precision of an evaluation
 
 The check runs before anything is downloaded. Otherwise a model that cannot be served would be trained completely, and
-then not evaluated. On a GPU vLLM has kernels for all sizes of heads, but for latent attention only LATENT_HEADS. On a CPU
-it has CPU_HEADS. Limits of a family are in conf/families/. tests/conf/rules/test_serving.py compares the tables
+then not evaluated. On a GPU vLLM has kernels for all sizes of heads, except latent attention: only LATENT_HEADS. On a
+CPU it has CPU_HEADS. Limits of a family are in conf/families/. tests/conf/rules/test_serving.py compares the tables
 with the installed vLLM. conf/planner/serving/ has the memory.
 """
 

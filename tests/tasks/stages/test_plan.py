@@ -108,7 +108,7 @@ def test_what_cannot_be_planned_or_converted_is_one_line(folder, change, says):
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 9999])
 def test_a_damaged_config_json(folder, text):
     (folder / "config.json").write_text(text)
-    with pytest.raises(Fault, match=r"its config\.json: (not readable as JSON|holds a list, not an object)"):
+    with pytest.raises(Fault, match=r"its config\.json: (not readable as JSON|contains a list, not an object)"):
         plan.settle(of(folder))
     shutil.rmtree(folder)
     with pytest.raises(Fault, match="no such folder"):
