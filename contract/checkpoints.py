@@ -28,7 +28,7 @@ def mark(folder: Path, **facts) -> None:
 
 
 def read_mark(folder: Path) -> dict | None:
-    """Return the facts in the mark of a complete checkpoint; None if the mark or a listed file is missing or too short."""
+    """Return the facts in the mark of a complete checkpoint; None if the mark or a file is missing or truncated."""
     try:
         facts = json_object.read(folder / MARK)
         whole = all((folder / name).stat().st_size == size for name, size in facts["files"].items())
