@@ -13,8 +13,8 @@ The rules, each with its reason:
 - Retries are counted since the last checkpoint that got further: the tenth broken host does not end a run of a month.
 - A preemption is not a failure and does not count. Ten in a row without any progress do.
 - The same cause at the same step on two different hosts comes from the program or the data: there is no third try.
-- A host that is certainly the cause (Xid, ECC, gone) is left out at once. A host that was only the first to fail is left
-  out after the second time.
+- A host that is certainly the cause (Xid, ECC, gone) is left out at once. A host that was only the first to fail is
+  left out after the second time.
 - If fewer hosts remain than the layout needs, the run uses fewer nodes, if gang.min_nodes allows it and a layout of the
   same model, batch and degrees fits on them. dp shrinks and gradient accumulation grows, so the losses stay the same.
   Otherwise the gang waits for a host.
