@@ -491,7 +491,7 @@ def test_the_commands_leave_alone_what_is_not_theirs(model, tmp_path):
     tried = [
         (("trainer.convert", mine), "mine: contains thesis.tex, not written by python -m trainer.convert"),
         (("trainer.convert", f"paths.base={model}"), "paths.base: .*/model: is paths.model as well"),
-        (("trainer.convert", f"paths.base={tmp_path}/file"), "paths.base: .*/file: a file that is no folder"),
+        (("trainer.convert", f"paths.base={tmp_path}/file"), "paths.base: .*/file: a file is there, not a folder"),
         (("trainer.prepare", f"data.source={tmp_path}/rows", f"paths.data={tmp_path}/rows"), "is data.source as well"),
         (("trainer.prepare", f"paths.data={tmp_path}/by-hand"), r"contains rows of the user \(training.jsonl\)"),
     ]
