@@ -5,7 +5,6 @@ of_this_host()           what nvidia-smi lists and this process may use; None wi
 """
 
 import re
-import subprocess
 from dataclasses import dataclass
 
 from conf.host import nvidia_smi
@@ -81,7 +80,7 @@ def of_this_host() -> Machine | None:
     there = nvidia_smi.visible()
     if not there:
         return None
-    rows = _ask("--query-gpu=name,memory.total", "--format=csv,noheader,nounits").splitlines()
+    rows = nvidia_smi.ask("--query-gpu=name,memory.total", "--format=csv,noheader,nounits").splitlines()
     return _described(len(there), rows[0] if rows else "")
 
 
@@ -97,11 +96,3 @@ def _described(count: int, row: str) -> Machine:
         f"--gpus: this host has {count} {name or 'GPUs'} of {size / GIB:.0f} GiB without a known data sheet "
         f"({known}); --gpus {count}xmy-gpu.yaml takes a file: conf/planner/hardware.py begins with one"
     )
-
-
-def _ask(*arguments: str) -> str:
-    try:
-        answer = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout if answer.returncode == 0 else ""

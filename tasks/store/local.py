@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from contract import checksums, ownership
+from contract import checksums, json_object, ownership
 from contract.faults import Fault
 from tasks.store import folder as folders
 from tasks.store.durable import copy, into_place, plainly, sync, tag_of, write_durably
@@ -278,7 +278,4 @@ class LocalStore:
         return self.root / OWN / "verified" / checksums.of(prefix)
 
     def _verified(self, prefix: str) -> dict[str, list[str]]:
-        try:
-            return json.loads(self._verified_at(prefix).read_bytes())
-        except (OSError, ValueError):
-            return {}
+        return json_object.read_or_empty(self._verified_at(prefix))
