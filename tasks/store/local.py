@@ -108,7 +108,7 @@ class LocalStore:
         meter.end()
 
     def changed(self, prefix: str, files: dict[str, File], deep: bool = False) -> dict[str, str]:
-        known, verified = self._verified(prefix), {}
+        known, verified = json_object.read_or_empty(self._verified_at(prefix)), {}
 
         def trusted(name: str, file: File, tag: str) -> bool:
             return not deep and (tag == file.tag or known.get(name) == [tag, file.sha256])
@@ -276,6 +276,3 @@ class LocalStore:
 
     def _verified_at(self, prefix: str) -> Path:
         return self.root / OWN / "verified" / checksums.of(prefix)
-
-    def _verified(self, prefix: str) -> dict[str, list[str]]:
-        return json_object.read_or_empty(self._verified_at(prefix))

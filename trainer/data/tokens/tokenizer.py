@@ -20,6 +20,7 @@ from typing import Any
 from conf.schema.run import Run
 from contract import checksums
 from contract.faults import Fault
+from contract.groups import grouped
 from trainer.patches import families
 from trainer.patches.transformers_imports import import_transformers
 
@@ -100,16 +101,7 @@ def encodings(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[Encoding]:
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        if batch and size + len(text) > BATCH:
-            yield batch
-            batch, size = [], 0
-        batch.append(text)
-        size += len(text)
-    if batch:
-        yield batch
+    return grouped(zip(texts, map(len, texts), strict=True), BATCH)
 
 
 def facts(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from conf.model_facts import shapes
 from conf.model_files import config_json, tokenizer_files, weights
 from conf.model_files.safetensors_header import BITS
 from contract.faults import Fault
+from contract.groups import grouped
 from trainer.patches import families
 from trainer.patches.transformers_imports import import_transformers
 from trainer.weights import new_safetensors
@@ -75,7 +76,7 @@ def _write_shards(config: Config, dtype: str, folder: Path, seed: int, told: Cal
     tensors = shapes(config)
     types = {name: "F32" if name.endswith(values.CORRECTION) else dtype for name in tensors}
     sizes = {name: math.prod(shape) * BITS[types[name]] // 8 for name, shape in tensors.items()}
-    parts, total = _parts(sizes), sum(sizes.values())
+    parts, total = [*grouped(sizes.items(), SHARD)], sum(sizes.values())
     names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
     files, done = dict(zip(names if len(parts) > 1 else [weights.SINGLE], parts, strict=True)), 0
     for file, part in files.items():
@@ -88,16 +89,3 @@ def _write_shards(config: Config, dtype: str, folder: Path, seed: int, told: Cal
                 told(done, total)
     if len(parts) > 1:
         new_safetensors.write_index(folder, total, {name: file for file, part in files.items() for name in part})
-
-
-def _parts(sizes: dict[str, int]) -> list[list[str]]:
-    """Names of the tensors of each file."""
-    parts: list[list[str]] = [[]]
-    room = SHARD
-    for name, size in sizes.items():
-        if size > room and parts[-1]:
-            parts.append([])
-            room = SHARD
-        parts[-1].append(name)
-        room -= size
-    return parts

@@ -11,7 +11,7 @@ A format (Merged, or Rounding of as_released.py) determines the contents of the 
 # pyright: reportArgumentType=false
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 import xxhash
 
 from contract.faults import Fault
+from contract.groups import grouped
 from trainer.startup import device
 from trainer.startup.console import say
 from trainer.weights import atomic_folder, journal, released, released_tensors, short_writes
@@ -170,7 +171,7 @@ def _make(contents: Merged, part: Part, path: Path, pool: ThreadPoolExecutor) ->
     before = {*stored.seen}
     stored.seen.clear()
     with path.open("r+b", buffering=0) as new:
-        for batch in _batches(part.rows):
+        for batch in grouped(((name, entry.size) for name, entry in part.rows.items()), SIDE_BY_SIDE):
             written = pool.map(lambda name: _put(contents, name, part.rows[name], path, new), batch)
             results |= zip(batch, written, strict=True)
         _require_right(contents, path, [name for name, result in results.items() if not result.is_right])
@@ -242,15 +243,3 @@ def _require_right(contents: Merged, path: Path, wrong: list[str]) -> None:
         )
     if wrong:
         raise Fault(f"{path}: read back, {len(wrong)} tensors are wrong: {enumerate_names(wrong)}")
-
-
-def _batches(rows: dict[str, Entry]) -> Iterator[list[str]]:
-    """Group weights that fit into memory together; a larger weight is a group alone."""
-    batch, size = [], 0
-    for name, entry in rows.items():
-        if batch and size + entry.size > SIDE_BY_SIDE:
-            yield batch
-            batch, size = [], 0
-        batch.append(name)
-        size += entry.size
-    yield batch

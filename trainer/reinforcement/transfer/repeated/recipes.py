@@ -56,7 +56,8 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, modules: Iterable[torch.nn.Module]):
         super().__init__()
-        self.memory, self.refused = memory_of(modules), ""
+        self.memory = {memory(weight) for *_, weight in weights(modules)} - {0}  # addresses
+        self.refused = ""
         self._steps: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,11 +95,6 @@ class Watch(TorchDispatchMode):
 
     def _is_memory(self, tensor: torch.Tensor) -> bool:
         return type(tensor) in PLAIN and memory(tensor) in self.memory
-
-
-def memory_of(modules: Iterable[torch.nn.Module]) -> set[int]:
-    """Addresses of all memory of some modules."""
-    return {memory(weight) for *_, weight in weights(modules)} - {0}
 
 
 def weights(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
