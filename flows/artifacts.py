@@ -150,11 +150,8 @@ def verify(store: Store, several: list[Artifact], damaged: Sequence[str] = ()) -
         print(f"{made.key}  {found.reason if isinstance(found, Missing) else f'{len(made.files)} files as recorded'}")
     for key in damaged:
         print(f"{key}  its record is damaged")
-    print(
-        f"{bad} of {len(several) + len(damaged)} damaged; the next run that needs one makes it anew"
-        if bad
-        else "all as recorded"
-    )
+    count = len(several) + len(damaged)
+    print(f"{bad} of {count} damaged; the next run that needs one makes it anew" if bad else "all as recorded")
     return int(bool(bad))
 
 

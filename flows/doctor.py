@@ -124,9 +124,8 @@ def gpus(cards: list[list[str]], trouble: str) -> Finding:
     least = DRIVERS.get(cuda, DRIVERS[CUDA])
     if int(driver.split(".")[0]) < least:
         mend = f"sudo apt-get install nvidia-driver-{least}-server && sudo reboot  # docs/how-to/gpu.md"
-        return Finding(
-            "fail", "gpu", f"{fact}; torch is built for CUDA {cuda}, and CUDA {cuda} needs {least} or newer", mend
-        )
+        needs = f"torch is built for CUDA {cuda}, and CUDA {cuda} needs {least} or newer"
+        return Finding("fail", "gpu", f"{fact}; {needs}", mend)
     return Finding("ok", "gpu", f"{fact}, new enough for CUDA {cuda}")
 
 
@@ -153,12 +152,6 @@ def network(on_gpu: bool, root: Path = Path("/")) -> Finding:
     if pinned != resource.RLIM_INFINITY:
         return Finding("warn", "network", f"{fact}, which may pin {pinned // 1024} KiB alone", "ulimit -l unlimited")
     return Finding("ok", "network", fact)
-
-
-def runs_folder() -> Path:
-    """The folder of all local files, as tasks/run/places.py has it for who starts a flow from here."""
-    named = os.environ.get("FINETUNE_RUNS")
-    return Path(os.path.expanduser(named)).absolute() if named else installation.home() / "runs"
 
 
 def existing(folder: Path) -> Path:
@@ -266,7 +259,7 @@ def service(name: str, variable: str, default: str) -> Finding:
 
 def schedules(prefect: Finding) -> list[Finding]:
     """Check that the server starts runs: the one that PREFECT_API_URL names, or else that of make up."""
-    up = scheduling.of_make_up(runs_folder())
+    up = scheduling.of_make_up(installation.runs_folder())
     api = os.environ.get("PREFECT_API_URL", "").rstrip("/") or (up["address"] + "/api" if up else "")
     if prefect.status != "ok" or not api:
         return [Finding("info", "schedule", "no server that answers: no schedule runs")]
@@ -295,7 +288,7 @@ def tracking() -> Finding:
 
 
 def store() -> Finding:
-    place = os.environ.get("FINETUNE_STORE") or str(runs_folder() / "store")
+    place = os.environ.get("FINETUNE_STORE") or str(installation.runs_folder() / "store")
     if not place.startswith("s3://"):
         is_uri = place.startswith("file://")
         return writable("store", Path(place[len("file://") :] if is_uri else os.path.expanduser(place)))
@@ -333,7 +326,7 @@ def diagnose(extra: str | None) -> tuple[str, list[Finding]]:
         memory(),
         shared_memory(on_gpu),
         open_files(),
-        disk("runs", runs_folder(), on_gpu),
+        disk("runs", installation.runs_folder(), on_gpu),
         disk("cache", cache, on_gpu),
         store(),
         tracking(),
@@ -343,14 +336,14 @@ def diagnose(extra: str | None) -> tuple[str, list[Finding]]:
     ]
 
 
+@arguments.reports_faults
 def main() -> int:
     options = arguments.doctor().parse_args()
     host, findings = diagnose(options.extra)
     failures = sum(finding.status == "fail" for finding in findings)
     if options.json:
-        print(
-            json.dumps({"host": host, "green": not failures, "findings": [finding._asdict() for finding in findings]})
-        )
+        shown = [finding._asdict() for finding in findings]
+        print(json.dumps({"host": host, "green": not failures, "findings": shown}))
         return bool(failures)
     for finding in findings:
         print(f"{finding.status:<4}  {finding.name:<8}  {finding.fact}" + f"  ->  {finding.mend}" * bool(finding.mend))

@@ -36,6 +36,7 @@ from flows.arguments import HOST, PORT, refused
 from tasks.run import artifact
 from tasks.run.launch import Broken, Turn
 from tasks.run.places import kernels_folder, open_run_store, runs_folder
+from tasks.servers.waiting import say
 from tasks.serving import artifacts, questions, server
 from tasks.serving.artifacts import Sources
 from tasks.tracking.address import resolve
@@ -165,10 +166,6 @@ def how_to_ask(served: ServedModel, max_tokens: int | None) -> str:
         content=shlex.quote(json.dumps(asked, ensure_ascii=False)),
         arguments=", ".join(f"{name}={value!r}" for name, value in asked.items()),
     )
-
-
-def say(line: str) -> None:
-    print(line, flush=True)
 
 
 def _keep(

@@ -18,6 +18,7 @@ import importlib.util
 import os
 import pkgutil
 import sys
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -58,26 +59,44 @@ def every() -> dict[str, Family]:
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     modules += [entry.load() for entry in importlib.metadata.entry_points(group=GROUP)]
     modules += [module(os.environ[PLACE])] if os.environ.get(PLACE) else []
-    families = [module.FAMILY for module in modules]
-    return {family.model_type: family for family in families}
+    return {family.model_type: family for family in map(_of, modules)}
 
 
 def add(place: str) -> Family:
     """Load and register a family. Raise ValueError if the place has no family."""
     try:
-        family = module(place).FAMILY
+        family = _of(module(place))
     except Exception as error:  # any exception, as the module is the user's
         raise ValueError(f"no family can be loaded from it: {type(error).__name__}: {error}") from None
     if not isinstance(family, Family):
         raise ValueError("FAMILY in it is not a conf.families.Family")
+    if family.megatron and _file_of(family.megatron) is None:
+        raise ValueError(f"megatron in it: {family.megatron}: no such file or module")
     every()[family.model_type] = family
     layer.cache_clear()
     return family
 
 
 def digest(place: str) -> str:
-    """Return the SHA-256 of the file of a family from outside the repository."""
-    return checksums.of(Path(module(place).__file__ or "").read_bytes())
+    """Return the SHA-256 of the file of a family from outside the repository, and of its torch part."""
+    files = [Path(module(place).__file__ or ""), _file_of(_of(module(place)).megatron)]
+    return checksums.of(b"".join(file.read_bytes() for file in files if file))
+
+
+def _of(module: ModuleType) -> Family:
+    """Return the family of a module. The file of a torch part is relative to the module's folder."""
+    family = module.FAMILY
+    if not isinstance(family, Family) or not family.megatron.endswith(".py"):
+        return family
+    return replace(family, megatron=str(Path(module.__file__ or "").parent / Path(family.megatron).expanduser()))
+
+
+def _file_of(part: str) -> Path | None:
+    """Return the file of a torch part, which is a file or an import path; None if there is none."""
+    if part.endswith(".py"):
+        return Path(part) if Path(part).is_file() else None
+    spec = importlib.util.find_spec(part) if part else None
+    return Path(spec.origin) if spec and spec.origin else None
 
 
 @cache

@@ -47,6 +47,11 @@ def devices(gpus: tuple[str, ...], host: tuple[str, ...]) -> str:
     return ",".join(str(host.index(gpu)) if gpu in host else gpu for gpu in gpus)
 
 
+def first() -> str:
+    """Name and memory in MiB of the first GPU, such as `NVIDIA H100 80GB HBM3, 81559`; empty without one."""
+    return _ask("--query-gpu=name,memory.total", "--format=csv,noheader,nounits").partition("\n")[0]
+
+
 def used(gpus: tuple[str, ...]) -> int:
     """Return the MiB in use on the fullest of these GPUs."""
     rows = ask("--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")

@@ -152,10 +152,8 @@ def _answers(
 def _line(one: dict[str, Any]) -> str:
     if "failed" in one:
         return one["failed"][:300]
-    shown = (
-        f"{one['ms']:,.1f} ms, {one['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU, {one['tflops']:.4g} TFLOP/s/GPU, "
-    )
-    return f"{shown}{one['share_of_product']:.1%} of a product, {one['gb']:.2f} GB"
+    speed = f"{one['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU, {one['tflops']:.4g} TFLOP/s/GPU"
+    return f"{one['ms']:,.1f} ms, {speed}, {one['share_of_product']:.1%} of a product, {one['gb']:.2f} GB"
 
 
 def _versions(answers: Sequence[tuple[Row, dict[str, Any]]]) -> dict[str, str]:
@@ -185,15 +183,13 @@ def table(told: Sequence[dict[str, Any]]) -> list[str]:
     whole = [line for line, row in zip(lines[1:], told, strict=True) if "failed" not in row["figures"]]
     widths = [max(map(len, column)) for column in zip(lines[0], *whole, strict=True)]
     widths[0] = max(len(line[0]) for line in lines)
-    return [
-        "  ".join(
-            [
-                line[0].ljust(widths[0]),
-                *(cell[:120].rjust(width) for cell, width in zip(line[1:], widths[1:], strict=False)),
-            ]
-        )
-        for line in lines
-    ]
+    return [_aligned(line, widths) for line in lines]
+
+
+def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
+    """A line of the table. A failed layout has fewer cells."""
+    numbers = [cell[:120].rjust(width) for cell, width in zip(line[1:], widths[1:], strict=False)]
+    return "  ".join([line[0].ljust(widths[0]), *numbers])
 
 
 def track(runs: Path, experiment: str, report: dict[str, Any], files: Sequence[Path]) -> str:

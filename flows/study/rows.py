@@ -93,12 +93,8 @@ def listed(name: str) -> tuple[list[Row], dict[str, str]]:
     try:
         lists = _LISTS.validate_python(data)
     except ValidationError as error:
-        raise ConfigError(
-            *(
-                f"{shown}: {line(one, lambda _: '')}" if key_of(one) else f"{shown}: {one['msg']}"
-                for one in error.errors()
-            )
-        ) from None
+        lines = [line(one, lambda _: "") if key_of(one) else one["msg"] for one in error.errors()]
+        raise ConfigError(*(f"{shown}: {text}" for text in lines)) from None
     rows = [
         Row(of, row, one.configuration, tuple(written({**one.keys, **its.keys})), its.documented_ms)
         for of, one in lists.items()

@@ -112,7 +112,7 @@ class RunTracking:
         self.whole.end("FAILED", reason)
         self.whole.close(0.0)
 
-    def end(self, status: str, reason: str, outcomes: Outcomes) -> None:
+    def end(self, status: tracking.Status, reason: str, outcomes: Outcomes) -> None:
         """End the whole run, and the runs of stages that have not ended."""
         killed = status == "KILLED"
         for name, tracked in self._stages.items():

@@ -80,9 +80,8 @@ def prepare(stage_run: StageRun, model: Artifact) -> State:
         publish(stage_run.store, made, stage_run.run.name + stage_run.name.removeprefix("prepare"))
         if stage_run.trains and stage_run.name == "prepare":
             require_enough(stage_run.run, made)
-        if stage_run.reinforces and stage_run.name == (
-            "prepare-prompts" if stage_run.run.reinforce.source else "prepare"
-        ):
+        prompts = "prepare-prompts" if stage_run.run.reinforce.source else "prepare"
+        if stage_run.reinforces and stage_run.name == prompts:
             require_prompts(stage_run.run, made)
 
     return stage_run.get_or_make(make, require=require)

@@ -35,9 +35,11 @@ class LocalStore:
 
     @property
     def uri(self) -> str:
+        """Address of the store: s3://bucket/prefix or file:///abs/path, without credentials."""
         return self.root.as_uri()
 
     def read(self, key: str) -> tuple[bytes, str] | None:
+        """A small object and its tag; None if absent."""
         with plainly(self.root):
             try:
                 with self._at(key).open("rb") as f:
@@ -47,17 +49,21 @@ class LocalStore:
                 return None
 
     def create(self, key: str, data: bytes) -> str | None:
+        """Write only if absent, atomically. Returns the tag, or None if the object exists."""
         return self._store(key, data, lambda tag: tag is None)
 
     def replace(self, key: str, data: bytes, tag: str) -> str | None:
+        """Write only over an object with this tag. Returns the new tag, or None if the object changed meanwhile."""
         return self._store(key, data, lambda now: now == tag)
 
     def write(self, key: str, data: bytes) -> str:
+        """Write or overwrite the object. The write is atomic and durable."""
         tag = self._store(key, data, lambda _: True)
         assert tag is not None
         return tag
 
     def remove(self, key: str, tag: str | None = None) -> bool:
+        """Remove the object; with a tag, only if it still has that tag. Returns whether it was removed."""
         target = self._at(key)
         with plainly(self.root), self._locked():
             now = self._tag(target)
@@ -66,10 +72,12 @@ class LocalStore:
             return self._unlink(target)
 
     def keys(self, prefix: str) -> dict[str, tuple[int, str]]:
+        """Size and tag of every object below the prefix, by name relative to it."""
         with plainly(self.root):
             return {name: (status.st_size, tag_of(status)) for name, status in self._files(prefix)}
 
     def put(self, folder: Path, prefix: str, progress: Progress | None = None) -> dict[str, File]:
+        """Make the content below the prefix equal to the folder. A repeated transfer sends only missing content."""
         sources = folders.walk(folder)
         done: dict[str, File] = {}
         with plainly(self.root):
@@ -90,6 +98,7 @@ class LocalStore:
         return {name: done[name] for name in sources}
 
     def get(self, prefix: str, files: dict[str, File], folder: Path, progress: Progress | None = None) -> None:
+        """Fetch the files into the folder, each verified. A repeated transfer fetches only missing content."""
         meter = Meter(progress, sum(file.size for file in files.values()))
         with plainly(folder), folders.exclusive(folder) as partials:
             targets = folders.inside(folder, files)
@@ -108,6 +117,10 @@ class LocalStore:
         meter.end()
 
     def changed(self, prefix: str, files: dict[str, File], deep: bool = False) -> dict[str, str]:
+        """Problems of files that differ from their records: "missing", "size 3, not 4" or "content differs".
+
+        A file with the recorded tag counts as unchanged. With `deep`, it is read and hashed instead.
+        """
         known, verified = json_object.read_or_empty(self._verified_at(prefix)), {}
 
         def trusted(name: str, file: File, tag: str) -> bool:
@@ -133,12 +146,15 @@ class LocalStore:
         return wrong
 
     def place(self, prefix: str) -> Path | None:
+        """The folder in which the files can be read directly, or None. Callers must never write there."""
         return self._below(prefix)
 
     def link(self, prefix: str) -> str:
+        """URI of the content below the prefix."""
         return self._below(prefix).as_uri()
 
     def delete(self, prefix: str) -> int:
+        """Remove everything below the prefix. Returns the number of bytes freed."""
         freed = 0
         with plainly(self.root):
             for name, status in list(self._files(prefix)):

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from contract.faults import Fault
-from tasks.store import s3_download, s3_upload
-from tasks.store.folder import File, Progress
-from tasks.store.s3_bucket import S3Bucket, tag_of
+from tasks.store.s3_bucket import tag_of
+from tasks.store.s3_download import S3Download
 from tasks.store.s3_errors import ABSENT, ATTEMPTS, REFUSED, Refused, broken, code_of, lost, pause, plainly, read
+from tasks.store.s3_upload import S3Upload
 
 
 @dataclass(frozen=True)
-class S3Store(S3Bucket):
+class S3Store(S3Upload, S3Download):
     """The object store on S3."""
 
     def read(self, key: str) -> tuple[bytes, str] | None:
@@ -67,15 +67,6 @@ class S3Store(S3Bucket):
                 return True
         except Refused:
             return False
-
-    def put(self, folder: Path, prefix: str, progress: Progress | None = None) -> dict[str, File]:
-        return s3_upload.put(self, folder, prefix, progress)
-
-    def get(self, prefix: str, files: dict[str, File], folder: Path, progress: Progress | None = None) -> None:
-        s3_download.get(self, prefix, files, folder, progress)
-
-    def changed(self, prefix: str, files: dict[str, File], deep: bool = False) -> dict[str, str]:
-        return s3_download.changed(self, prefix, files, deep)
 
     def place(self, prefix: str) -> Path | None:
         return None

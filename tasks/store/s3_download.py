@@ -128,37 +128,37 @@ class Download:
         return Fault(f"{uri}: its content differs from its record; create it again")
 
 
-def get(store: S3Bucket, prefix: str, files: dict[str, File], folder: Path, progress: Progress | None) -> None:
-    meter = Meter(progress, sum(file.size for file in files.values()))
-    with disk_plainly(folder), plainly(store):
-        targets = folders.inside(folder, files)
-        folder.mkdir(parents=True, exist_ok=True)
-        store.client  # noqa: B018  created once, before the threads
-        with folders.exclusive(folder) as partials:
-            _check_space(folder, partials, files, targets)
-            downloads = [
-                Download(
-                    store, meter, store.at(prefix, name), file, targets[name], partials / _partial_name(name, file)
-                )
-                for name, file in sorted(files.items(), key=lambda item: item[1].size)
-            ]
-            work_through([download.begin for download in downloads])
-    meter.end()
+class S3Download(S3Bucket):
+    """A bucket whose folders can be downloaded and compared with their records."""
 
+    def get(self, prefix: str, files: dict[str, File], folder: Path, progress: Progress | None = None) -> None:
+        meter = Meter(progress, sum(file.size for file in files.values()))
+        with disk_plainly(folder), plainly(self):
+            targets = folders.inside(folder, files)
+            folder.mkdir(parents=True, exist_ok=True)
+            self.client  # noqa: B018  created once, before the threads
+            with folders.exclusive(folder) as partials:
+                _check_space(folder, partials, files, targets)
+                begin: list[Task] = []
+                for name, file in sorted(files.items(), key=lambda item: item[1].size):
+                    partial = partials / _partial_name(name, file)
+                    begin.append(Download(self, meter, self.at(prefix, name), file, targets[name], partial).begin)
+                work_through(begin)
+        meter.end()
 
-def changed(store: S3Bucket, prefix: str, files: dict[str, File], deep: bool) -> dict[str, str]:
-    def problem(name: str, file: File, tag: str) -> str:
-        digest = hashlib.sha256()
-        try:
-            for block in stream(store, store.at(prefix, name), 0, file.size, file.size):
-                digest.update(block)
-        except Gone as gone:
-            return gone.what
-        return "" if digest.hexdigest() == file.sha256 else "content differs"
+    def changed(self, prefix: str, files: dict[str, File], deep: bool = False) -> dict[str, str]:
+        def problem(name: str, file: File, tag: str) -> str:
+            digest = hashlib.sha256()
+            try:
+                for block in stream(self, self.at(prefix, name), 0, file.size, file.size):
+                    digest.update(block)
+            except Gone as gone:
+                return gone.what
+            return "" if digest.hexdigest() == file.sha256 else "content differs"
 
-    with plainly(store):
-        listed = store.keys(prefix)
-        return folders.differing(files, listed, lambda name, file, tag: not deep and tag == file.tag, problem)
+        with plainly(self):
+            listed = self.keys(prefix)
+            return folders.differing(files, listed, lambda name, file, tag: not deep and tag == file.tag, problem)
 
 
 class Gone(Fault):

@@ -54,26 +54,28 @@ class Upload:
         return self.moment[0]
 
 
-def put(store: S3Bucket, folder: Path, prefix: str, progress: Progress | None) -> dict[str, File]:
-    sources = folders.walk(folder)
-    stored = store.keys(prefix)
-    moments = {name: moment(path) for name, path in sources.items()}
-    sizes = {name: size for name, (size, _) in moments.items()}
-    meter = Meter(progress, sum(sizes.values()))
-    done: dict[str, File] = {}
-    with plainly(store), disk_plainly(folder):
-        unfinished = store.uploads(prefix)
-        job = Job(store, prefix, stored, unfinished, meter, done)
-        begin = [functools.partial(job.begin, Upload(n, sources[n], store.at(prefix, n), moments[n])) for n in sources]
-        work_through(interleaved(begin, [sizes[name] for name in sources]))
-    with plainly(store):
-        kept = {store.at(prefix, name) for name in sources}
-        for key in unfinished.keys() - kept:
-            for upload in unfinished[key]:
-                store.abort(key, upload)
-    store.remove_all(prefix, stored.keys() - sources.keys())
-    meter.end()
-    return {name: done[name] for name in sources}
+class S3Upload(S3Bucket):
+    """A bucket to which folders can be uploaded."""
+
+    def put(self, folder: Path, prefix: str, progress: Progress | None = None) -> dict[str, File]:
+        sources = folders.walk(folder)
+        stored = self.keys(prefix)
+        files = [Upload(name, path, self.at(prefix, name), moment(path)) for name, path in sources.items()]
+        meter = Meter(progress, sum(file.size for file in files))
+        done: dict[str, File] = {}
+        with plainly(self), disk_plainly(folder):
+            unfinished = self.uploads(prefix)
+            job = Job(self, prefix, stored, unfinished, meter, done)
+            begin = [functools.partial(job.begin, file) for file in files]
+            work_through(interleaved(begin, [file.size for file in files]))
+        with plainly(self):
+            kept = {self.at(prefix, name) for name in sources}
+            for key in unfinished.keys() - kept:
+                for upload in unfinished[key]:
+                    self.abort(key, upload)
+        self.remove_all(prefix, stored.keys() - sources.keys())
+        meter.end()
+        return {name: done[name] for name in sources}
 
 
 def interleaved(tasks: list[Task], sizes: list[int]) -> list[Task]:

@@ -32,6 +32,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Literal
 
 from contract.faults import Fault
 from tasks.tracking import journal, machine
@@ -44,7 +45,7 @@ POLL = 1.0  # seconds between looks at a followed file
 HANDED_OVER = 60.0  # seconds that a background process tries to ship a short flow's events; the next flow tries again
 SAMPLE = 10.0  # seconds between samples of the host; six times that after the first hour
 log = logging.getLogger("finetune.tracking")
-STATUSES = ("FINISHED", "FAILED", "KILLED")
+Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
 class Stage:
@@ -108,8 +109,7 @@ class Stage:
         name = re.sub(r"[/:.%\"']", "-", name)  # MLflow refuses these characters in a name
         self._append(do="model", name=name, uri=public(uri).replace("'", ""))
 
-    def end(self, status: str = "FINISHED", reason: str = "") -> None:
-        assert status in STATUSES, status
+    def end(self, status: Status = "FINISHED", reason: str = "") -> None:
         with self._mutex:
             if self._ended:
                 return
@@ -179,9 +179,8 @@ class Part(Stage):
     def table(self, rows: list[dict], name: str) -> None:
         self._whole.table(rows, f"{self.name}/{name}")
 
-    def end(self, status: str = "FINISHED", reason: str = "") -> None:
+    def end(self, status: Status = "FINISHED", reason: str = "") -> None:
         """Tag the status of the stage. The flow's run continues."""
-        assert status in STATUSES, status
         if not self._ended:
             self._ended = True
             self.tags({"state": status} | ({"reason": reason} if reason else {}))
@@ -211,7 +210,7 @@ class Tracking(Stage):
         """Log metrics after all others of the run, as MLflow lists them in the order of their arrival."""
         self._at_end |= values
 
-    def end(self, status: str = "FINISHED", reason: str = "") -> None:
+    def end(self, status: Status = "FINISHED", reason: str = "") -> None:
         if self._at_end:
             self.metrics(self._at_end)
         super().end(status, reason)

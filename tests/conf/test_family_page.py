@@ -1,6 +1,7 @@
 """docs/extending/family.md: a copy of the repository without Qwen3 gets it back with the file of the page, which also
 works from outside the repository."""
 
+import hashlib
 import os
 import re
 import shutil
@@ -82,10 +83,23 @@ def test_a_family_of_an_installed_package_is_known_without_a_key(tmp_path, monke
         families.every.cache_clear()
 
 
+def test_the_digest_of_a_family_follows_its_torch_part_next_to_it(tmp_path):
+    family, part = tmp_path / "with_part.py", tmp_path / "bridge.py"
+    family.write_text(of_page().replace('"qwen3"', '"mine", megatron="bridge.py"'))
+    part.write_text("VERSION = 1\n")
+    before = families.digest(str(family))
+    part.write_text("VERSION = 2\n")
+    assert families.digest(str(family)) != before
+    part.unlink()
+    alone = families.digest(str(family))
+    assert alone == hashlib.sha256(family.read_bytes()).hexdigest()
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("FAMILY = 3\n", "FAMILY in it is not a conf.families.Family"),
+        (of_page().replace('"qwen3"', '"mine", megatron="bridge.py"'), "megatron in it: "),
         ("import nothing_of_this_name\n", "no family can be loaded from it: ModuleNotFoundError: No module named"),
         (None, "no family can be loaded from it: FileNotFoundError"),
     ],

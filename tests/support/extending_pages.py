@@ -2,6 +2,7 @@
 
 import re
 import textwrap
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -16,8 +17,12 @@ def package(folder: Path, page: str, *modules: str) -> None:
     """Write the Python blocks of the page as these modules, in this order, with the entry points of the page."""
     for module, code in zip(modules, blocks(page), strict=True):
         (folder / f"{module}.py").write_text(code)
-    (entry,) = blocks(page, "toml")
+    (text,) = blocks(page, "toml")
+    declared = tomllib.loads(text)
+    assert declared["tool"]["setuptools"]["py-modules"] == [*modules]
+    groups = declared["project"]["entry-points"].items()
+    lines = [line for group, names in groups for line in (f"[{group}]", *(f"{key} = {names[key]}" for key in names))]
     info = folder / "my_package-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Name: my-package\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(entry.replace("project.entry-points.", "").replace('"', ""))
+    (info / "entry_points.txt").write_text("\n".join(lines))

@@ -20,10 +20,8 @@ def of_attempt(
     if not known and any(was_told(node) for node in nodes.values()):
         return preempted(nodes)
     for k, node in nodes.items():
-        if not known and node.state in (
-            "stopping",
-            "stopped",
-        ):  # not by a signal: it lost its starter, the store or the controller
+        # A member that no signal has stopped lost its starter, the store or the controller.
+        if not known and node.state in ("stopping", "stopped"):
             step = max((sign.step for sign in node.ranks), default=0)
             return Failure("host", f"host: {hosts[k]}: {node.reason}", True, hosts[k], step=step)
     ranks = []

@@ -163,9 +163,8 @@ def _partials(resolved: Resolved, folder: Path) -> Iterator[None]:
         shutil.rmtree(folder / PARTIAL)
     except OSError as error:
         known = api.fault(error, resolved.source, resolved.commit)
-        raise (
-            known if known is not error else Fault(f"{error.filename or folder}: {error.strerror or error}")
-        ) from None
+        other = Fault(f"{error.filename or folder}: {error.strerror or error}")
+        raise (other if known is error else known) from None
 
 
 def _fetch(resolved: Resolved, names: list[str], folder: Path, meter: Meter) -> None:
