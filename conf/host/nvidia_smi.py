@@ -13,7 +13,7 @@ ANSWERS_WITHIN = 60.0
 
 def listed() -> tuple[str, ...]:
     """Return the UUIDs of this host's GPUs, in nvidia-smi's order."""
-    return tuple(re.findall(r"^GPU \d+: .*\(UUID: ([\w-]+)\)", ask("-L"), re.MULTILINE))
+    return tuple(re.findall(r"^GPU \d+: .*\(UUID: ([\w-]+)\)", _ask("-L"), re.MULTILINE))
 
 
 def kind(root: Path = Path("/")) -> str | None:
@@ -23,7 +23,7 @@ def kind(root: Path = Path("/")) -> str | None:
             model = re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE)
             if model:
                 return model[1].strip()
-    names = ask("--query-gpu=name", "--format=csv,noheader").splitlines()
+    names = _ask("--query-gpu=name", "--format=csv,noheader").splitlines()
     return names[0].strip() if names else None
 
 
@@ -54,19 +54,19 @@ def first() -> str:
 
 def used(gpus: tuple[str, ...]) -> int:
     """Return the MiB in use on the fullest of these GPUs."""
-    rows = ask("--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
+    rows = _ask("--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
     used_by_gpu = dict(re.findall(r"^([\w-]+), *(\d+)", rows, re.MULTILINE))
     return max((int(used_by_gpu[gpu]) for gpu in gpus if gpu in used_by_gpu), default=0)
 
 
 def users(gpus: tuple[str, ...]) -> str:
     """Return the processes that use these GPUs, as text for people."""
-    rows = ask("--query-compute-apps=gpu_uuid,pid,process_name", "--format=csv,noheader").splitlines()
+    rows = _ask("--query-compute-apps=gpu_uuid,pid,process_name", "--format=csv,noheader").splitlines()
     processes = [row.partition(",")[2].strip() for row in rows if row.partition(",")[0].strip() in gpus]
     return "; ".join(f"process {row}" for row in dict.fromkeys(processes)) or "nvidia-smi lists no process"
 
 
-def ask(*arguments: str) -> str:
+def _ask(*arguments: str) -> str:
     """Return the output of nvidia-smi; empty on a host without GPUs."""
     try:
         answer = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=ANSWERS_WITHIN)

@@ -80,12 +80,7 @@ def of_this_host() -> Machine | None:
     there = nvidia_smi.visible()
     if not there:
         return None
-<<<<<<< HEAD
-    rows = nvidia_smi.ask("--query-gpu=name,memory.total", "--format=csv,noheader,nounits").splitlines()
-    return _described(len(there), rows[0] if rows else "")
-=======
     return _described(len(there), nvidia_smi.first())
->>>>>>> main
 
 
 def _described(count: int, row: str) -> Machine:

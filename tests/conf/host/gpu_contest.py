@@ -28,7 +28,7 @@ def trial(seed: int) -> tuple[int, list[str]]:
     with tempfile.TemporaryDirectory(prefix="gpu-contest-") as folder:
         gpus = [f"GPU-{number}" for number in range(chance.randint(1, 8))]
         listing = "".join(f"GPU {number}: Toy (UUID: {gpu})\n" for number, gpu in enumerate(gpus))
-        nvidia_smi.ask = lambda *asked: listing if asked == ("-L",) else ""
+        nvidia_smi._ask = lambda *asked: listing if asked == ("-L",) else ""
         os.environ["FINETUNE_LOCKS"] = f"{folder}/locks"
         living = {
             start(seed, number, Path(folder, "notes"), len(gpus)): number for number in range(chance.randint(3, 6))
