@@ -59,6 +59,16 @@ def is_partial(name: str) -> bool:
     return _PARTIAL.fullmatch(name) is not None
 
 
+def last_lines(path: Path, size: int) -> list[str]:
+    """Lines in the last `size` bytes of a file that may still grow; none if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
 def sync(path: Path) -> None:
     """Flush a file's content, or the names of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

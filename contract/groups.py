@@ -1,10 +1,10 @@
-"""Groups of items that are processed together."""
+"""Consecutive items in groups of limited size."""
 
 from collections.abc import Iterable, Iterator
 
 
-def grouped[Item](sizes: Iterable[tuple[Item, int]], most: int) -> Iterator[list[Item]]:
-    """Cut items into groups, in order, of at most this total size. A larger item is a group alone."""
+def up_to[Item](most: int, sizes: Iterable[tuple[Item, int]]) -> Iterator[list[Item]]:
+    """Yield the items in groups whose sizes add up to at most `most`; a larger item is a group alone."""
     group: list[Item] = []
     total = 0
     for item, size in sizes:

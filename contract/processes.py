@@ -1,9 +1,10 @@
-"""Identity of a process (its number and start time), its state, and its end together with its parent."""
+"""Identity of a process (its number and start time), its state, its control groups, and its end with its parent."""
 
 from __future__ import annotations  # flows/doctor.py runs on Python 3.8
 
 import ctypes
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 LIBC = ctypes.CDLL(None)
@@ -29,6 +30,19 @@ def suspended(pid: int) -> bool:
 def end_with_parent() -> None:
     """Let the kernel kill this process when the thread that started it ends for any reason."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def memory_files(name: str, name_in_version_1: str, root: Path = Path("/")) -> Iterator[list[Path]]:
+    """Files of this process's control groups that limit or count memory: those of the group and of all above it."""
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            group, file = root / "sys/fs/cgroup" / path.strip("/"), name
+        elif "memory" in controllers.split(","):
+            group, file = root / "sys/fs/cgroup/memory" / path.strip("/"), name_in_version_1
+        else:
+            continue
+        yield [folder / file for folder in (group, *group.parents) if (folder / file).is_file()]
 
 
 def _stat(pid: int) -> list[str]:

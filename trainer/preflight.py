@@ -43,7 +43,6 @@ ROUNDS = 15  # of pairs: all pairs of 16 hosts; with more hosts, each meets 15 o
 # Bytes of a message: NCCL needs 100 MB for its full speed; over gloo 8 MB take 10 ms
 REDUCED, SWAPPED, SPREAD = {"gpu": 256e6, "cpu": 8e6}, {"gpu": 64e6, "cpu": 8e6}, {"gpu": 64e6, "cpu": 4e6}
 WRITTEN = {"gpu": 1e9, "cpu": 16e6}  # bytes per host
-REPEATS = 3
 
 
 def main(run: Run) -> None:
@@ -121,18 +120,8 @@ def _measure(run: Run, kind: str, device, rank: dict[str, Any]) -> dict[str, Any
 
 
 def _timed(torch, device, operation) -> float:
-    """Return the seconds of an operation: the fastest of a few, because disturbances only slow it."""
-    from torch import distributed
-
-    best = float("inf")
-    for attempt in range(REPEATS + 1):  # the first attempt connects
-        distributed.all_reduce(torch.zeros(1))
-        start = time.perf_counter()
-        operation()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start) if attempt else best
-    return best
+    """Return the seconds of an operation that all ranks begin together."""
+    return products.seconds(device, operation, lambda: torch.distributed.all_reduce(torch.zeros(1)))
 
 
 def _bus(seconds: float, data, ranks: int) -> float:

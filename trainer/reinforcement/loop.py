@@ -20,7 +20,6 @@ from typing import Any
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.state import TrainState
 from megatron.core import parallel_state
-from torch import distributed
 
 from conf.rules.reinforcement import without_signal
 from conf.schema.run import Run
@@ -43,6 +42,7 @@ from trainer.startup.console import say
 from trainer.training.gradient_signal import GradientSignal
 from trainer.training.gradients import cosine_with_mean
 from trainer.training.metrics import Metrics
+from trainer.weights.atomic_folder import gather
 
 RESULT = "reinforced.json"
 WARN_AT = 20  # optimizer steps after which gradients that are only noise are reported
@@ -180,9 +180,7 @@ class Reinforcement(Callback):
         """Log-probabilities of all answers by the policy before the first of several updates, on every rank."""
         of_answers: list[list[float]] = []
         for answers in self._scored(step):
-            of_rank = log_probs(self.run, context, self.policy_step, answers)
-            of_ranks: list[Any] = [None] * distributed.get_world_size()
-            distributed.all_gather_object(of_ranks, of_rank)
+            of_ranks = gather(log_probs(self.run, context, self.policy_step, answers))
             merged = {number: values for share in of_ranks for number, values in share.items()}
             of_answers += [merged[number] for number in range(len(answers))]
         return of_answers
@@ -219,10 +217,8 @@ class Reinforcement(Callback):
 
     def _figures(self) -> dict[str, float]:
         """Figures of all ranks. Each rank of the last pipeline stage computes the same losses."""
-        of_ranks: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(of_ranks, self.policy_step.take())
         figures: dict[str, float] = {}
-        for of_rank in of_ranks:
+        for of_rank in gather(self.policy_step.take()):
             add_figures(figures, of_rank)
         tokens = max(1.0, figures.pop("tokens"))
         return {key: value if key == LARGEST else value / tokens for key, value in figures.items()}

@@ -6,7 +6,6 @@ the cache, and writing tokens after the same rows does.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 from conf.schema.run import Run
@@ -14,14 +13,6 @@ from contract.faults import Fault
 
 BOUNDS = {"fp32": 1e-4, "bf16": 0.05}  # mean difference, nats per token
 WRITTEN = 4  # tokens after each row
-
-
-@dataclass(frozen=True)
-class Differences:
-    """Mean absolute differences, nats per token."""
-
-    read: float
-    written: float
 
 
 def bound(run: Run) -> float:
@@ -55,21 +46,22 @@ def require_same_prompts(sent: Sequence[list[int]], read: Sequence[list[int]]) -
             )
 
 
-def judge(differences: Differences, limit: float, before: float | None, versions: tuple[int, int]) -> None:
+def judge(differences: tuple[float, float], limit: float, before: float | None, versions: tuple[int, int]) -> None:
     """Raise a Fault if vLLM and Megatron disagree, with the likeliest reason.
 
+    `differences` are the mean absolute differences of read and of written tokens, in nats per token.
     `before` is the difference of vLLM from Megatron's log-probabilities with the previous version. `versions` are the
     version that vLLM reports, and the version that was sent.
     """
-    reported, sent = versions
+    (reported, sent), (read, written) = versions, differences
     if reported != sent:
         raise Fault(f"probe: vLLM has weights of version {reported}, not of {sent}: they were not transferred")
-    if differences.read <= limit and differences.written <= limit:
+    if read <= limit and written <= limit:
         return
-    line = f"probe: vLLM and Megatron differ by {max(differences.read, differences.written):.3g} nats per token with "
+    line = f"probe: vLLM and Megatron differ by {max(read, written):.3g} nats per token with "
     line += f"weights of version {sent}, the bound is {limit:.3g} (reinforce.probe_bound)"
-    if before is not None and before <= limit < differences.read:
+    if before is not None and before <= limit < read:
         raise Fault(f"{line}: vLLM still computes with the previous version")
-    if differences.read <= limit:
+    if read <= limit:
         raise Fault(f"{line}: only after prompts that vLLM has read before: its prefix cache is of an older version")
     raise Fault(f"{line}: weights were lost or changed in the transfer, or vLLM loads them differently")

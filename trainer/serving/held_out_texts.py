@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from conf.model_files import config_json
 from conf.schema.run import Run
 from contract import json_object
 from contract.faults import Fault
@@ -24,7 +23,7 @@ from trainer.data import blend, indexed, prepared
 from trainer.data.read.choose import SPLITS
 from trainer.data.tokens import tokenizer
 from trainer.data.tokens.perplexity import perplexity
-from trainer.serving import prompts, unmerged
+from trainer.serving import prompts, start_up, unmerged
 from trainer.serving.held_out import NAME
 
 PREFIX = "test"  # of the files of prepared texts
@@ -75,8 +74,7 @@ def ask(run: Run, served: Any) -> dict[str, Any]:
 
 def _length(run: Run) -> int:
     """Tokens of a window. vLLM writes one token after each window, which needs a position of the model too."""
-    config = config_json.read(unmerged.model(run) / config_json.NAME)
-    most = config.get("max_position_embeddings") or config.get("n_positions") or run.data.seq_length + 2
+    most = start_up.positions(run) or run.data.seq_length + 2
     return min(run.data.seq_length + 1, most - 1)
 
 

@@ -39,7 +39,8 @@ def _load_other(manager, name: str) -> dict:
     try:
         return manager.load([name])
     except Exception as error:  # any kind: datasets, the Hub and a task's own code raise different ones
-        raise Fault(f"evaluate.tasks: {name}: {type(error).__name__}: {_first_line(error)}") from error
+        line = str(error).strip().partition("\n")[0]
+        raise Fault(f"evaluate.tasks: {name}: {type(error).__name__}: {line}") from error
 
 
 def ask(run: Run, served, tasks: dict) -> dict:
@@ -123,7 +124,3 @@ def _sample(task: str, sample: dict) -> dict:
     reference = sample["doc"]["reference"] if task == held_out.NAME else str(sample["target"])
     correct = bool(score == 1) if isinstance(score, int | float) else None
     return {"prompt": str(sample["arguments"][0][0]), "answer": answer, "reference": reference, "correct": correct}
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "")

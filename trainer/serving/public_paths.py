@@ -4,13 +4,7 @@ vLLM requires its key only for paths that begin with /v1. Other paths answer que
 /generative_scoring, /tokenize) or change the server (/scale_elastic_ep).
 """
 
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 OPEN = ("/health", "/metrics")
 GUARDED = "/v1/"
@@ -19,10 +13,10 @@ GUARDED = "/v1/"
 class PublicPaths:
     """ASGI middleware for vLLM's option --middleware."""
 
-    def __init__(self, app: App):
+    def __init__(self, app: ASGIApp):
         self.app = app
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or scope["path"] in OPEN or scope["path"].startswith(GUARDED):
             await self.app(scope, receive, send)
         elif scope["type"] == "http":

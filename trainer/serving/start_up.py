@@ -43,9 +43,13 @@ def length(run: Run) -> int:
     It is rounded up to a power of two, if the model has as many positions, because vLLM's cache key contains it.
     """
     needed = row(run)
+    return min(power_of_two(needed), positions(run) or needed)
+
+
+def positions(run: Run) -> int | None:
+    """Highest number of tokens that the served model can read, if its config.json has one."""
     config = _config(run)
-    most = config.get("max_position_embeddings") or config.get("n_positions")  # GPT-2's name
-    return min(power_of_two(needed), most or needed)
+    return config.get("max_position_embeddings") or config.get("n_positions")  # GPT-2's name
 
 
 def _config(run: Run) -> dict[str, Any]:

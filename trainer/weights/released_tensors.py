@@ -12,7 +12,7 @@ import torch
 from conf.model_files.quantization import Packed
 from conf.model_files.weights import Entry
 from contract import regular_files
-from contract.faults import Fault, named
+from contract.faults import named
 from trainer.weights.mapped import mapped_numbers
 from trainer.weights.quantised import unpack
 from trainer.weights.released import Model
@@ -57,3 +57,8 @@ def at(folder: Path, entry: Entry, rows: slice = slice(None)) -> torch.Tensor:
     file = regular_files.open_regular(path)
     with file, named(path, (OSError, ValueError)):
         return mapped_numbers.read(file, start, dtype, count).view(shape)
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The values of a tensor as in a file."""
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data

@@ -4,7 +4,6 @@ Megatron has one A for all released weights of a fused layer, and this project's
 adapter of another trainer whose q_proj and k_proj, or gate_proj and up_proj, have different A's cannot be used.
 """
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from trainer.startup.console import say
 from trainer.weights import mapping
 from trainer.weights.atomic_folder import gather
 from trainer.weights.exported import peft_format
+from trainer.weights.merge import ADAPTER
 from trainer.weights.released import enumerate_names
 
-MATRIX = re.compile(r"(?P<layer>.+)\.adapter\.(?P<role>linear_in|linear_out)\.weight(?P<expert>\d*)$")
 EXPERTS = "{}.mlp.experts"  # transformers' name of the module
 
 
@@ -59,7 +58,7 @@ class StartingAdapter:
         return matrix
 
     def _read(self, name: str) -> torch.Tensor:
-        match = MATRIX.fullmatch(name)
+        match = ADAPTER.fullmatch(name)
         assert match, name
         parts = mapping.parts(self.registry, f"{match['layer']}.weight{match['expert']}")
         if parts is None:

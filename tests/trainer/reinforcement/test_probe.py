@@ -7,25 +7,24 @@ import torch
 
 from contract.faults import Fault
 from trainer.reinforcement import probe
-from trainer.reinforcement.probe import Differences
 from trainer.reinforcement.transfer import wire
 
 GIVEN = (4, 4)
 
 
 def test_agreement_passes():
-    probe.judge(Differences(2e-7, 3e-7), 1e-4, 0.08, GIVEN)
-    probe.judge(Differences(2e-7, 3e-7), 1e-4, 1e-7, GIVEN)  # a step that changed nothing
+    probe.judge((2e-7, 3e-7), 1e-4, 0.08, GIVEN)
+    probe.judge((2e-7, 3e-7), 1e-4, 1e-7, GIVEN)  # a step that changed nothing
 
 
 @pytest.mark.parametrize(
     ("differences", "before", "versions", "said"),
     [
-        (Differences(2e-7, 2e-7), None, (3, 4), "vLLM has weights of version 3, not of 4: they were not transferred"),
-        (Differences(0.08, 0.09), 2e-7, GIVEN, "vLLM still computes with the previous version"),
-        (Differences(2e-7, 0.03), 0.08, GIVEN, "its prefix cache is of an older version"),
-        (Differences(4.4, 4.1), 4.3, GIVEN, "weights were lost or changed in the transfer"),
-        (Differences(math.nan, math.nan), None, GIVEN, "weights were lost or changed in the transfer"),
+        ((2e-7, 2e-7), None, (3, 4), "vLLM has weights of version 3, not of 4: they were not transferred"),
+        ((0.08, 0.09), 2e-7, GIVEN, "vLLM still computes with the previous version"),
+        ((2e-7, 0.03), 0.08, GIVEN, "its prefix cache is of an older version"),
+        ((4.4, 4.1), 4.3, GIVEN, "weights were lost or changed in the transfer"),
+        ((math.nan, math.nan), None, GIVEN, "weights were lost or changed in the transfer"),
     ],
 )
 def test_a_fault_is_told_from_another(differences, before, versions, said):

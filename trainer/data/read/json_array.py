@@ -44,11 +44,8 @@ def is_document(path: Path) -> bool:
         if any(more.strip(BLANK) for more in iter(partial(stream.read, 2**10), b"")):
             return False
     row = json_object(begin)
-    return isinstance(row, dict) and sum(map(_is_of_objects, row.values())) == 1
-
-
-def _is_of_objects(value: object) -> bool:
-    return isinstance(value, list) and len(value) > 0 and isinstance(value[0], dict)
+    lists = [value for value in row.values() if isinstance(value, list)] if isinstance(row, dict) else []
+    return sum(isinstance(value[0], dict) for value in lists if value) == 1
 
 
 def pieces(path: Path, size: int) -> Iterator[Piece]:

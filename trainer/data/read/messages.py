@@ -32,16 +32,14 @@ KEPT = ("name", "tool_call_id", "reasoning_content", "thinking")  # further text
 
 def looks_like(value: object, sharegpt: bool) -> bool:
     """Whether this may be a conversation, well-formed or not."""
-    if isinstance(value, str):
-        value = _parsed(value)
+    value = _parsed(value)
     if not isinstance(value, list) or not value or not isinstance(value[0], dict):
         return False
     return ("from" in value[0] and "value" in value[0]) or (not sharegpt and "role" in value[0])
 
 
 def read(value: object, field: str) -> list[Message]:
-    if isinstance(value, str):
-        value = _parsed(value)
+    value = _parsed(value)
     if not isinstance(value, list):
         raise Refused(Bad("not a list of messages", field, show(value)))
     if not value:
@@ -147,11 +145,11 @@ def text(value: object, field: str, empty: str) -> str:
     return value
 
 
-def _parsed(value: str) -> Any:
-    """Return the value of a JSON string, or the string itself if it is not JSON."""
+def _parsed(value: object) -> Any:
+    """Return the value of a JSON string, or the value itself if it is something else."""
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
+        return _json(value, "")
+    except Refused:
         return value
 
 

@@ -69,7 +69,7 @@ def detect(part: Part, rows: Sequence[Row], place: str) -> Shape:
     configured = {key: getattr(part, key) for key in ("input", "output", "messages", "tools", "system", "text")}
     configured = {key: column for key, column in configured.items() if column is not None}
     for key, column in configured.items():
-        if all(_find(row, column) is NONE for row in rows):
+        if not _has(rows, column):
             raise Fault(f"{place}: no column {column} (data.{key}); the columns are {_listed(rows, names)}")
     if part.shape == "preference":
         columns = _only(_readings(rows, part.shape), rows, names, place)
@@ -141,7 +141,8 @@ def _completed(configured: dict[str, str], rows: Sequence[Row], names: list[str]
 
 def _readings(rows: Sequence[Row], shape: str) -> list[dict[str, str]]:
     named = [reading for reading in _by_name() if all(_has(rows, column) for column in reading.values())]
-    named = [_with_context(reading, rows) for reading in named if _allowed(reading, shape)]
+    kind = "messages" if shape == "sharegpt" else shape
+    named = [_with_context(reading, rows) for reading in named if shape == "auto" or _kind(reading) == kind]
     if any("context" in reading or reading.get("input") == "instruction" for reading in named):
         named = [reading for reading in named if reading.get("input") != "input"]
     fitting = [reading for reading in named if any(_fits(reading, row, shape) for row in rows)]
@@ -158,10 +159,6 @@ def _by_name() -> list[dict[str, str]]:
     readings += [{"input": question, "output": answer} for question, answers in PAIRS.items() for answer in answers]
     readings.append({side: side for side in preferences.SIDES})
     return readings + [{"text": name} for name in TEXTS]
-
-
-def _allowed(reading: dict[str, str], shape: str) -> bool:
-    return shape == "auto" or _kind(reading) == ("messages" if shape == "sharegpt" else shape)
 
 
 def _with_context(reading: dict[str, str], rows: Sequence[Row]) -> dict[str, str]:

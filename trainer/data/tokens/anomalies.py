@@ -22,7 +22,8 @@ def find(template: TemplateText, encoded: Sequence[Encoded], rows: Sequence[Row]
     numbered = list(enumerate(encoded))
     return {
         "special token in a row's text": [i for i, row in enumerate(rows) if _has_special(template, row)],
-        ENDLESS: [] if stops else [i for i, tokens in numbered if _endless(tokens, special)],
+        # The last two tokens: a line break may follow the end of a turn.
+        ENDLESS: [i for i, row in numbered if not stops and special.isdisjoint(row.ids[row.learned][-2:].tolist())],
         "unknown token": [i for i, tokens in numbered if (tokens.ids == unknown).any()],
         "two beginnings of text": [i for i, tokens in numbered if tokens.ids[:2].tolist() == [bos, bos]],
         "generation prompt differs": [i for i, tokens in numbered if tokens.odd],
@@ -33,11 +34,6 @@ def _has_special(template: TemplateText, row: Row) -> bool:
     """Whether a text of the row names a special token. Most texts lack even the beginnings of such names."""
     likely = [text for text in texts(row) if any(start in text for start in template.special_starts)]
     return any(map(template.special_names.search, likely))
-
-
-def _endless(row: Encoded, special: set[int]) -> bool:
-    """Whether neither of the last two tokens is special; a line break may follow the end of a turn."""
-    return special.isdisjoint(row.ids[row.learned][-2:].tolist())
 
 
 def texts(row: Row) -> list[str]:

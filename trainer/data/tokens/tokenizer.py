@@ -14,13 +14,16 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from conf.model_files import tokenizer_files
 from conf.schema.run import Run
-from contract import checksums
+from contract import checksums, groups
 from contract.faults import Fault
-from contract.groups import grouped
 from trainer.patches import families
 from trainer.patches.transformers_imports import import_transformers
 
@@ -29,19 +32,10 @@ Encoding = Any  # tokenizers.Encoding: ids, and which characters became which to
 
 BATCH = 1 << 20  # characters per call: an Encoding takes some 100 bytes for each
 # Files that decide on ids: tokenizer.json alone, or those that stand in for it.
-WHOLE = "tokenizer.json"
-FILES = ("tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt", "merges.txt")
-# Further files that a tokenizer and its chat template are loaded from.
-SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
+FILES = (*tokenizer_files.OTHERS, "merges.txt")
 
-# Megatron-Bridge 0.6.2 takes these out of the loss wherever they stand: starts of turns, images, padding.
-QWEN = {"<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"}
-QWEN_AUDIO = {"<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"}
-LLAMA = {"<|begin_of_text|>", "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>"}
-LLAMA_TOOLS = {"<|python_tag|>", "<|image|>"}
-GEMMA = {"<pad>", "<image_soft_token>", "<audio_soft_token>"}
-GEMMA_MEDIA = {"<image>", "<start_of_audio>", "<start_of_image>", "<end_of_audio>", "<end_of_image>"}
-SKIPPED = QWEN | QWEN_AUDIO | LLAMA | LLAMA_TOOLS | GEMMA | GEMMA_MEDIA
+# Tokens that Megatron-Bridge takes out of the loss wherever they stand.
+SKIPPED = {*chain(*yaml.safe_load(Path(__file__).with_name("skipped_tokens.yaml").read_text()).values())}
 
 
 def of(run: Run) -> Tokenizer:
@@ -101,21 +95,20 @@ def encodings(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[Encoding]:
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    return grouped(zip(texts, map(len, texts), strict=True), BATCH)
+    return groups.up_to(BATCH, ((text, len(text)) for text in texts))
 
 
 def facts(tokenizer: Tokenizer) -> dict[str, Any]:
     """Facts by which two tokenizers give the same ids: digests of their files, and the names of the special tokens."""
     folder = Path(tokenizer.name_or_path)
-    names = (WHOLE,) if (folder / WHOLE).is_file() else FILES
+    names = (tokenizer_files.WHOLE,) if (folder / tokenizer_files.WHOLE).is_file() else FILES
     files = {name: checksums.of_file(folder / name) for name in names if (folder / name).is_file()}
     return {"files": files, "special_tokens": dict(tokenizer.special_tokens_map)}
 
 
 def digest(folder: Path) -> str:
     """Digest of all files that a tokenizer and its chat template are loaded from, without loading them."""
-    names = (WHOLE, *FILES, *SETTINGS)
-    found = [path for path in folder.rglob("*") if path.name in names or path.suffix in (".jinja", ".py")]
+    found = [p for p in folder.rglob("*") if p.name in tokenizer_files.NAMES or p.suffix in (".jinja", ".py")]
     lines = [f"{checksums.of_file(path)} {path.relative_to(folder)}" for path in sorted(found)]
     return checksums.of("\n".join(lines))
 

@@ -102,8 +102,8 @@ class Weights:
         counts = [len(row) - probe.WRITTEN - 1 for row in probed.rows]
         read = [of_row[:count] for of_row, count in zip(values, counts, strict=True)]
         written = [of_row[count : count + probe.WRITTEN] for of_row, count in zip(values, counts, strict=True)]
-        differences = probe.Differences(probe.mean(probed.read, read), probe.mean(probed.written, written))
+        differences = probe.mean(probed.read, read), probe.mean(probed.written, written)
         before = probe.mean(probed.read, previous) if previous and previous != read else None
-        self.previous, self.difference = read, max(self.difference, differences.read, differences.written)
+        self.previous, self.difference = read, max(self.difference, *differences)
         # Copies of the model may differ in the last bit: rank 0 judges for all.
         self.on_first(lambda: probe.judge(differences, probe.bound(self.run), before, (probed.version, version)))

@@ -1,29 +1,46 @@
 """A model with drawn weights as a folder in Hugging Face's format: config.json, tokenizer and safetensors.
 
 Tensors are drawn and written in blocks: memory holds a few megabytes, whatever the model's size.
+
+Matrices, embeddings, sinks and biases of routers are normal with a standard deviation of initializer_range, norms 1,
+other biases 0, and the embedding of pad_token_id is 0, as by transformers' from_config(). Families have exceptions.
+
+Values follow from the seed, the tensor's name and the block, by NumPy's Philox and its ziggurat: the number of
+processes and torch's vector units do not change them.
 """
 
+import hashlib
 import json
 import math
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
+import torch
+
+from conf import families
 from conf.families.parts.family import Config
 from conf.model_facts import shapes
 from conf.model_files import config_json, tokenizer_files, weights
 from conf.model_files.safetensors_header import BITS
+from contract import groups
 from contract.faults import Fault
-from contract.groups import grouped
-from trainer.patches import families
+from trainer.patches import families as patches
 from trainer.patches.transformers_imports import import_transformers
 from trainer.weights import new_safetensors
-from trainer.weights.drawn import values
 from trainer.weights.drawn.new_folder import new_folder
+from trainer.weights.released_tensors import DTYPES, as_bytes
 
 SHARD = 4 * 10**9  # bytes of a file, at most, but for a larger tensor
 TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 ENDS = ("bos_token", "eos_token", "pad_token")
+BLOCK = 1 << 20  # numbers
+USUAL = 0.02  # initializer_range, if config.json lacks it
+NORM = re.compile(r"(norm|\.ln_[12f])\.weight$")
+EMBEDDING = re.compile(r"(embed_tokens|\bwte)\.weight$")
+CORRECTION = "e_score_correction_bias"  # of routers; float32 in every release
 
 
 def write(config: Config, tokenizer: Path, folder: Path, seed: int, told: Callable[[int, int], None]) -> None:
@@ -47,7 +64,7 @@ def write(config: Config, tokenizer: Path, folder: Path, seed: int, told: Callab
 def described_whole(config: Config) -> Config:
     """The configuration with all that transformers takes for granted of its family."""
     import_transformers()
-    families.install(config.get("model_type"))
+    patches.install(config.get("model_type"))
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = config.get("model_type")
@@ -74,18 +91,60 @@ def with_ends(config: Config, tokenizer: Path) -> Config:
 
 def _write_shards(config: Config, dtype: str, folder: Path, seed: int, told: Callable[[int, int], None]) -> None:
     tensors = shapes(config)
-    types = {name: "F32" if name.endswith(values.CORRECTION) else dtype for name in tensors}
+    types = {name: "F32" if name.endswith(CORRECTION) else dtype for name in tensors}
     sizes = {name: math.prod(shape) * BITS[types[name]] // 8 for name, shape in tensors.items()}
-    parts, total = [*grouped(sizes.items(), SHARD)], sum(sizes.values())
+    parts, total = [*groups.up_to(SHARD, sizes.items())], sum(sizes.values())
     names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
     files, done = dict(zip(names if len(parts) > 1 else [weights.SINGLE], parts, strict=True)), 0
     for file, part in files.items():
         with (folder / file).open("wb") as f:
             f.write(new_safetensors.header(file, {name: (types[name], tensors[name]) for name in part})[0])
             for name in part:
-                for block in values.blocks(config, name, tensors[name], seed):
-                    f.write(values.encode(block, types[name]))
+                for block in blocks(config, name, tensors[name], seed):
+                    f.write(as_bytes(torch.from_numpy(block).to(DTYPES[types[name]])))
                 done += sizes[name]
                 told(done, total)
     if len(parts) > 1:
         new_safetensors.write_index(folder, total, {name: file for file, part in files.items() for name in part})
+
+
+def spread(config: Config, name: str) -> float:
+    """Standard deviation of a tensor's numbers; 0 if all of them are the same."""
+    usual = config.get("initializer_range") or USUAL
+    if name.endswith(".mlp.router.bias"):
+        return usual
+    if NORM.search(name) or name.endswith("bias"):
+        return 0.0
+    family = families.of(config)
+    if name.endswith(family.narrow):
+        return usual / math.sqrt(2 * config[family.key("num_hidden_layers")])
+    return usual
+
+
+def blocks(config: Config, name: str, shape: tuple[int, ...], seed: int) -> Iterator[np.ndarray]:
+    """All numbers of a tensor in fp32, in the order of its bytes."""
+    count, deviation = math.prod(shape), spread(config, name)
+    constant = 1.0 if NORM.search(name) else 0.0
+    hole = _padding(config, name, shape)
+    for number, start in enumerate(range(0, count, BLOCK)):
+        size = min(BLOCK, count - start)
+        if not deviation:
+            yield np.full(size, constant, np.float32)
+            continue
+        found = _generator(seed, name, number).standard_normal(size, np.float32)
+        found *= np.float32(deviation)
+        found[max(0, hole.start - start) : max(0, hole.stop - start)] = 0
+        yield found
+
+
+def _padding(config: Config, name: str, shape: tuple[int, ...]) -> range:
+    """Numbers of the embedding of padding that are drawn as 0."""
+    token = config.get("pad_token_id")
+    if token is None or not families.of(config).zero_padding or not EMBEDDING.search(name):
+        return range(0)
+    return range(token * shape[1], (token + 1) * shape[1])
+
+
+def _generator(seed: int, name: str, block: int) -> np.random.Generator:
+    key = hashlib.sha256(f"{seed} {block} {name}".encode()).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little")))

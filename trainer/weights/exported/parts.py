@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 import torch
 import xxhash
 
+from contract import groups
 from contract.faults import Fault
-from contract.groups import grouped
 from trainer.startup import device
 from trainer.startup.console import say
 from trainer.weights import atomic_folder, journal, released, released_tensors, short_writes
@@ -52,14 +52,6 @@ class Layout(Part):
     """All tensors of a file, and its header."""
 
     header: bytes
-
-
-@dataclass(frozen=True)
-class Written:
-    """A written tensor: the checksum of its bytes, and whether it is correct when read back."""
-
-    checksum: str
-    is_right: bool
 
 
 @dataclass
@@ -152,10 +144,6 @@ def parts(layouts: list[Layout]) -> list[Part]:
     ]
 
 
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
-
-
 def _begin(layout: Layout, path: Path) -> None:
     """Create the file with its header, in its final length."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,33 +155,37 @@ def _begin(layout: Layout, path: Path) -> None:
 
 def _make(contents: Merged, part: Part, path: Path, pool: ThreadPoolExecutor) -> journal.Entry:
     """Write a part and check it. Return its entry: a checksum, and the trained tensors that were read for it."""
-    stored, results = contents.trained.stored, dict[str, Written]()
+    stored, sums, wrong = contents.trained.stored, dict[str, str](), list[str]()
     before = {*stored.seen}
     stored.seen.clear()
     with path.open("r+b", buffering=0) as new:
-        for batch in grouped(((name, entry.size) for name, entry in part.rows.items()), SIDE_BY_SIDE):
+        for batch in groups.up_to(SIDE_BY_SIDE, ((name, entry.size) for name, entry in part.rows.items())):
             written = pool.map(lambda name: _put(contents, name, part.rows[name], path, new), batch)
-            results |= zip(batch, written, strict=True)
-        _require_right(contents, path, [name for name, result in results.items() if not result.is_right])
+            for name, (checksum, is_right) in zip(batch, written, strict=True):
+                sums[name] = checksum
+                wrong += [] if is_right else [name]
+        _require_right(contents, path, wrong)
     seen = sorted(stored.seen)
     stored.seen.update(before)
-    sums = {name: result.checksum for name, result in results.items()}
     return {"sum": _sum(sums), "seen": seen} | contents.notes(part.rows)
 
 
-def _put(contents: Merged, name: str, entry: Entry, path: Path, new: BinaryIO) -> Written:
-    """Write a tensor and read it back at once, while its sources are in the processor's cache."""
+def _put(contents: Merged, name: str, entry: Entry, path: Path, new: BinaryIO) -> tuple[str, bool]:
+    """Write a tensor and read it back at once, while its sources are in the processor's cache.
+
+    Return the checksum of its bytes, and whether it is correct when read back.
+    """
     blocks = contents.blocks(name)
     written = _copy(contents.trained.model, name, entry, new) if blocks is None else _write(name, blocks, entry, new)
     del blocks  # free memory before the next tensor
-    return Written(written, contents.is_right(path, name, entry, written))
+    return written, contents.is_right(path, name, entry, written)
 
 
 def _write(name: str, blocks: Iterable[torch.Tensor], entry: Entry, new: BinaryIO) -> str:
     """Write a tensor. Return its checksum, or "not finite"."""
     found, finite, at, end = xxhash.xxh3_128(), True, entry.start, entry.start + entry.size
     for block in blocks:
-        content = as_bytes(block)
+        content = released_tensors.as_bytes(block)
         fits = block.shape[1:] == entry.shape[1:] and at + len(content) <= end
         assert fits, f"{name}: {tuple(block.shape)} is not a part of the released {entry.shape}"
         for start in range(0, len(content), released.BLOCK):  # fits into the processor's cache

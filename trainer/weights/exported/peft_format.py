@@ -28,9 +28,9 @@ import torch
 
 from contract.faults import Fault
 from trainer.weights import new_safetensors, released
-from trainer.weights.exported.parts import READABLE, as_bytes
+from trainer.weights.exported.parts import READABLE
 from trainer.weights.merge import Adapter
-from trainer.weights.released_tensors import DTYPES
+from trainer.weights.released_tensors import DTYPES, as_bytes
 from trainer.weights.trained import Trained
 
 EXPERT = re.compile(

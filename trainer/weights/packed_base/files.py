@@ -114,7 +114,7 @@ def _checksum(tensor: torch.Tensor, row: dict[str, Any]) -> str:
     """Checksum of a tensor's bytes, and of what says how they are read."""
     described = [str(tensor.dtype), *tensor.shape, row.get("height"), row.get("matrices")]
     found = xxhash.xxh3_128(json.dumps(described).encode())
-    found.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    found.update(released_tensors.as_bytes(tensor))
     return found.hexdigest()
 
 
@@ -123,13 +123,11 @@ def open_packed(base: Path, form: Format, checked: bool = True) -> Packed:
     folder = base / FOLDER
     index = json_object.read(folder / INDEX)
     rows = [index, *index.values()]
-    if not all(isinstance(row, dict) for row in rows) or not all(map(_names_a_file, rows[1:])):
+    if not all(isinstance(row, dict) for row in rows) or not all(
+        isinstance(row.get("file"), str) and isinstance(row.get("sums", {}), dict) for row in rows[1:]
+    ):
         raise Fault(f"{folder / INDEX}: does not name a file for each tensor; {AGAIN}")
     return Packed(form, folder, index, sound=set() if checked else None)
-
-
-def _names_a_file(row: dict[str, Any]) -> bool:
-    return isinstance(row.get("file"), str) and isinstance(row.get("sums", {}), dict)
 
 
 def write_index(folder: Path, rows: dict[str, dict[str, Any]]) -> None:

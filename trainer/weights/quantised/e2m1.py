@@ -10,6 +10,8 @@ e4m3. A scale of MXFP4 is the smallest without clipping. Values are rounded to t
 
 import torch
 
+from trainer.weights.quantised.pack import divided, largest_of_blocks
+
 NVFP4, MXFP4 = 16, 32  # values of a row that share a scale
 TOP, TOP_OF_SCALES = 6.0, 448.0
 LEAST = 2.0**-9  # of e4m3
@@ -22,16 +24,17 @@ _HALVES[1::2] = torch.nextafter(_HALVES[1::2], torch.zeros(3))
 
 def nvfp4(weight: torch.Tensor, top: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return codes, scales and factor; the factor is that of a larger matrix if `top` is its largest value."""
-    largest = _largest(weight, NVFP4)
+    largest = largest_of_blocks(weight.float(), (1, NVFP4))
     top = largest.amax() if top is None else top
-    factor = torch.where(top > NOTHING, _divided(top, TOP * TOP_OF_SCALES), 1.0)
+    factor = torch.where(top > NOTHING, divided(top, TOP * TOP_OF_SCALES), 1.0)
     scales = largest / (TOP * factor)
     scales = torch.where(scales > 0, scales, 1.0).clamp(LEAST, TOP_OF_SCALES).to(torch.float8_e4m3fn)
     return _codes(weight, scales.float() * factor, NVFP4), scales, factor
 
 
 def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    digits, exponents = torch.frexp(_divided(_largest(weight, MXFP4), TOP))  # digits are from 0.5 up to 1
+    largest = largest_of_blocks(weight.float(), (1, MXFP4))
+    digits, exponents = torch.frexp(divided(largest, TOP))  # digits are from 0.5 up to 1
     exponents = (exponents - (digits == 0.5).int()).clamp(1 - BIAS, BIAS)
     exponents = torch.where(digits > 0, exponents, 0)
     scales = torch.exp2(exponents.float())
@@ -48,15 +51,3 @@ def next_to(numbers: torch.Tensor) -> torch.Tensor:
 def _codes(weight: torch.Tensor, scales: torch.Tensor, group: int) -> torch.Tensor:
     scaled = weight.float() / scales.repeat_interleave(group, 1)[:, : weight.shape[1]]
     return next_to(torch.where(scaled == 0, 0.0, scaled))  # a zero has no sign
-
-
-def _divided(numbers: torch.Tensor, by: float) -> torch.Tensor:
-    """Divide as on a CPU: on a GPU torch multiplies by the reciprocal if the divisor is not a tensor."""
-    return numbers / torch.full_like(numbers, by)
-
-
-def _largest(weight: torch.Tensor, group: int) -> torch.Tensor:
-    """Return the largest magnitude of each group; the last group of a row may be shorter."""
-    rows, columns = weight.shape
-    whole = torch.nn.functional.pad(weight.float().abs(), (0, -columns % group))
-    return whole.view(rows, -1, group).amax(-1)

@@ -59,9 +59,8 @@ class Loss(Squares):
 def pack(packed: Packed, weight: torch.Tensor, kind: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes closest to a weight's values, and scales that this type can represent."""
     scheme = packed.scheme
-    largest, (low, top) = _largest_of_blocks(weight.float(), scheme), _range(scheme)
-    # Divide by a tensor: on a GPU torch multiplies by the reciprocal of a number, and scales would differ from a CPU's.
-    scales = torch.where(largest > 0, largest / torch.full_like(largest, top), 1.0).to(kind).float()
+    largest, (low, top) = largest_of_blocks(weight.float(), scheme.block), _range(scheme)
+    scales = torch.where(largest > 0, divided(largest, top), 1.0).to(kind).float()
     numbers = weight.float() / spread(scales, packed, 0, packed.shape[0])
     if scheme.kind == "int":
         return _joined(numbers.round().clamp(low, top).int(), scheme), scales
@@ -83,7 +82,7 @@ def change(
         of_span = replace(packed, shape=(stop - start, packed.shape[1]))
         old = spread(scales.float()[rows], of_span, 0, stop - start)
         target = before * old + by[start:stop]
-        outgrown = _largest_of_blocks(target, scheme) / (scales.float()[rows] * FP8.max)
+        outgrown = largest_of_blocks(target, scheme.block) / (scales.float()[rows] * FP8.max)
         times = torch.exp2(outgrown.clamp(min=1).log2().ceil())
         factor = spread(times, of_span, 0, stop - start)
         rounded = _rounded(before / factor + by[start:stop] / (old * factor), random)
@@ -119,10 +118,15 @@ def _range(scheme: Scheme) -> tuple[float, float]:
     return FP8.min, FP8.max
 
 
-def _largest_of_blocks(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+def divided(numbers: torch.Tensor, by: float) -> torch.Tensor:
+    """Divide as on a CPU: on a GPU torch multiplies by the reciprocal if the divisor is not a tensor."""
+    return numbers / torch.full_like(numbers, by)
+
+
+def largest_of_blocks(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """Return the largest magnitude of each block; the last blocks may be shorter."""
     rows, columns = weight.shape
-    height, width = min(scheme.block[0], rows), min(scheme.block[1], columns)
+    height, width = min(block[0], rows), min(block[1], columns)
     whole = torch.nn.functional.pad(weight.abs(), (0, -columns % width, 0, -rows % height))
     return whole.view(-(-rows // height), height, -(-columns // width), width).amax((1, 3))
 

@@ -11,7 +11,7 @@ from conf.model_facts import shapes
 from contract.faults import Fault
 from trainer.rehearsal import tiny_models
 from trainer.weights import released, released_tensors
-from trainer.weights.drawn import files, values
+from trainer.weights.drawn import files
 
 TOKENS = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
 
@@ -39,7 +39,7 @@ def test_equal_arguments_give_equal_bytes_and_another_seed_others(tokenizer, tmp
 
 def test_values_are_these_on_every_machine():
     config = tiny_models.KINDS["llama"]
-    (found,) = values.blocks(config, "model.layers.0.mlp.up_proj.weight", (256, 128), 1234)
+    (found,) = files.blocks(config, "model.layers.0.mlp.up_proj.weight", (256, 128), 1234)
     assert [round(float(value), 9) for value in found[:3]] == [0.014190089, -0.024117405, 0.003576182]
 
 
@@ -55,13 +55,14 @@ def test_tensors_cut_into_files_are_those_of_one_file(tokenizer, tmp_path, monke
 def test_bf16_is_rounded_as_torch_rounds():
     numbers = np.random.default_rng(0).standard_normal(10_000, np.float32)
     theirs = torch.from_numpy(numbers).bfloat16().view(torch.int16).numpy().tobytes()
-    assert values.encode(numbers, "BF16") == theirs
+    ours = torch.from_numpy(numbers).to(released_tensors.DTYPES["BF16"])
+    assert released_tensors.as_bytes(ours) == theirs
 
 
 def test_blocks_leave_no_trace_and_the_embedding_of_padding_is_nothing(monkeypatch):
     config = tiny_models.KINDS["llama"] | TOKENS
-    monkeypatch.setattr(values, "BLOCK", 1000)
-    found = np.concatenate([*values.blocks(config, "model.embed_tokens.weight", (500, 128), 3)]).reshape(500, 128)
+    monkeypatch.setattr(files, "BLOCK", 1000)
+    found = np.concatenate([*files.blocks(config, "model.embed_tokens.weight", (500, 128), 3)]).reshape(500, 128)
     assert not found[1].any() and (found[[0, 2]] != 0).all()
     assert abs(found.std() - 0.02) < 3e-4 and abs(found.mean()) < 3e-4
 

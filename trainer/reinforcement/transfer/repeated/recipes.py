@@ -56,8 +56,7 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, modules: Iterable[torch.nn.Module]):
         super().__init__()
-        self.memory = {memory(weight) for *_, weight in weights(modules)} - {0}  # addresses
-        self.refused = ""
+        self.memory, self.refused = {memory(weight) for *_, weight in weights(modules)} - {0}, ""
         self._steps: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
