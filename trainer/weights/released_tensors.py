@@ -12,7 +12,7 @@ import torch
 from conf.model_files.quantization import Packed
 from conf.model_files.weights import Entry
 from contract import regular_files
-from contract.faults import named
+from contract.faults import Fault, named
 from trainer.weights.mapped import mapped_numbers
 from trainer.weights.quantised import unpack
 from trainer.weights.released import Model
