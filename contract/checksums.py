@@ -29,7 +29,7 @@ def of_stream(file: Any) -> str:
 
 
 def of_file(path: Path) -> str:
-    """Checksum of a regular file. Raises a Fault that names the file if it cannot be read."""
+    """Checksum of a regular file. Raise a Fault that names the file if it cannot be read."""
     with named(path, OSError), regular_files.open_regular(path) as file:
         return of_stream(file)
 

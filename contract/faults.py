@@ -1,6 +1,6 @@
-"""Exceptions for work that cannot be done: a fault, or an order to stop.
+"""Exceptions for work that cannot be done: a Fault, or an order to stop.
 
-A fault is a problem of the user's input, of the host or of a service. It is shown as one line on stderr with exit code
+A Fault is a problem of the user's input, of the host or of a service. It is shown as one line on stderr with exit code
 2, without a stack trace.
 """
 
@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from errno import EACCES, EDQUOT, ELOOP, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM, EROFS
 
-WRITER_DIED = "Worker failure"  # megatron-core's message, which contains the kind of the writer's error, not its text
+WRITER_DIED = "Worker failure"  # megatron-core's message, with the type but without the text of the writer's error
 CANNOT_WRITE = (EACCES, EPERM, EROFS)
 HOST = (EACCES, EDQUOT, ENOSPC, EROFS, ELOOP, ENAMETOOLONG, ENOTDIR)
 
@@ -41,7 +41,7 @@ def named(name: object, kinds: type[Exception] | tuple[type[Exception], ...] = F
 
 
 def line_of(error: BaseException) -> str | None:
-    """The line to show for an error that is not a defect of this program; None for a defect.
+    """Return the line to show for an error that is not a defect of this program; None for a defect.
 
     If a disk fills up during a save, Megatron raises another error, which contains the original error or only its text.
     """

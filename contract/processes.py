@@ -12,13 +12,13 @@ PR_SET_PDEATHSIG = 1
 
 
 def started(pid: int) -> str | None:
-    """The time at which a process was started, in clock ticks since boot; None if the process does not exist."""
+    """Return the start time of a process in clock ticks since boot; None if the process does not exist."""
     fields = _stat(pid)
     return None if not fields or fields[0] == "Z" else fields[19]
 
 
 def state(pid: int) -> str:
-    """State of a process from /proc: R, S, D, T, Z and others; empty if the process does not exist."""
+    """Return the state of a process from /proc: R, S, D, T, Z and others; empty if the process does not exist."""
     return next(iter(_stat(pid)), "")
 
 
@@ -46,7 +46,7 @@ def memory_files(name: str, name_in_version_1: str, root: Path = Path("/")) -> I
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of a process in /proc, from its state on."""
+    """Return the fields of a process in /proc, beginning with its state."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -116,10 +116,8 @@ def verdict(rows: list[Row], conf: str, given: list[str]) -> str:
     if not best.candidate.overrides:
         return f"the fastest is {conf} unchanged"
     configured_seconds = next((row.seconds for row in succeeded if not row.candidate.overrides), None)
-    times = (
-        f", {configured_seconds / best.seconds:.2f} times as fast as {conf} unchanged"
-        if configured_seconds and best.seconds
-        else ""
-    )
+    times = ""
+    if configured_seconds and best.seconds:
+        times = f", {configured_seconds / best.seconds:.2f} times as fast as {conf} unchanged"
     keys = " ".join([conf, *replaced(given, best.candidate.overrides.split())])
     return f"the fastest is {best.candidate.name}{times}:\n    python -m flows.finetune {keys}"

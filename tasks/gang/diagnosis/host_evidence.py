@@ -41,7 +41,7 @@ class Host:
                 record = os.read(self.log, RECORD)
             except BrokenPipeError:  # the kernel has overwritten older records
                 continue
-            except OSError:  # no more
+            except OSError:  # no more records
                 break
             if not record:
                 break
