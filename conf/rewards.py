@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from contract import regular_files
-from contract.faults import Fault
+from contract.faults import Fault, named
 
 CALLED_WITH = {"function": ("prompt", "answer", "reference"), "environment": ("prompt", "answers", "reference")}
 BINDS_BY_ITSELF = {"exec", "globals", "setattr", "vars", "locals"}  # may define names invisibly
@@ -92,10 +92,8 @@ def judge_prompt(path: str) -> str:
 def judge_address(address: str) -> None:
     if "@" in address:
         raise Fault("has a user or a password in it; JUDGE_API_KEY is sent if it is set")
-    try:
+    with named(address, ValueError):
         host, _ = urlsplit(address).hostname, urlsplit(address).port
-    except ValueError as error:
-        raise Fault(f"{address}: {error}") from None
     if not host or not address.isprintable() or " " in address:
         raise Fault(f"{address!r}: no address of a server, such as http://HOST:8000/v1")
 

@@ -6,7 +6,9 @@ A Fault is a problem of the user's input, of the host or of a service. It is sho
 
 from __future__ import annotations  # flows/doctor.py runs on Python 3.8
 
+import contextlib
 import os
+from collections.abc import Iterator
 from errno import EACCES, EDQUOT, ELOOP, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM, EROFS
 
 WRITER_DIED = "Worker failure"  # megatron-core's message, with the type but without the text of the writer's error
@@ -27,6 +29,15 @@ class ConfigError(Fault):
 
 class Stopped(RuntimeError):
     """An order to stop: the flow is being cancelled, or another process has taken over the work."""
+
+
+@contextlib.contextmanager
+def named(name: object, kinds: type[Exception] | tuple[type[Exception], ...] = Fault) -> Iterator[None]:
+    """Turn each error of these kinds into a Fault whose message begins with the name."""
+    try:
+        yield
+    except kinds as error:
+        raise Fault(f"{name}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def line_of(error: BaseException) -> str | None:

@@ -24,7 +24,6 @@ class FirstRows:
     bad: int = 0  # unreadable or incomplete rows
     bad_sample: str = ""
     refused: int = 0  # rows of the sample that the template cannot express
-    refused_sample: str = ""
     places: list[float] = field(default_factory=list)  # from 0 to 1, decide on each row's split; all rows or none
     template: str = ""  # plain, chat, jinja or text; "" = without a tokenizer, and lengths are guesses
     stop: str = ""  # text to end an answer, if the template has none; "" = the template ends it

@@ -24,6 +24,15 @@ def read(path: Path) -> dict[str, Any]:
     return parse(regular_files.read(path), str(path))
 
 
+def read_or_empty(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of this project; empty if the file is missing or damaged."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def parse(content: bytes, shown: str) -> dict[str, Any]:
     """Parse a JSON object. `shown` names the file in a Fault."""
     try:

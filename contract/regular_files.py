@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
-from contract.faults import Fault
+from contract.faults import Fault, named
 
 KINDS = {
     stat.S_IFDIR: "a folder",
@@ -39,11 +39,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 def read(path: Path, largest: int = LARGEST) -> bytes:
     """Read a file of at most `largest` bytes."""
-    with open_regular(path) as file:
-        try:
-            content = file.read(largest + 1)
-        except OSError as error:
-            raise Fault(f"{path}: {error.strerror}") from None
+    with named(path, OSError), open_regular(path) as file:
+        content = file.read(largest + 1)
     if len(content) > largest:
         raise Fault(f"{path}: larger than {largest} bytes, the limit for such a file")
     return content

@@ -72,7 +72,6 @@ def look(run: Run) -> FirstRows:
         bad=len(bad),
         bad_sample=_described(bad[0]) if bad else "",
         refused=len(refused),
-        refused_sample=_described(refused[0]) if refused else "",
         tokens=tokens,
         answers=answers,
         places=sorted(choose.key(row) / choose.WHOLE for row in good) if whole and len(good) <= PLACES else [],

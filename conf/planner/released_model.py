@@ -10,7 +10,7 @@ from conf.model_files import config_json, quantization, tokenizer_files, weights
 from conf.model_files.weights import Entry
 from conf.planner import parameters
 from conf.rules.conversion import not_converted
-from contract.faults import Fault
+from contract.faults import Fault, named
 from contract.json_object import show
 
 EXPERT = re.compile(r"\.experts\.(\d{1,6})\.")
@@ -71,9 +71,7 @@ def _check_sizes(place: Path, facts: ModelFacts, config: dict[str, Any], tensors
         if name in tensors and tensors[name].shape != (facts.vocab, facts.hidden):
             text = f"vocab_size is {facts.vocab} and {family.key('hidden_size')} {facts.hidden}"
             raise Fault(f"{place}: {text}, but {name} is {list(tensors[name].shape)}")
-    try:
+    with named(place.parent, ValueError):
         described, present = parameters.total(facts), quantization.parameters(config, tensors)
-    except ValueError as error:
-        raise Fault(f"{place.parent}: {error}") from None
     if not present / 2 <= described <= 2 * present:
         raise Fault(f"{place}: describes a model of {described:,} parameters, but the weights have {present:,}")

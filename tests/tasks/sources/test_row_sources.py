@@ -109,9 +109,9 @@ def test_the_order_of_files_counts(identity, tmp_path):
     [
         ("absent.jsonl", "no such file"),
         ("absent/folder/of/files", "no such file"),
-        ("absent*.jsonl", "no file of rows has this name; their names end in .jsonl, .ndjson"),
-        ("empty", "no file of rows in this folder"),
-        ("model.safetensors", "not a file of rows; their names end in"),
+        ("absent*.jsonl", "matches no file"),
+        ("empty", "no file in this folder ends in one of .jsonl, .ndjson"),
+        ("model.safetensors", "ends in none of .jsonl, .ndjson"),
         ("dangling.jsonl", "a link to nowhere, which does not exist"),
     ],
 )
