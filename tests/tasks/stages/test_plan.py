@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused_in_a_line_that_mends_it(folder):
     refused = plan.refusal(plan.settle(of(folder, *one_stage)))
     assert refused.startswith("plan: legal, but lacks 4") and "\n" not in refused
     assert refused.endswith("; hardware.gate=warn continues nevertheless")
-    better = refused.partition("On 32 h100 fits: ")[2].partition(", or ")[0].split()
+    better = refused.partition("This fits on 32 h100: ")[2].partition(", or ")[0].split()
     changed = [key.partition("=")[0] for key in better]
     assert plan.settle(of(folder, *[key for key in one_stage if key.partition("=")[0] not in changed], *better)).fits
     assert plan.refusal(plan.settle(of(folder, *one_stage, "hardware.gate=warn"))) == ""
