@@ -39,7 +39,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-ON_GPU = ("convert", "evaluate-base", "train", "evaluate-tuned")
+ON_GPU = ("evaluate-base", "train", "evaluate-tuned")  # convert computes on CPUs
 STAGES = ("download", "prepare", "convert", "evaluate-base", "train", "export", "evaluate-tuned", "promote")
 BLOCK = 32 << 20  # numbers that all tensors are windows of
 WIDE = dict(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768)

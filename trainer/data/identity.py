@@ -16,7 +16,7 @@ from typing import Any
 from conf.schema.data import Part
 from conf.schema.identity import of_section
 from conf.schema.run import Run
-from contract import checksums, output_marks
+from contract import checksums, json_object, output_marks
 from contract.faults import Fault
 from contract.output_marks import DATA, PREPARING
 from trainer.data.read import sources
@@ -60,10 +60,7 @@ def unchanged(identity: dict[str, Any], parts: Sequence[Part]) -> None:
 
 
 def is_made(out: Path, identity: dict[str, Any]) -> bool:
-    try:
-        manifest = json.loads((out / MANIFEST).read_text())
-    except (OSError, ValueError):
-        return False
+    manifest = json_object.read_or_empty(out / MANIFEST)
     return {key: manifest.get(key) for key in identity} == identity and all(
         (out / name).is_file() and state(out / name) == recorded for name, recorded in manifest.get("files", {}).items()
     )

@@ -19,7 +19,7 @@ from typing import Any
 
 from conf import rewards
 from conf.schema.run import Run
-from contract.faults import Fault
+from contract.faults import Fault, named
 from trainer.reinforcement.guarded.worker import Question
 
 KEY = "JUDGE_API_KEY"
@@ -51,10 +51,8 @@ class Judge:
         assert reinforce.judge and reinforce.judge_model and reinforce.judge_prompt, "contradictions() requires all"
         self.place, self.model = reinforce.judge.rstrip("/"), reinforce.judge_model
         self.seconds, self.tries = reinforce.reward_seconds, reinforce.judge_tries
-        try:
+        with named("reinforce.judge_prompt"):
             self.text = rewards.judge_prompt(reinforce.judge_prompt)
-        except Fault as fault:
-            raise Fault(f"reinforce.judge_prompt: {fault}") from None
         self.headers = {"Content-Type": "application/json"} | _authorization()
         try:
             served = [str(model["id"]) for model in self._ask("/models")["data"]]

@@ -15,6 +15,7 @@ from conf.planner.serving.layout import SEQUENCES
 from contract import json_object
 from contract.served_model import DEFAULTS, ServedModel
 from trainer.data.tokens import rendering, templates, tokenizer
+from trainer.data.tokens.chat import MARK
 from trainer.data.tokens.template_text import split
 from trainer.data.tokens.templates import Template
 from trainer.patches import vllm_cpu
@@ -31,7 +32,6 @@ SWITCHED_OFF = {
 LOADED = {"load_format": "safetensors"}
 DRAIN_SECONDS = 10  # for unfinished answers after SIGTERM
 BASE = "-base"  # suffix of the name by which callers get the model without its adapter
-MARK = "\ue000"  # placeholder for the answer; a character for private use
 ONE = (
     "{%- if messages|length != 1 or messages[0]['role'] != 'user' -%}"
     "{{ raise_exception('this model was trained on single questions: send one message, of the user') }}"

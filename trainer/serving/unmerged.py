@@ -5,7 +5,6 @@ For experts the adapter's file has two parameters per layer, as in transformers.
 a setting and the request say so.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,11 +71,8 @@ def export(run: Run) -> Path:
 
 def mark(run: Run) -> dict[str, Any]:
     """Mark of that export; empty if it has none."""
-    try:
-        content = json.loads((export(run) / "complete.json").read_text())
-        return content if "formats" in content else {}
-    except (OSError, ValueError, TypeError):
-        return {}
+    content = json_object.read_or_empty(export(run) / "complete.json")
+    return content if "formats" in content else {}
 
 
 def find(run: Run) -> Adapter | None:

@@ -25,7 +25,7 @@ from conf.model_files import config_json, quantization, weights
 from conf.model_files.quantization import Packed
 from conf.model_files.weights import Entry
 from contract import json_object
-from contract.faults import Fault
+from contract.faults import Fault, named
 from trainer.startup import device
 
 SOURCE = "source.json"  # in a converted model: type, shape and checksum of each released tensor
@@ -79,11 +79,8 @@ class Model:
 
 def read(folder: Path) -> Model:
     config, tensors = config_json.read(folder / config_json.NAME), weights.tensors(folder)
-    try:
-        packed = quantization.packed(config, tensors)
-    except ValueError as error:
-        raise Fault(f"{folder}: {error}") from None
-    return Model(folder, config, tensors, packed)
+    with named(folder, ValueError):
+        return Model(folder, config, tensors, quantization.packed(config, tensors))
 
 
 def unlike(base: Path, tensors: Mapping[str, Entry]) -> list[str]:

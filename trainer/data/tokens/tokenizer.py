@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from conf.model_files import tokenizer_files
 from conf.schema.run import Run
 from contract import checksums, groups
 from contract.faults import Fault
@@ -30,11 +31,8 @@ Tokenizer = Any  # transformers' PreTrainedTokenizerBase, which cannot be named 
 Encoding = Any  # tokenizers.Encoding: ids, and which characters became which token
 
 BATCH = 1 << 20  # characters per call; an Encoding takes about 100 bytes per character
-# Files that determine the ids: tokenizer.json alone or, without it, the others.
-WHOLE = "tokenizer.json"
-FILES = ("tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt", "merges.txt")
-# Further files of a tokenizer and its chat template.
-SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
+# Files that determine the ids if tokenizer.json is missing.
+FILES = (*tokenizer_files.OTHERS, "merges.txt")
 
 # Tokens that Megatron-Bridge leaves out of the loss at any position.
 SKIPPED = {*chain(*yaml.safe_load(Path(__file__).with_name("skipped_tokens.yaml").read_text()).values())}
@@ -103,15 +101,14 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
 def facts(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return digests of the files and the names of special tokens. Tokenizers with equal facts give equal ids."""
     folder = Path(tokenizer.name_or_path)
-    names = (WHOLE,) if (folder / WHOLE).is_file() else FILES
+    names = (tokenizer_files.WHOLE,) if (folder / tokenizer_files.WHOLE).is_file() else FILES
     files = {name: checksums.of_file(folder / name) for name in names if (folder / name).is_file()}
     return {"files": files, "special_tokens": dict(tokenizer.special_tokens_map)}
 
 
 def digest(folder: Path) -> str:
     """Return the digest of all files of a tokenizer and its chat template, without loading them."""
-    names = (WHOLE, *FILES, *SETTINGS)
-    found = [path for path in folder.rglob("*") if path.name in names or path.suffix in (".jinja", ".py")]
+    found = [p for p in folder.rglob("*") if p.name in tokenizer_files.NAMES or p.suffix in (".jinja", ".py")]
     lines = [f"{checksums.of_file(path)} {path.relative_to(folder)}" for path in sorted(found)]
     return checksums.of("\n".join(lines))
 

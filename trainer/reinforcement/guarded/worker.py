@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from conf import rewards
-from contract.faults import Fault
+from contract.faults import Fault, named
 from contract.processes import end_with_parent
 
 STARTS_WITHIN = 60.0  # seconds
@@ -55,10 +55,8 @@ class Worker:
         self.kind, self.seconds, self.key = kind, seconds, KEYS.get(kind, "reinforce.reward")
         self.settings: dict[str, Any] = {"kind": kind, "memory_gb": memory_gb}
         if function is not None:
-            try:
+            with named(self.key):
                 name, source = rewards.function(function, rewards.CALLED_WITH[kind])
-            except Fault as fault:
-                raise Fault(f"{self.key}: {fault}") from None
             self.settings |= {"name": name, "source": source, "file": Path(function.rpartition(":")[0]).name}
         self.process: subprocess.Popen[bytes] | None = None
         self.connection: Connection | None = None

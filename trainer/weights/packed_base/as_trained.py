@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from conf.rules.packed_base import Format, format_of
+from conf.rules.packed_base import FORMATS, Format
 from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Fault
@@ -96,8 +96,7 @@ class AsTrained:
 
 def open_as_trained(run: Run, model: Model, registry: Any, config: Any) -> AsTrained:
     """Open the base of this run's training."""
-    form, base = format_of(run), Path(run.paths.base)
-    assert form, "model.base names a format"
+    form, base = FORMATS[run.model.base], Path(run.paths.base)
     whole, rows = recorded(run)
     if whole.get("base") != run.model.base:
         text = f"was trained on {whole.get('base')}, and model.base is {run.model.base}"

@@ -14,7 +14,7 @@ from megatron.core.extensions import transformer_engine
 from megatron.core.utils import unwrap_model
 from safetensors.torch import save_file
 
-from conf.rules.packed_base import Format, format_of
+from conf.rules.packed_base import FORMATS, Format
 from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Fault
@@ -44,8 +44,7 @@ class Tensor:
 @torch.no_grad()
 def write(run: Run, chunks: list, base: Path, journal_folder: Path) -> None:
     """Write the packed files of a base into its folder, over all ranks. `chunks` are the model without memory."""
-    form, folder = format_of(run), base / files.FOLDER
-    assert form, "model.base names a format"
+    form, folder = FORMATS[run.model.base], base / files.FOLDER
     atomic_folder.barrier()  # until rank 0 has written the index of the pieces
     stored = unwritten.open_base(run, checkpoints.step_folder(base, 0))
     every, release = tensors(run, unwrap_model(chunks)), packing.release(run, form, chunks[0].config)
