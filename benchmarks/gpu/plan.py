@@ -216,15 +216,15 @@ def planned(one: Trial) -> str:
     from conf.planner.hardware import GPUS
     from conf.planner.memory import memory
     from conf.planner.timing import timing
+    from conf.planner.verdict import config_of
     from contract.faults import ConfigError
-    from trainer.rehearse import config_of
     from trainer.trial import cut
 
     try:
         run = load(one.conf, [f"{key}={value}" for key, value in one.overrides.items()], illegal=True)
     except ConfigError as fault:
         return str(fault)
-    config = config_of(run)
+    config, _ = config_of(run)
     facts = facts_from_hf(cut(config, one.layers) if one.layers else config)
     fullest = max(memory(run, facts, GPUS["h200"]), key=lambda stage: stage.total)
     seconds = timing(run, facts, GPUS["h200"]).likely

@@ -130,12 +130,12 @@ def make_model(folder: Path, config: dict, spread: float = 0.02, shards: int = 8
 def preset(options: argparse.Namespace, work: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """Serve model and data of a preset by their names. Yields the command's word for it, and the environment."""
     from conf.load import load
+    from conf.planner.verdict import config_of
     from tests.support import stand_in_hub
-    from trainer.rehearse import config_of
     from trainer.trial import cut
 
     run = load(options.preset)
-    make_model(work / "model", cut(config_of(run), options.layers))
+    make_model(work / "model", cut(config_of(run)[0], options.layers))
     make_questions(work / "rows", run.data.config, options.rows)
     with stand_in_hub.serve(work / "hub") as hub:
         hub.publish(f"models/{run.model.source}", work / "model")
