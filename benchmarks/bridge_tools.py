@@ -1,11 +1,11 @@
-"""Megatron-Bridge's own tools in one process on a CPU, for benchmarks/convert.py to compare ours with.
+"""Megatron-Bridge's tools in one process on a CPU, with which benchmarks/convert.py compares this project's tools.
 
     python -m benchmarks.bridge_tools import MODEL OUT                 AutoBridge.import_ckpt
     python -m benchmarks.bridge_tools export MODEL BASE OUT            AutoBridge.export_ckpt
-    python -m benchmarks.bridge_tools merge MODEL BASE ADAPTER OUT     as its examples/peft/merge_lora.py, exported
+    python -m benchmarks.bridge_tools merge MODEL BASE ADAPTER OUT     as Bridge's examples/peft/merge_lora.py, exported
 
-BASE is what its import made. Its loading and its saving ask nvidia-modelopt, which is not installed here, whether a
-checkpoint or a model is quantised by it: the answer, that none is, is given in its place.
+BASE is the result of the import. Loading and saving ask nvidia-modelopt whether a checkpoint or model is quantised. It
+is not installed here, so this module answers no in its place.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -50,7 +50,7 @@ def main() -> None:
         sys.modules[name] = types.ModuleType(name)
         if question:
             setattr(sys.modules[name], question, lambda *_: False)
-    if tool != "export":  # which begins and ends it by itself
+    if tool != "export":  # export starts and ends the process group itself
         torch.distributed.init_process_group("gloo")
     if tool == "import":
         AutoBridge.import_ckpt(model, *paths, torch_dtype=torch.bfloat16)
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _merge(bridge, base: Path, adapter: Path, out: Path) -> None:
-    """Load the base and the adapter whole, add them, and write the sum in Hugging Face's format."""
+    """Load the complete base and adapter, merge them, and write the result in Hugging Face's format."""
     from megatron.bridge.peft.lora import LoRA
     from megatron.bridge.training.checkpointing import (
         _generate_model_state_dict,

@@ -1,17 +1,17 @@
-"""Verification card of a configuration: what was measured of it here, beside what is planned, and how to see the rest.
+"""Verification card of a configuration: measured figures next to planned ones, and commands for further checks.
 
     python -m benchmarks.card qwen3-30b-a3b-1xh100                  a trial on this host's GPUs, then its card
-    python -m benchmarks.card glm47 --layers 6 layout.nodes=1 ...   of a model that is cut
-    python -m benchmarks.card qwen3-30b-a3b-1xh100 --answer FILE    of what `python -m trainer.trial ... --json` said
-    python -m benchmarks.card qwen3-30b-a3b-1xh100 --planned        what needs no GPU: the plan
+    python -m benchmarks.card glm47 --layers 6 layout.nodes=1 ...   for a model with fewer layers
+    python -m benchmarks.card qwen3-30b-a3b-1xh100 --answer FILE    from the output of `python -m trainer.trial --json`
+    python -m benchmarks.card qwen3-30b-a3b-1xh100 --planned        only the plan, without a GPU
 
-The card is Markdown, on stdout and in runs/cards/NAME.md: commands, commit, hardware, packages; a step, tokens/s and
-TFLOP/s of a GPU, their share of a matrix product right after, memory of the fullest rank, each planned and measured.
-Where no GPU is, it has the plan alone and says so. Coverage of weights, parity with what is served, and a resume are of
-a whole run: the card names the command that shows each, and never says that it has held here.
+The card is Markdown, on stdout and in runs/cards/NAME.md: commands, commit, hardware, packages; step time, tokens/s and
+TFLOP/s per GPU, their share of a matrix product measured right after, memory of the fullest rank, each planned and
+measured. Without a GPU the card has only the plan, and says so. Coverage of weights, parity with serving, and a resume
+need a complete run: the card names the command for each check, but does not claim that it passed.
 
 Exit code 0: the card is written; 1: the trial failed or ran out of memory, and the card says so; 2: the arguments are
-at fault.
+wrong.
 """
 
 # pyright: reportArgumentType=false
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answer(row: Row, options: argparse.Namespace) -> dict[str, Any] | None:
-    """What a trial has said: of the file that is given, or of one that is made now where there is a GPU."""
+    """Return the output of a trial: from the given file, or of a trial that runs now if there is a GPU."""
     if options.answer:
         found = json_object.read(options.answer)
         if "ranks" not in found:
@@ -113,7 +113,7 @@ def lines(row: Row, options: argparse.Namespace, planned: Plan, answer: dict[str
 
 
 def _beside(answer: dict[str, Any]) -> Iterator[str]:
-    """The slowest rank's step and the fullest one's memory, measured and planned."""
+    """Return the step time of the slowest rank and the memory of the fullest rank, measured and planned."""
     ranks = answer["ranks"]
     seconds = max(statistics.median(rank["seconds"][WARM - 1 :]) for rank in ranks)
     expected = max(rank["planned"].get("seconds", 0.0) for rank in ranks)
@@ -156,7 +156,7 @@ def _row(name: str, found: float, expected: float) -> str:
 
 
 def _commit() -> str:
-    """The commit that the code is of, and whether it has been changed since."""
+    """Return the commit of the code, and whether files have changed since."""
     told = [
         subprocess.run(["git", "-C", launch.ROOT, *arguments], capture_output=True, text=True)
         for arguments in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])

@@ -1,21 +1,20 @@
-"""Speed and memory of conversion and export, beside `cp -r` with `sync` of the same bytes, and Megatron-Bridge.
+"""Speed and memory of conversion and export, compared with `cp -r` and `sync` of the same bytes, and Megatron-Bridge.
 
     python -m benchmarks.convert [--size-gb 12] [--processes 2]      make bench-convert SIZE_GB=12
-    python -m benchmarks.convert --size-gb 2 --no-bridge             a short one, or where memory lacks
+    python -m benchmarks.convert --size-gb 2 --no-bridge             a short run, or if memory is short
 
-A model of Qwen3-30B-A3B's widths is generated, with as many layers as the size wants. Everything is done twice: with
-the pages of what is read dropped from the kernel's memory before (cold), and left there (warm); and all of that once
-more at half the size. The export is of the base as it is, so every tensor is read from it and written anew; the merge
-is of an adapter of rank 8 on every linear layer and every expert. "described" is convert.to: none, which reads the
-release once and writes no weight. What a page of memory costs drifts on a virtual machine, by several times within
-minutes, so that a row is held against a copy just before it and one just behind it; what a row makes is removed before
-that copy already, as pages that were freed long ago cost most of all. Each is timed as a whole command,
-less the time until it begins with the first unit of its work, which is the start of its processes and is shown apart.
-Memory is the largest resident set of a process, and of that what belongs to no file, sampled ten times a second. CPU
-seconds are of all processes; on a host that is busy with other things they say more than the others. The comparison of
-the first layers, at the end of a conversion, is of one size whatever the model's. Megatron-Bridge's tools are those of
-benchmarks/bridge_tools.py, in one process, their start included; they hold the whole model, and each is left out where
-the host has not the memory for that.
+The benchmark generates a model with the widths of Qwen3-30B-A3B and enough layers for the size. Every command runs
+twice: with its input files dropped from the page cache (cold), and with cached files (warm). All of that is repeated at
+half the size. The export reads every tensor of the unchanged base and writes it again. The merge has an adapter of rank
+8 on every linear layer and every expert. "described" is convert.to: none, which reads the release once and writes no
+weights. On a virtual machine the cost of a memory page changes severalfold within minutes. So each row is compared with
+a copy just before it and a copy just after it. The output of a row is removed before the second copy, because pages
+that were freed long ago cost most. A row has the time of the complete command, except for the start of its processes,
+which is shown separately. Memory is the largest resident set of a process, and the part of it that belongs to no file,
+sampled ten times a second. CPU seconds are those of all processes; on a busy host they are more reliable than the other
+figures. The comparison of the first layers at the end of a conversion has the same size for all models.
+Megatron-Bridge's tools (benchmarks/bridge_tools.py) run in one process, with their start included. They hold the
+complete model, so they are skipped if the host has too little memory.
 """
 
 import argparse
@@ -55,7 +54,7 @@ class BridgeTool:
     takes: float  # times the model, of memory: measured with 4.3 and 12.5 GB
 
     def left_out(self, work: Path, size: float) -> str | None:
-        """Why this host cannot run it."""
+        """Return the reason why this host cannot run the command."""
         if missing := [name for name in self.reads if not (work / name).exists()]:
             return f"left out: there is no {missing[0]}"
         if psutil.virtual_memory().available < self.takes * size * GB:
@@ -75,7 +74,7 @@ BRIDGE_TOOLS = (
 
 
 class Killed(Exception):
-    """The kernel has ended a command, which wanted more memory than there is."""
+    """The kernel has killed a command that needed more memory than the host has."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class Took:
 
 
 def generate(folder: Path, size: float) -> float:
-    """Write a release of about so many GB. Returns how many it has."""
+    """Write a release of about this many GB. Return its exact size."""
     import torch
 
     from conf import model_facts
@@ -134,7 +133,7 @@ def generate(folder: Path, size: float) -> float:
 
 
 def train(model: Path, folder: Path) -> None:
-    """Write a checkpoint of an adapter, as a training would leave it, but for the digests of its tensors."""
+    """Write a checkpoint of an adapter as a training would, except for the digests of its tensors."""
     import torch
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -165,7 +164,7 @@ def train(model: Path, folder: Path) -> None:
 
 
 def timed(command: list[str], log: Path, begun: Path | None = None) -> Took:
-    """Run the command. `begun` is there once its work begins."""
+    """Run the command. The file `begun` appears when its work begins."""
     start, resident, anonymous, before = time.monotonic(), 0, 0, os.times()
     started = 0.0
     with log.open("a") as out:
@@ -206,7 +205,7 @@ def copied(source: Path, target: Path, log: Path) -> Took:
 
 
 def drop(folder: Path) -> None:
-    """Have the kernel forget the contents of the files."""
+    """Drop the content of the files from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)

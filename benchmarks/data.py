@@ -1,15 +1,16 @@
-"""Speed of preparing data, beside Megatron-Bridge's own preparation, the bare tokenizer and datasets.map.
+"""Speed of preparing data, compared with Megatron-Bridge's preparation, the bare tokenizer and datasets.map.
 
     python -m benchmarks.data [--mb 160] [--memory-gb 5]          make bench-data; about 35 minutes
     python -m benchmarks.data --short     16 MB, and 0.05 GB for memory: 3 minutes     make bench-data SHORT=1
 
-Rows of a prompt and an answer, 1.2 kB on average, of words that occur as often as those of a language, and a byte-level
-BPE of 32,000 tokens trained on them. The same rows, tokenizer, template, packing length and cores for all. Ours is
-timed as a whole process, its start included; the others without their imports. What ours and Bridge's have written is
-compared: the rows of training.jsonl, its index, and every row's token ids and loss mask in the packed sequences.
+Each row has a prompt and an answer, 1.2 kB on average, with the word frequencies of a language. A byte-level BPE of
+32,000 tokens is trained on the rows. All candidates use the same rows, tokenizer, template, packing length and cores.
+This project's preparation is timed as a complete process including its start, the others without their imports. The
+output of this project and of Bridge is compared: the rows of training.jsonl, its index, and every row's token ids and
+loss mask in the packed sequences.
 
-The bare tokenizer only encodes the texts, with a thread per core: nobody can be faster. Memory is the proportional
-share (PSS) of all processes together, sampled while a file of --memory-gb is prepared.
+The bare tokenizer only encodes the texts, with a thread per core, which is a lower bound. Memory is the proportional
+set size (PSS) of all processes together, sampled while a file of --memory-gb is prepared.
 """
 
 # pyright: reportArgumentType=false
@@ -77,7 +78,7 @@ def rows(count: int, seed: int):
 
 
 def generate(file: Path, size: int, seed: int) -> int:
-    """Write lines until the file has that size. Returns their number."""
+    """Write lines until the file has this size. Return their number."""
     count = 0
     with file.open("w") as out:
         for row in rows(size // 100, seed):
@@ -89,7 +90,7 @@ def generate(file: Path, size: int, seed: int) -> int:
 
 
 def enlarge(source: Path, file: Path, size: int) -> None:
-    """Write the rows of a file again and again, each time with another number in front of their prompts."""
+    """Repeat the rows of a file, each time with another number before their prompts."""
     lines = source.read_bytes().splitlines(keepends=True)
     start = len('{"input": "')
     with file.open("wb") as out:
@@ -120,7 +121,7 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def ours(folder: Path, source: Path, watched: bool) -> tuple[float, float]:
-    """Seconds, and, where it is watched, the most memory of all processes together in MB. Watching takes time."""
+    """Return the seconds and, if memory is watched, the largest MB of all processes together. Watching takes time."""
     conf = folder / f"{source.stem}.yaml"
     conf.write_text(CONF % (source, SEQ_LENGTH, folder / "tokenizer", folder / f"ours-{source.stem}"))
     start = time.monotonic()
@@ -139,12 +140,12 @@ def memory(pid: int) -> float:
         for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
             total += process.memory_full_info().pss
     except psutil.Error:
-        pass  # one has ended
+        pass  # a process has ended
     return total / 1e6
 
 
 def bridge(folder: Path, source: Path, workers: int) -> float:
-    """Materialise, index and pack, as Megatron-Bridge does it."""
+    """Materialise, index and pack the rows with Megatron-Bridge."""
     from trainer.startup import device
 
     device.start()
@@ -222,7 +223,7 @@ def mapped(folder: Path, source: Path) -> float:
 
 
 def compare(folder: Path, source: Path) -> None:
-    """Fail unless both hold the same."""
+    """Fail if both outputs differ."""
     mine, theirs = folder / f"ours-{source.stem}", folder / "bridge-1"
     for left, right in zip((mine / "training.jsonl").open(), (theirs / "training.jsonl").open(), strict=True):
         assert json.loads(left) == json.loads(right)
@@ -252,7 +253,7 @@ def tokens(path: Path) -> int:
 
 
 def in_process(way: str, *arguments: object) -> float:
-    """Run the function of that name in a process of its own, which prints its seconds last."""
+    """Run the function of this name in a separate process, which prints its seconds last."""
     code = f"from benchmarks import data; data.call({way!r})"
     command = [sys.executable, "-c", code, *map(str, arguments)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}

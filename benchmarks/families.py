@@ -1,17 +1,17 @@
-"""Try every family that is converted here, by a tiny model in fp32, beside what transformers computes.
+"""Compare every supported family with transformers, by a tiny model in fp32.
 
     python -m benchmarks.families [KIND ...] [--steps N] [--workdir FOLDER] [--without-vllm]
 
-For each of the tiny models, in one line of a table:
+The table has a line for each tiny model, with differences:
 
-    converted   logits of the converted model beside transformers' of the released one, as a part of the largest
-    layouts     LoRA at three layouts, the largest relative difference of any step's loss from that of one process
-    merged      logits of the merged export by transformers, beside the trained model's by Megatron
-    adapter     the same of the released model with the exported adapter, by PEFT
-    vLLM        log-probabilities of the merged export by vLLM on this host, in nats a token, the largest difference
+    converted   logits of the converted model and, by transformers, of the released one, relative to the largest logit
+    layouts     LoRA at three layouts: the largest relative difference of a step's loss from that of one process
+    merged      logits of the merged export by transformers, compared with the trained model's by Megatron
+    adapter     the same for the released model with the exported adapter, by PEFT
+    vLLM        log-probabilities of the merged export by vLLM on this host: the largest difference in nats per token
 
-What is being done is said on stderr. In --workdir the figures of a model are kept when none is above its bound, and
-the next call with the same steps and packages takes them from there: a call that was ended goes on with the next model.
+Progress is reported on stderr. --workdir keeps the figures of each model whose figures are all within their bounds. The
+next call with the same steps and packages reuses them, so an interrupted call continues with the next model.
 
 Ends with one line of JSON; exit code 1 if a figure is above its bound. A minute or more for each model on 2 cores.
 """
@@ -82,12 +82,12 @@ def _arguments() -> argparse.Namespace:
 
 
 def cases(kind: str) -> list[Case]:
-    """Layouts at which a family is tried: the first three of benchmarks/layouts.py."""
+    """Return the layouts for a family: the first three of benchmarks/layouts.py."""
     return [case for case in layouts.TABLE if case.model == kind and not case.flags()][:3]
 
 
 def _try(kind: str, folder: Path, options: argparse.Namespace) -> Row:
-    """Try one model, in a folder of its own, or take the figures that are kept there."""
+    """Measure one model in its own folder, or return the figures that are kept there."""
     asked = {"steps": options.steps, "vllm": not options.without_vllm} | {
         package: importlib.metadata.version(package) for package in PACKAGES
     }
@@ -106,7 +106,7 @@ def _try(kind: str, folder: Path, options: argparse.Namespace) -> Row:
 
 
 def kept(file: Path, asked: dict) -> Row:
-    """Figures that a call which asked for the same has left; none where there are none."""
+    """Return the figures that an earlier call with the same arguments has kept; empty if there are none."""
     try:
         found = json_object.read(file)
     except (OSError, ValueError, Fault):
@@ -180,7 +180,7 @@ def _by_vllm(kind: str, run: Run, rows: list[list[int]], trained, left_out: bool
 
 
 def _difference(found, expected) -> float:
-    """Largest difference of Megatron's logits, if there are any, from transformers', or the text of its error."""
+    """Return the largest difference between logits of Megatron and transformers, or the text of an error."""
     if isinstance(expected, str):
         print(expected, file=sys.stderr)
     if found is None or isinstance(expected, str):

@@ -1,10 +1,10 @@
-"""Start-up, caching and orchestration of the flow, each measured beside a baseline.
+"""Start-up, caching and orchestration of the flow, each compared with a baseline.
 
-    python -m benchmarks.flow             make bench-flow; about 6 minutes on 2 cores, on servers of its own
-    python -m benchmarks.flow --short     each once, and no other learning rate: 3 minutes     make bench-flow SHORT=1
+    python -m benchmarks.flow             make bench-flow; about 6 minutes on 2 cores, with its own servers
+    python -m benchmarks.flow --short     each once, one learning rate: 3 minutes     make bench-flow SHORT=1
 
 The quick configuration of tests/support/flow_world.py, on S3, Prefect and MLflow over HTTP. Figures of processes are
-medians of three runs, start of the process included.
+medians of three runs, including the start of the process.
 """
 
 import argparse

@@ -1,14 +1,15 @@
-"""Faults at random moments of real runs of gangs, and a table of how the gangs get over them.
+"""Faults at random moments of real gang runs, and a table of how the gangs recover.
 
     python -m benchmarks.gang_faults [N] [--only NAME ...] [--seed N] [--keep FOLDER]      N times each; make faults N=1
     python -m benchmarks.gang_faults --short      FEW of them, once each: 4 minutes      make faults SHORT=1
 
-Three hosts of four (tests/tasks/gang/world.py), tiny GLM-4-MoE, a checkpoint every 10 steps. A fault
-(tests/tasks/gang/harm.py) is done to one run again and again, each time after a later checkpoint, as far as it goes;
-the run has to end all the same. Measured: seconds until it is noticed (the board says stop), until no process of the
-attempt is left on any host, and until the next step is made; how many steps were made twice; processes that were left.
-Right is: under 30 s each, at most one interval between checkpoints lost, no process left, and a run that ends with
-every step once and the losses of an undisturbed one. Exit code 1 if any is not. About a minute for each on 2 cores.
+Each gang uses three of four hosts (tests/tasks/gang/world.py) and trains a tiny GLM-4-MoE with a checkpoint every 10
+steps. A run suffers the same fault (tests/tasks/gang/harm.py) repeatedly, each time after a later checkpoint, and must
+still end. The table has the seconds until the fault is noticed (the board says stop), until no process of the attempt
+is left on any host, and until the next step; the number of repeated steps; and the processes that were left. The run
+passes if each time is below 30 s, at most one checkpoint interval is lost, no process is left, and the run ends with
+every step once and the losses of an undisturbed run. Otherwise the exit code is 1. Each fault takes about a minute on 2
+cores.
 """
 
 # pyright: reportOptionalMemberAccess=false
@@ -42,17 +43,17 @@ from tests.tasks.gang.world import World, missing, world
 
 HOSTS, NODES = 4, 3
 INTERVAL = 10  # steps between checkpoints
-FIRST, LAST = INTERVAL + 1, 2 * INTERVAL + 4  # steps after the one that a run goes on from, of which a fault takes one
-TAIL = 15  # steps that a run makes after the last one
-SCHEDULE = 2000  # train.steps of all runs: train.stop_after ends them, so that their losses are one's
+FIRST, LAST = INTERVAL + 1, 2 * INTERVAL + 4  # range of steps after a resume in which a fault occurs
+TAIL = 15  # steps of a run after the last fault
+SCHEDULE = 2000  # train.steps of all runs, which train.stop_after ends, so their losses are comparable
 SOON = 30.0  # seconds
 RUN_WITHIN = 900.0
-FEW = ("rank SIGKILL", "host removed")  # a defect of one process, and a machine that is gone
+FEW = ("rank SIGKILL", "host removed")  # a defect of one process, and a lost machine
 
 
 @dataclass
 class Case:
-    """One fault, done once."""
+    """One occurrence of a fault."""
 
     at: int = 0  # step
     noticed: float | None = None
@@ -79,7 +80,7 @@ class Case:
 
 @dataclass
 class Row:
-    """Row of a fault, as often as it was done."""
+    """Row of the table: a fault with all its occurrences."""
 
     fault: str
     cases: list[Case] = field(default_factory=list)
@@ -110,7 +111,7 @@ def main() -> int:
         print(f"skipped: {why}")
         return 0
     random.seed(options.seed)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also ends all started processes
     faults = {name: FAULTS[name] for name in options.only or FAULTS}
     rows: list[Row] = []
     with workspace("faults") as folder, world(folder, HOSTS) as made:
@@ -155,7 +156,7 @@ def _one_run(made: World, fault: Fault, row: Row, times: int, expected: dict[int
             moment = base + random.randint(FIRST, LAST)
             wait_for(lambda at=moment: made.step() >= at or made.running.poll() is not None, RUN_WITHIN)
             if made.running.poll() is not None or not made.training():
-                break  # it was quicker than its faults: those left are another run's
+                break  # the run ended before all faults: another run gets the remaining ones
             time.sleep(random.uniform(0, 0.5))
             case = _case(made, fault, gang, steps)
             row.cases.append(case)
@@ -237,7 +238,7 @@ def _start(made: World, steps: int):
 
 
 def _gang(made: World, flow) -> str:
-    """Folder that the run under way works in."""
+    """Return the folder in which the current run works."""
     log, found = made.folder / "flow.log", []
     wait_for(lambda: "attempt" in log.read_text() or flow.poll() is not None, 300)
     for line in log.read_text().splitlines():

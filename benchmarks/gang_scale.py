@@ -1,18 +1,18 @@
-"""Cost of the control path of a gang with many hosts, on this one, and the time until a dead host is noticed.
+"""Cost of the control path of a gang with many hosts, simulated on this host, and the time to notice a dead host.
 
     python -m benchmarks.gang_scale [NODES] [--minutes M]         make scale: 1000 nodes
     python -m benchmarks.gang_scale --short      200 nodes, a quarter of a minute: 1 minute      make scale SHORT=1
 
-Real are the controller, and what each member does on the board (tasks/gang/member_link.py): it reads what the
-controller says each second, renews each 3 s, ships a log that grows, and reports 8 ranks every 10 s. Nobody trains. A
-store of files in memory stands between them. Once all train, and after M minutes of that, one host dies without a word.
+The controller is real, and so is the work of each member on the board (tasks/gang/member_link.py): it reads the
+controller's word each second, renews every 3 s, ships a growing log, and reports 8 ranks every 10 s. Nothing trains.
+The store is a folder in memory. M minutes after all members report training, one host dies silently.
 
-Printed: seconds until all had joined, until all had heard go, from death to verdict, from verdict until all others had
-stopped; cores that the controller took and that the members took together while all trained; objects on the board. Exit
-code 1 where the controller took a core, or the death took 30 s to be noticed. The members take most of a core, and
-where others leave them less they are slow to renew, and count as dead: on a busy machine give it a better priority.
+The output has the seconds until all have joined, until all have read go, from the death to the verdict, and from the
+verdict until all others have stopped; the cores that the controller used, and that all members used together; and the
+objects on the board. The exit code is 1 if the controller used a whole core, or if the death was noticed only after 30
+s. The members need most of a core. On a busy machine they renew late and count as dead: use a better priority there.
 
-Not covered: the latency of an object store, and what each request costs there.
+Not covered: the latency of an object store, and the cost of its requests.
 """
 
 # pyright: reportOptionalMemberAccess=false
@@ -44,7 +44,7 @@ from tests.tasks.gang.conftest import ROOT
 
 RANKS = 8
 TOLD = 10.0  # as tasks/gang/member.py
-PROCESSES = 4  # for the members; the one that dies has its own
+PROCESSES = 4  # for the members; the member that dies has its own process
 CONF = """
 name: scale
 model: {{source: none}}
@@ -71,7 +71,7 @@ class Found:
 
 
 class Engine:
-    """Engine that starts members in a few processes, and knows nothing of their state."""
+    """Engine that starts members in a few processes, and does not know their state."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -115,7 +115,7 @@ class Engine:
 
 
 class Member(Link):
-    """Member as in tasks/gang/member_link.py, without threads of its own: 2000 would wait for one another here."""
+    """Member as in tasks/gang/member_link.py, but without threads: 2000 threads would wait for each other here."""
 
     def join(self) -> bool:
         found = self.board.pulse()
@@ -138,7 +138,7 @@ class Member(Link):
             self._ship()
 
     def train(self, log: Path) -> None:
-        """Write what a training member would write at this moment."""
+        """Write the messages of a training member at this moment."""
         now, step = time.monotonic(), int(time.monotonic())
         first = self.node * RANKS
         if not self.due:
@@ -185,7 +185,7 @@ def _sign(rank: int, step: int) -> messages.Sign:
 
 
 class Seen(Lookout):
-    """Controller's messages, with the time of each."""
+    """Messages of the controller, with the time of each."""
 
     last: "Seen"
 
@@ -199,7 +199,7 @@ class Seen(Lookout):
         super().say(**news)
 
     def all(self, state: str, but: int = 0) -> float:
-        """Time at which all members, but so many, had this state."""
+        """Return the time at which all members except `but` had this state."""
         while sum(one.state == state for one in self.nodes.values()) < len(self.nodes) - but:
             time.sleep(0.1)
         return time.monotonic()

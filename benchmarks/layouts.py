@@ -1,10 +1,10 @@
-"""Rehearse parallel layouts on this machine: every one must train as a single process does.
+"""Rehearse parallel layouts on this machine: each must train like a single process.
 
     python -m benchmarks.layouts [--only PART ...] [--steps N] [--workdir FOLDER]
 
 Trains LoRA on tiny models in fp32 at each layout of TABLE, on up to 8 gloo processes, and prints the largest relative
-difference of any step's loss from that of one process. B is drawn like A: from a B of zeros, with which runs start,
-what adapters give to their input's gradient is nothing at first and little after ten steps. Ends with one line of JSON;
+difference of any step's loss from that of one process. B is drawn like A: with a B of zeros, as in real runs, adapters
+would add nothing to the gradient of their input at first, and little after ten steps. Ends with one line of JSON;
 exit code 1 if a layout is off by more than BOUND. About 10 minutes on 2 cores.
 
 Importing Megatron takes longer than training here, so it is imported once, and the ranks of each layout are forked.
@@ -30,12 +30,7 @@ from trainer.rehearsal import forked_ranks, tiny_models
 from trainer.startup import device, entry
 
 BOUND = 1e-4
-FOLDER = Kind(
-    "rehearsals of layouts",
-    "benchmarks.layouts",
-    whole=False,
-    other_marks=(("*/metrics.jsonl", frozenset({"kind", "step"})),),
-)
+FOLDER = Kind("rehearsals of layouts", "benchmarks.layouts", {"*/metrics.jsonl": {"kind", "step"}}, whole=False)
 LATENT = "linear_q_down_proj,linear_q_up_proj,linear_kv_down_proj,linear_kv_up_proj,linear_proj,linear_fc1,linear_fc2"
 
 
@@ -98,7 +93,7 @@ TABLE = (
         for model in ("deepseek-v3", "kimi-k2", "olmoe", "minimax-m2")
         for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "cp=2")
     ),
-    # its releases have an MTP layer, and so has the tiny one
+    # the tiny model has an MTP layer, like the releases
     *(Case("glm4-moe-lite", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "ep=2", "cp=2")),
     *(Case(model, cut) for model in ("qwen2", "mistral") for cut in ("tp=2 sp=true", "pp=2", "cp=2")),
     *(Case("gpt-oss", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "tp=2 sp=true", "dp=2", "ep=4")),

@@ -1,7 +1,7 @@
 """Logits of a tiny model by Megatron, by transformers with or without a PEFT adapter, and log-probabilities by vLLM.
 
-of_megatron(run, checkpoint, rows, out) is for a forked rank, and writes a file. by_transformers(asked, rows) and
-by_vllm(run, rows) start a process of their own: Megatron's must not import PEFT (trainer/patches/import_fixes.py).
+of_megatron(run, checkpoint, rows, out) runs in a forked rank and writes a file. by_transformers(asked, rows) and
+by_vllm(run, rows) start another process, as Megatron's must not import PEFT (trainer/patches/import_fixes.py).
 """
 
 # pyright: reportArgumentType=false, reportOptionalCall=false
@@ -19,7 +19,7 @@ Rows = list[list[int]]
 
 
 def of_megatron(run: Run, checkpoint: Path | None, rows: Rows, out: Path) -> None:
-    """Logits of the base, or with `checkpoint` of the adapter that it holds on top of the base."""
+    """Write the logits of the base, or of the base with the adapter in `checkpoint`."""
     import torch
 
     from trainer.megatron.recipe import make_adapter
@@ -52,7 +52,7 @@ def built(run: Run):
 
 
 def stored(model, part: str = "") -> dict:
-    """Tensors of the first chunk that a checkpoint holds, of those whose names have `part` in them."""
+    """Return the tensors of the first chunk that are in a checkpoint and whose names contain `part`."""
     state = model[0].sharded_state_dict()
     return {key: value for key, value in state.items() if part in key and "_extra_state" not in key}
 
@@ -64,7 +64,7 @@ def load(model, folder: Path, part: str = "") -> None:
 
 
 def by_transformers(asked: list[tuple[Path, Path | None]], rows: Rows) -> list:
-    """Logits of each model, in its folder, with the PEFT adapter in the other one. An error's text instead of some."""
+    """Return the logits of each model folder with the PEFT adapter in the other folder, or the text of an error."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return [pool.apply(_computed, (*one, rows)) for one in asked]
 
@@ -88,12 +88,12 @@ def _computed(folder: Path, adapter: Path | None, rows: Rows):
                 model = PeftModel.from_pretrained(model, str(adapter))
         with torch.no_grad():
             return model.eval()(torch.tensor(rows)).logits.numpy()
-    except Exception as error:  # of any kind: the table has no figure then
+    except Exception as error:  # any error: the table then has no figure
         return f"{type(error).__name__}: {error}"
 
 
 def by_vllm(run: Run, rows: Rows) -> list[list[float]] | str:
-    """Log-probabilities of each row's tokens but the first, by the model in run.paths.served; or an error's text."""
+    """Return log-probabilities of each row's tokens except the first, by the model in run.paths.served, or an error."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_served, (run.model_dump_json(), rows))
 
@@ -106,5 +106,5 @@ def _served(run_json: str, rows: Rows) -> list[list[float]] | str:
     try:
         engine.prepare(Path(run.paths.kernels), online=False)
         return engine.serve(run, run.train.precision, lambda done, of, what: None).read(rows)
-    except Exception as error:  # of any kind: some of vLLM's cannot be sent to another process
+    except Exception as error:  # any error: some of vLLM's cannot be sent to another process
         return f"{type(error).__name__}: {error}"

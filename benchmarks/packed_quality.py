@@ -1,16 +1,15 @@
-"""What adapters learn on a packed base (model.base), beside the same on the base as it is, over several seeds.
+"""Quality of adapters on a packed base (model.base), compared with the unpacked base, over several seeds.
 
     python -m benchmarks.packed_quality             five seeds of each base: 19 minutes     make bench-packed
     python -m benchmarks.packed_quality --short     one seed and fewer steps: 4 minutes     make bench-packed SHORT=1
 
-A tiny model is trained whole in fp32, until it says of a ticket (trainer/data/tickets.py) which team and which order it
-is about. Then LoRA teaches it to answer another question with both, the other way round, on each base and with each
-seed. Printed for each base: its error from the model (trainer/weights/quantised/report.py), the loss of held-out rows
-in nats a token before LoRA and after it, as a mean over the seeds and their standard deviation, and how far that mean
-lies from bf16's, in standard errors of the difference of pairs with the same seed. One seed has neither a deviation nor
-an error.
+All weights of a tiny model are trained in fp32 until it answers a ticket (trainer/data/tickets.py) with its team and
+order. Then LoRA trains it to answer another question with both in the opposite order, on each base and with each seed.
+The output has for each base: its rounding error (trainer/weights/quantised/report.py); the loss of held-out rows in
+nats per token before and after LoRA, with mean and standard deviation over the seeds; and the distance of this mean
+from bf16's, in standard errors of the difference of pairs with the same seed. One seed has no deviation and no error.
 
-Not covered: models of real widths, whose weights have other outliers, and answers that are sampled.
+Not covered: models of real widths, whose weights have other outliers, and sampled answers.
 """
 
 import argparse
@@ -127,7 +126,7 @@ def table(rows: list[dict]) -> list[str]:
 
 
 def _deviation(numbers: list[float]) -> float:
-    """Standard deviation; 0 of a single number, which has none."""
+    """Return the standard deviation; 0 for a single number."""
     return stdev(numbers) if len(numbers) > 1 else 0.0
 
 

@@ -1,14 +1,15 @@
-"""Speed of a folder's way to S3 and back: ours, boto3's upload_file in a loop, and its TransferManager.
+"""Speed of transfers of a folder to S3 and back: this project's, boto3's upload_file in a loop, and TransferManager.
 
     python -m benchmarks.store [--gib 4] [--files 2000] [--rounds 1]          make bench-store; 10 minutes
     python -m benchmarks.store --short      a quarter of a GiB in 200 files: 1 minute   make bench-store SHORT=1
 
-The S3 is moto's server in a process of its own, over HTTP on this host; each measurement is a process of its own, and
-all take turns. TransferManager gets as many threads as ours, and has its turn twice: with its own sizes of parts, and
-with ours. All read and write the same disk, from the page cache. Needs three times --gib of disk and, because moto
-reads the whole object for each range that is asked for, up to 10 times the largest file (1 GB at most) of memory.
+The S3 is moto's server in a separate process, over HTTP on this host. Each measurement is a separate process, and all
+run alternately. TransferManager gets as many threads as this project's code, and runs twice: with its own part sizes
+and with this project's. All read and write the same disk, from the page cache. The benchmark needs three times --gib of
+disk and, because moto reads the complete object for each requested range, up to 10 times the largest file (at most 1
+GB) of memory.
 
-Not covered: a network. Against a server on the same cores the times are sums of both sides' work.
+Not covered: a network. The server uses the same cores, so the times include its work.
 """
 
 import argparse
@@ -70,7 +71,7 @@ def generate(folder: Path, total: int, count: int) -> int:
 
 
 def transfer(way: str, direction: str, folder: Path, prefix: str, known: Path) -> None:
-    """Make one measurement, in its own process; prints its figures as JSON."""
+    """Make one measurement in its own process, and print its figures as JSON."""
     import boto3
     from botocore.config import Config
     from s3transfer.manager import TransferConfig, TransferManager

@@ -1,4 +1,4 @@
-"""Functions, files and folders of the product that three objects pass through: how much there is to read for a change.
+"""Functions, files and folders through which three objects pass: the code that a reader must know for a change.
 
     python -m benchmarks.trace_path            about two minutes on a CPU; everything is written to a temporary folder
 

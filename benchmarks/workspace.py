@@ -1,9 +1,9 @@
-"""A folder for one benchmark; nothing that was started in it outlives the benchmark, however that ends.
+"""Folder for one benchmark. No process that was started in it outlives the benchmark, however the benchmark ends.
 
     with workspace("store") as folder: ...
 
-A watcher, a process of its own, notices when the benchmark is gone, also by SIGKILL: it ends every process that has the
-folder in its environment, which children inherit, and removes the folder.
+A separate watcher process notices the end of the benchmark, even by SIGKILL. It ends every process with the folder in
+its environment, which children inherit, and removes the folder.
 
 Not covered: network namespaces and mounts of gangs (tests/tasks/gang/world.py), which the next start removes.
 """
@@ -26,7 +26,7 @@ MARK = "FINETUNE_BENCHMARK"  # environment variable
 
 @contextlib.contextmanager
 def workspace(name: str, parent: str | None = None) -> Iterator[Path]:
-    """A new folder below `parent`, by default the temporary files' place."""
+    """Yield a new folder below `parent`, by default the folder of temporary files."""
     folder = Path(tempfile.mkdtemp(prefix=f"bench-{name}-", dir=parent)).resolve()
     command = [sys.executable, "-m", "benchmarks.workspace", str(folder)]
     watcher = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True)
@@ -41,7 +41,7 @@ def workspace(name: str, parent: str | None = None) -> Iterator[Path]:
 
 
 def marked(folder: str) -> list[psutil.Process]:
-    """Processes that were started in the folder, or by such a one."""
+    """Return the processes that were started in the folder, and their descendants."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

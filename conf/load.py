@@ -196,6 +196,12 @@ def as_yaml(run: Run) -> str:
     return strict_yaml.dump(run.model_dump(mode="json"))
 
 
+def replaced(given: Iterable[str], overrides: Sequence[str]) -> list[str]:
+    """Return the given overrides without those whose keys the others set, then the others."""
+    keys = {override.partition("=")[0] for override in overrides}
+    return [*(override for override in given if override.partition("=")[0] not in keys), *overrides]
+
+
 def names() -> list[str]:
     """Return the names of the configurations that a run may start from."""
     return sorted({file.stem for folder in (FOLDER, OWN) for file in folder.glob("*.yaml")})

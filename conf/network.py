@@ -60,7 +60,7 @@ PRESETS = {
     name: Preset(**{**preset, "settings": tuple(Setting(**setting) for setting in preset["settings"])})
     for name, preset in _TABLE["presets"].items()
 }
-LEFT_OUT: dict[str, str] = _TABLE["left_out"]  # variables that the five older systems set and this one does not; why
+LEFT_OUT: dict[str, str] = _TABLE["left_out"]  # variables that other systems set and this one does not, with the reason
 
 
 def environment(run: Run, gpu: str | None) -> dict[str, str]:
@@ -73,7 +73,7 @@ def environment(run: Run, gpu: str | None) -> dict[str, str]:
 
 
 def settings(run: Run, gpu: str | None) -> list[Setting]:
-    """Settings of a run, each with its reason. A later one replaces an earlier one of the same name."""
+    """Return the settings of a run, each with its reason. A later setting replaces an earlier one of the same name."""
     if gpu is None:
         return []
     blackwell = any(name in gpu.lower() for name in BLACKWELL)
@@ -86,35 +86,35 @@ def settings(run: Run, gpu: str | None) -> list[Setting]:
 
 
 def sockets(interface: str = "lo") -> dict[str, str]:
-    """Variables that make ranks listen on one interface only; no other host can connect to the loopback interface."""
+    """Return variables that make ranks listen on one interface only. Other hosts cannot connect to the loopback."""
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
 def meeting(nodes: int, node: int, address: str, port: int) -> list[str]:
-    """Options of trainer/startup/torchrun.py: number and rank of hosts, and the address of the first."""
+    """Return options of trainer/startup/torchrun.py: number and rank of hosts, and the address of the first host."""
     options = ["--nnodes", str(nodes), "--rdzv-backend", "relayed", "--rdzv-conf", f"rank={node}"]
     return [*options, "--rdzv-endpoint", f"{address}:{port}", "--max-restarts", "0"]
 
 
 def _of_any(run: Run) -> Iterator[Setting]:
-    """Settings of every run on GPUs, with which failures are noticed quickly, once, and with their cause."""
+    """Yield settings of every run on GPUs, which show failures quickly, once, and with their cause."""
     # [torch] 3 = SkipCleanUp, torch's default; torchrun would set 1, which first calls ncclCommAbort
     why = "end at an error at once: aborting NCCL first may hang itself"
     yield Setting("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", why)
-    # [torch] default 480; longer than gang.stall_seconds, as that watch names the late rank
+    # [torch] default 480; longer than gang.stall_seconds, as the gang's watch names the late rank
     beat = str(round(max(300, 2 * run.gang.stall_seconds)))
     why = "end a rank that hangs in a CUDA call, if nothing else notices it"
     yield Setting("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", beat, why)
-    # [torch] the flight recorder, by the names that torch 2.11 wants; an entry takes about 1 KB
+    # [torch] the flight recorder, by the names in torch 2.11; an entry takes about 1 KB
     yield Setting("TORCH_FR_BUFFER_SIZE", "2000", "remember the last collectives of each rank")
     yield Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "write them at a timeout: they show the missing rank")
     yield Setting("TORCH_FR_DUMP_TEMP_FILE", f"{run.paths.logs}/collectives-", "their path; the rank is appended")
-    # [torch] default 15000; seen on 2 H200: written after 8 s, both ranks still there after 50 s; with 5000 for 24 s
+    # [torch] default 15000; on 2 H200: written after 8 s, but both ranks lived 50 s; with 5000 they lived 24 s
     yield Setting("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "5000", "and then end, after four times as long")
     yield Setting("NCCL_DEBUG", "WARN", "a line for each error, with its cause; default: none")
     # [bridge] COMMON_PERF_ENV_VARS, in all recipes
     yield Setting("TORCH_NCCL_HIGH_PRIORITY", "1", "all ranks wait for communication: its kernels run first")
-    # Transformer Engine 2.20: on Hopper, in bf16, widths of whole 128s; elsewhere it starts a product an expert
+    # Transformer Engine 2.20: on Hopper, in bf16, for multiples of 128; otherwise it starts a product per expert
     yield Setting("NVTE_USE_CUTLASS_GROUPED_GEMM", "1", "one kernel for all experts: the host starts less")
     # [torch] default /tmp/torchinductor_USER, which is lost with a container; Triton's cache is below it
     kept = f"{run.paths.kernels}/inductor"
@@ -129,7 +129,7 @@ def _of_any(run: Run) -> Iterator[Setting]:
 
 
 def _of_model(layout: Layout, blackwell: bool) -> Iterator[Setting]:
-    # two of the older systems; [bridge] 427 of 443 recipes: buffers in every GPU, which recomputation could use
+    # [bridge] 427 of 443 recipes: buffers in every GPU take memory that recomputation could use
     yield Setting("NCCL_NVLS_ENABLE", "0", "NVLink SHARP takes memory of each communicator, and MoE has many")
     if blackwell:
         # [bridge] 32 in all recipes for B200 and GB200; [core] the rule below "no longer exists since Blackwell"
@@ -139,7 +139,7 @@ def _of_model(layout: Layout, blackwell: bool) -> Iterator[Setting]:
         why = "kernels start in the order of their calls, and tp and cp communication overlaps"
         yield Setting("CUDA_DEVICE_MAX_CONNECTIONS", "1", why)
     if layout.world > 1:
-        # [bridge] 20 in 441 of 452 recipes; one of the older systems 16
+        # [bridge] 20 in 441 of 452 recipes
         for direction in ("FWD", "BWD"):
             name = f"NVTE_{direction}_LAYERNORM_SM_MARGIN"
             yield Setting(name, "20", "norms leave 20 multiprocessors to communication")

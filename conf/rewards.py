@@ -1,9 +1,9 @@
 """Checks of a user's own rewards before anything runs, since a reward is first called after hours of training.
 
-    place("rewards.py:mine")    -> path and name         of a file that need not be there
-    function("rewards.py:mine") -> name and source       of a file that Python can read, and that has the name
-    judge_prompt("judge.txt")   -> text                  that a judge sees an answer in
-    regex(text), schema(text)                            of a pattern, or of a row's answer
+    place("rewards.py:mine")    -> path and name         the file may be missing
+    function("rewards.py:mine") -> name and source       the file must be Python and define the name
+    judge_prompt("judge.txt")   -> text                  prompt of a judge, with a place for the answer
+    regex(text), schema(text)                            from a pattern, or from a row's answer
 
 A Fault has the reason, without the key.
 """
@@ -20,28 +20,28 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from contract import regular_files
-from contract.faults import Fault
+from contract.faults import Fault, named
 
 CALLED_WITH = {"function": ("prompt", "answer", "reference"), "environment": ("prompt", "answers", "reference")}
-BINDS_BY_ITSELF = {"exec", "globals", "setattr", "vars", "locals"}  # names that a file may have of these are not seen
+BINDS_BY_ITSELF = {"exec", "globals", "setattr", "vars", "locals"}  # may define names invisibly
 
 
 def place(text: str) -> tuple[str, str]:
     path, _, name = text.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
-        raise Fault(f"{text}: PATH.py:NAME is wanted")
+        raise Fault(f"{text}: must be PATH.py:NAME")
     return path, name
 
 
 def function(named: str, called_with: Sequence[str] = ()) -> tuple[str, str]:
-    """The name, and the source of its file. No line of it is run.
+    """Return the name and the source of its file, which is not run.
 
-    A function that is seen whole has to take the arguments that it is called with, by their names.
+    If the function is defined directly in the file, it must accept its keyword arguments.
     """
     path, name = place(named)
-    source = _text(path).removeprefix("\ufeff")  # some editors begin with it, and Python's own reader takes it
+    source = _text(path).removeprefix("\ufeff")  # some editors begin files with a BOM, which Python accepts
     try:
-        with warnings.catch_warnings(action="ignore"):  # of escapes in strings
+        with warnings.catch_warnings(action="ignore"):  # about escapes in strings
             tree = ast.parse(source, path)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
@@ -71,14 +71,14 @@ def _require_fit(path: str, name: str, takes: ast.arguments, called_with: Sequen
     """Raise a Fault if a call with these keyword arguments would raise TypeError."""
     if not called_with:
         return
-    by_place, by_name = [*takes.posonlyargs, *takes.args], {one.arg for one in (*takes.args, *takes.kwonlyargs)}
+    by_place, by_name = [*takes.posonlyargs, *takes.args], {each.arg for each in (*takes.args, *takes.kwonlyargs)}
     needed = by_place[: len(by_place) - len(takes.defaults)]
-    needed += [one for one, value in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if value is None]
-    unknown = [] if takes.kwarg else [one for one in called_with if one not in by_name]
-    not_given = [one.arg for one in needed if one.arg not in by_name.intersection(called_with)]
-    if unknown or not_given:
-        wrong = f"takes no {', '.join(unknown)}" if unknown else f"needs {', '.join(not_given)} as well"
-        call = ", ".join(f"{one}=..." for one in called_with)
+    needed += [name for name, value in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if value is None]
+    unknown = [] if takes.kwarg else [name for name in called_with if name not in by_name]
+    missing = [each.arg for each in needed if each.arg not in by_name.intersection(called_with)]
+    if unknown or missing:
+        wrong = f"takes no {', '.join(unknown)}" if unknown else f"needs {', '.join(missing)} as well"
+        call = ", ".join(f"{argument}=..." for argument in called_with)
         raise Fault(f"{path}: {name} {wrong}; it is called as {name}({call})")
 
 
@@ -92,10 +92,8 @@ def judge_prompt(path: str) -> str:
 def judge_address(address: str) -> None:
     if "@" in address:
         raise Fault("has a user or a password in it; JUDGE_API_KEY is sent if it is set")
-    try:
+    with named(address, ValueError):
         host, _ = urlsplit(address).hostname, urlsplit(address).port
-    except ValueError as error:
-        raise Fault(f"{address}: {error}") from None
     if not host or not address.isprintable() or " " in address:
         raise Fault(f"{address!r}: no address of a server, such as http://HOST:8000/v1")
 
@@ -110,17 +108,17 @@ def regex(pattern: str) -> re.Pattern[str]:
 
 @lru_cache(1024)
 def schema(text: str) -> Any:
-    """The validator of a JSON schema."""
+    """Return the validator of a JSON schema."""
     import jsonschema
     from jsonschema import validators
 
     try:
-        found = json.loads(text)
-        if not isinstance(found, dict) or not isinstance(found.get("$schema", ""), str):
-            raise ValueError("it is an object, and its $schema a text")
-        kind = validators.validator_for(found)
-        kind.check_schema(found)
-        return kind(found)
+        content = json.loads(text)
+        if not isinstance(content, dict) or not isinstance(content.get("$schema", ""), str):
+            raise ValueError("it must be an object, and its $schema a text")
+        kind = validators.validator_for(content)
+        kind.check_schema(content)
+        return kind(content)
     except (ValueError, RecursionError, jsonschema.SchemaError) as error:
         first = str(error).splitlines()[0]
         raise Fault(f"{text[:60]!r} is not a JSON schema: {first}") from None

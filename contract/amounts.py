@@ -22,7 +22,7 @@ def clock(seconds: float) -> str:
 
 
 def dollars(price: float) -> str:
-    """Format a price in USD, with cents below 10 and with as many digits as a smaller one needs: 148, 7.45, 0.004."""
+    """Format a price in USD: without cents from 10 on, and with one digit below a cent: 148, 7.45, 0.004."""
     if not 0 < price < 10:
         return f"{price:,.0f}"
     return f"{price:.2f}" if price >= 0.01 else f"{price:.1g}"

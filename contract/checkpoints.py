@@ -1,7 +1,7 @@
 """Marks of complete checkpoints. A mark is written last, and lists every file with its size.
 
 Megatron's tracker file names the newest checkpoint, but does not show whether it is complete. A mark is renamed into
-place after every rank has written and synced; a folder without a mark is the rest of an interrupted save.
+place after every rank has written and synced. A folder without a mark is left from an interrupted save.
 """
 
 import json
@@ -15,7 +15,7 @@ from contract.files import is_partial, write_atomically
 from contract.output_marks import MARKER
 
 MARK = "complete.json"
-MEANS = "ema"  # folder of a checkpoint with the moving mean of its weights
+MEANS = "ema"  # folder in a checkpoint with the moving mean of its weights
 
 
 def mark(folder: Path, **facts) -> None:
@@ -28,7 +28,7 @@ def mark(folder: Path, **facts) -> None:
 
 
 def read_mark(folder: Path) -> dict | None:
-    """The facts in the mark of a complete checkpoint; None if the mark or a listed file is missing or truncated."""
+    """Return the facts in the mark of a complete checkpoint; None if the mark or a file is missing or truncated."""
     try:
         facts = json_object.read(folder / MARK)
         whole = all((folder / name).stat().st_size == size for name, size in facts["files"].items())
@@ -38,7 +38,7 @@ def read_mark(folder: Path) -> dict | None:
 
 
 def require(folder: Path, what: str, remedy: str) -> dict:
-    """The facts of a checkpoint that a command needs. Raises a Fault with the remedy if it is not complete."""
+    """Return the facts of a checkpoint that a command needs. Raise a Fault with the remedy if it is not complete."""
     if not folder.is_dir():
         raise Fault(f"{folder}: no such folder; {what} is made by {remedy}")
     facts = read_mark(folder)
@@ -48,12 +48,12 @@ def require(folder: Path, what: str, remedy: str) -> dict:
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in a training run's folder, oldest first."""
+    """Return the steps of the complete checkpoints in a training run's folder, oldest first."""
     return sorted(step for step, path in _iterations(folder) if read_mark(path))
 
 
 def best(folder: Path) -> tuple[int, float] | None:
-    """Step and loss of the complete checkpoint with the lowest validation loss; None if none has been validated."""
+    """Return step and loss of the complete checkpoint with the lowest validation loss; None if none was validated."""
     marks = {step: read_mark(path) or {} for step, path in _iterations(folder)}
     losses = {step: mark.get("validations", {}).get("loss") for step, mark in marks.items()}
     validated = [(step, loss) for step, loss in sorted(losses.items()) if loss is not None]
@@ -68,7 +68,7 @@ def remove_older(folder: Path, keep: int, best: int | None) -> None:
 
 
 def remove_incomplete(folder: Path) -> list[str]:
-    """Delete the rests of interrupted saves, which would fill the disk. Returns their names."""
+    """Delete the folders of interrupted saves, which would fill the disk. Return their names."""
     broken = [path for _, path in _iterations(folder) if read_mark(path) is None]
     for path in broken:
         shutil.rmtree(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from contract import regular_files
-from contract.faults import Fault
+from contract.faults import named
 
 
 def of(content: str | bytes) -> str:
@@ -29,12 +29,9 @@ def of_stream(file: Any) -> str:
 
 
 def of_file(path: Path) -> str:
-    """Checksum of a regular file. Raises a Fault that names the file if it cannot be read."""
-    try:
-        with regular_files.open_regular(path) as file:
-            return of_stream(file)
-    except OSError as error:
-        raise Fault(f"{path}: {error.strerror}") from None
+    """Checksum of a regular file. Raise a Fault that names the file if it cannot be read."""
+    with named(path, OSError), regular_files.open_regular(path) as file:
+        return of_stream(file)
 
 
 def of_code(root: Path, folders: Iterable[str]) -> str:

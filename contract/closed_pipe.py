@@ -1,9 +1,9 @@
-"""Quiet end of a command whose output is no longer read, as in `command | head -1`.
+"""Quiet end of a command whose output nobody reads any more, as in `command | head -1`.
 
     run(main)      # ends the process with the code that main() returns
 
-A command that is still printing ends with the shell's exit code for SIGPIPE. A command that has done its work keeps its
-exit code. The signal itself would also end a process whose network connection breaks.
+A command that is still printing ends with the shell's exit code for SIGPIPE. A command that has finished its work keeps
+its exit code. The signal is not used, as it would also end a process whose network connection breaks.
 """
 
 from __future__ import annotations  # flows/doctor.py runs on Python 3.8
@@ -43,7 +43,7 @@ def drop(stream: TextIO) -> None:
 
 
 def drop_unread() -> bool:
-    """Discard further output of standard output and error if they have no reader. Returns whether one has none."""
+    """Discard further standard output and error if they have no reader. Return whether one of them has no reader."""
     unread = [stream for stream in (sys.stdout, sys.stderr) if stream and _is_unread(stream)]
     for stream in unread:
         drop(stream)

@@ -1,4 +1,4 @@
-"""Atomic writes of files: written under a temporary name, then renamed.
+"""Atomic writes of files: a file is written under a temporary name, then renamed.
 
 A write that is not durable survives the death of its process. A durable write also survives a power failure: the
 content is on the disk before the rename, and the new name before the call returns. docs/adr/0015-durable-writes.md has
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-# Temporary file that a killed process may leave; it has only a part of the file's name, which may be long.
+# Name of a temporary file, which a killed process may leave. It contains only the beginning of a long name.
 _PARTIAL = re.compile(r"\..{1,50}\.[0-9a-f]{8}\.partial", re.DOTALL)
 
 
@@ -57,6 +57,16 @@ def open_atomically(path: str | os.PathLike[str], *, durable: bool) -> Iterator[
 def is_partial(name: str) -> bool:
     """Whether this is the name of an unfinished file."""
     return _PARTIAL.fullmatch(name) is not None
+
+
+def last_lines(path: Path, size: int) -> list[str]:
+    """Lines in the last `size` bytes of a file that may still grow; none if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def sync(path: Path) -> None:

@@ -13,19 +13,18 @@ class FirstRows:
     """Meaning, number and lengths of rows."""
 
     kind: str  # pairs, messages or text
-    reason: str  # of the meaning of the columns, for users
+    reason: str  # why the columns have this meaning, for users
     columns: dict[str, str]  # by meaning: input, output, context, messages, tools, system, text
     rows: int | None  # of all data, estimated unless `whole`; None = unknown
-    whole: bool  # all rows were read
-    read: int
+    whole: bool  # whether all rows were read
+    read: int  # number of rows that were read
     tokens: list[int]  # of a sample of rows
     answers: list[int]  # tokens of the last answer of each
     guessed: str = ""  # reason for the columns, if they were guessed
     bad: int = 0  # unreadable or incomplete rows
     bad_sample: str = ""
     refused: int = 0  # rows of the sample that the template cannot express
-    refused_sample: str = ""
-    places: list[float] = field(default_factory=list)  # from 0 to 1, decide on each row's split; of all rows or none
+    places: list[float] = field(default_factory=list)  # from 0 to 1, decide on each row's split; all rows or none
     template: str = ""  # plain, chat, jinja or text; "" = without a tokenizer, and lengths are guesses
     stop: str = ""  # text to end an answer, if the template has none; "" = the template ends it
 

@@ -1,6 +1,6 @@
-"""Pages of HTML that need no server and no network, with pictures in SVG: bars, strips of time, and curves.
+"""HTML pages without a server or network, with pictures in SVG: bars, strips of time, and curves.
 
-page(title, parts)    the whole page; bars(), strips() and curves() are such parts
+page(title, parts)    the complete page; bars(), strips() and curves() return parts
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,13 +15,13 @@ code{background:#f2f2f2;padding:0 .25em}svg{display:block;width:100%;font:12px s
 pre{background:#f6f6f6;padding:1em;overflow-x:auto}
 .legend{margin:.4em 0}.legend span{margin-right:1.2em;white-space:nowrap}
 i{display:inline-block;width:.9em;height:.9em;margin-right:.4em;vertical-align:-.1em}.words{max-width:48em}"""
-WIDE, NAMES, AFTER, ROW = 1150, 210, 250, 24  # pixels: of a picture, left of a bar, after it, of its row
+WIDE, NAMES, AFTER, ROW = 1150, 210, 250, 24  # pixels: width of a picture, space before and after bars, height of a row
 COLOURS = (
     "#1b5e9e", "#2e7d32", "#f9a825", "#c62828", "#6a3d9a", "#00838f", "#8d6e63", "#ad1457", "#9e9d24", "#546e7a",
     "#ef6c00", "#5c6bc0", "#26a69a", "#d4e157", "#795548", "#ec407a", "#78909c", "#000000", "#80deea", "#ffcc80",
 )  # fmt: skip
 MARKS = {"planned": "#000", "documented": "#d500f9"}
-STRIP = {  # what a device does, as trainer/profiling has it
+STRIP = {  # activities of a device, as in trainer/profiling
     "computing": ("#2e7d32", "computing"),
     "exposed": ("#c62828", "communication while nothing computes"),
     "host late": ("#f9a825", "idle: the host is late"),
@@ -40,7 +40,7 @@ class Gap(NamedTuple):
 
 class Strip(NamedTuple):
     name: str
-    shares: dict[str, list[float]]  # of each column, by what the device does
+    shares: dict[str, list[float]]  # by activity of the device: a share for each column
     gaps: Sequence[Gap] = ()
 
 
@@ -52,21 +52,21 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 class Bar(NamedTuple):
     name: str
-    parts: list[tuple[str, float]]  # what, and how much
-    text: str  # after the bar
-    marks: tuple[tuple[str, float], ...] = ()  # what, and where
+    parts: list[tuple[str, float]]  # name and size
+    text: str  # text after the bar
+    marks: tuple[tuple[str, float], ...] = ()  # name and position
 
 
 def bars(rows: Sequence[Bar], unit: str, colours: dict[str, str] | None = None) -> str:
-    """Horizontal bars, each a stack of parts; marks are lines across a bar."""
+    """Return horizontal bars, each a stack of parts. Marks are lines across a bar."""
     kinds = list(dict.fromkeys(kind for bar in rows for kind, _ in bar.parts))
     colours = colours or {kind: COLOURS[place % len(COLOURS)] for place, kind in enumerate(kinds)}
     most = max((max(sum(size for _, size in bar.parts), *(at for _, at in bar.marks), 0) for bar in rows), default=0)
     scale = (WIDE - NAMES - AFTER) / (most or 1)
     lines = list(_bars(rows, unit, colours, scale))
-    marks = list(dict.fromkeys(what for bar in rows for what, _ in bar.marks))
+    marks = list(dict.fromkeys(mark for bar in rows for mark, _ in bar.marks))
     legend = [(kind, colours[kind]) for kind in kinds if len(kinds) > 1]
-    legend += [(f"{what} (a line)", MARKS.get(what, "#000")) for what in marks]
+    legend += [(f"{mark} (a line)", MARKS.get(mark, "#000")) for mark in marks]
     return _legend(legend) + _svg(len(rows) * ROW, lines)
 
 
@@ -78,15 +78,15 @@ def _bars(rows: Sequence[Bar], unit: str, colours: dict[str, str], scale: float)
             text = f"{bar.name}: {kind} {size:,.3g} {unit}"
             yield _rect(left, top + 3, size * scale, ROW - 6, colours[kind], text)
             left += size * scale
-        for what, at in bar.marks:
+        for mark, at in bar.marks:
             x = NAMES + at * scale
-            yield _rect(x - 1, top, 2, ROW, MARKS.get(what, "#000"), f"{bar.name}: {what} {at:,.4g} {unit}")
+            yield _rect(x - 1, top, 2, ROW, MARKS.get(mark, "#000"), f"{bar.name}: {mark} {at:,.4g} {unit}")
             left = max(left, x)
         yield _text(left + 8, top + 16, bar.text)
 
 
 def strips(rows: Sequence[Strip]) -> str:
-    """A strip for each rank: what its device did in the recorded step, from left to right."""
+    """Return a strip for each rank with the activities of its device in the recorded step, from left to right."""
     lines, high = [], 34
     for place, (name, shares, gaps) in enumerate(rows):
         start = place * (high + 4)
@@ -111,7 +111,7 @@ def strip_legend() -> str:
 
 
 def curves(rows: Sequence[tuple[str, list[float]]]) -> str:
-    """Lines over steps, one on another."""
+    """Return a picture with a line over the steps for each row."""
     rows = [(name, values) for name, values in rows if len(values) > 1]
     if not rows:
         return ""

@@ -1,4 +1,4 @@
-"""Files of Megatron's indexed data sets: PREFIX.bin has the tokens, PREFIX.idx the beginning of each document."""
+"""Files of Megatron's indexed data sets: PREFIX.bin has the tokens, PREFIX.idx the start of each document."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePath
@@ -27,17 +27,17 @@ def of(path: Path) -> list[Path]:
     return both([half for half in halves if half.exists()])
 
 
-def both[File: PurePath](files: Iterable[File], there: Callable[[File], bool] = Path.is_file) -> list[File]:
+def both[File: PurePath](files: Iterable[File], exists: Callable[[File], bool] = Path.is_file) -> list[File]:
     """List both files of each data set that these files belong to, in the order of the .bin files."""
     prefixes = {file.with_suffix("") for file in files if file.suffix in (BIN, IDX)}
     pairs = sorted((prefix.with_name(prefix.name + BIN), prefix.with_name(prefix.name + IDX)) for prefix in prefixes)
     for pair in pairs:
         for file, other in (pair, pair[::-1]):
-            if not there(file):
-                raise Fault(f"{other}: of no use without {file.name}, which does not lie beside it")
+            if not exists(file):
+                raise Fault(f"{other}: cannot be used without {file.name}, which is not in the same folder")
     return [file for pair in pairs for file in pair]
 
 
 def are(files: Iterable[PurePath]) -> bool:
-    """Whether files are of such data sets."""
+    """Whether all these files belong to indexed data sets."""
     return all(file.suffix in (BIN, IDX) for file in files)

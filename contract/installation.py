@@ -1,4 +1,4 @@
-"""The places of this installation: a checkout holds the user's files, a wheel leaves them in the current folder."""
+"""Places of this installation: a checkout contains the user's files; with a wheel they are in the current folder."""
 
 import os
 import sys
@@ -8,17 +8,17 @@ from contract.faults import Fault
 
 CODE = Path(__file__).resolve().parent.parent
 IS_WHEEL = any(CODE.glob("finetune-*.dist-info"))
-# prefect.yaml and prefect.toml, which pyproject.toml installs there.
+# Folder of prefect.yaml and prefect.toml, as pyproject.toml installs them.
 FILES = Path(sys.prefix) / "share" / "finetune" if IS_WHEEL else CODE
 
 
 def home() -> Path:
-    """The folder of runs/, conf/own/ and prefect.own.yaml."""
+    """Return the folder of runs/, conf/own/ and prefect.own.yaml."""
     return Path.cwd() if IS_WHEEL else CODE
 
 
 def runs_folder() -> Path:
-    """The folder of all local files: runs/ of the checkout, or FINETUNE_RUNS, in which ~ may be unexpanded."""
+    """Return the folder of all local files: FINETUNE_RUNS, in which ~ is expanded, or runs/ of home()."""
     try:
         return Path(os.environ.get("FINETUNE_RUNS") or home() / "runs").expanduser().absolute()
     except RuntimeError:

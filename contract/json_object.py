@@ -24,45 +24,54 @@ def read(path: Path) -> dict[str, Any]:
     return parse(regular_files.read(path), str(path))
 
 
+def read_or_empty(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of this project; empty if the file is missing or damaged."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def parse(content: bytes, shown: str) -> dict[str, Any]:
-    """Parse a JSON object. `shown` names the file in a fault."""
+    """Parse a JSON object. `shown` names the file in a Fault."""
     try:
         text = content.decode("utf-8")
-        found = json.loads(
+        value = json.loads(
             text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_number, parse_int=_integer
         )
         if SURROGATE.search(text):
-            json.dumps(found, ensure_ascii=False).encode("utf-8")
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:
         raise Fault(f"{shown}: not readable as JSON (its brackets are nested too deeply)") from None
     except UnicodeError:
-        raise Fault(f"{shown}: not readable as JSON (its text is no UTF-8)") from None
+        raise Fault(f"{shown}: not readable as JSON (its text is not UTF-8)") from None
     except ValueError as error:
         raise Fault(f"{shown}: not readable as JSON ({' '.join(str(error).split())[:200]})") from None
-    if not isinstance(found, dict):
-        raise Fault(f"{shown}: holds {kind(found)}, not an object")
-    return found
+    if not isinstance(value, dict):
+        raise Fault(f"{shown}: contains {kind(value)}, not an object")
+    return value
 
 
 def kind(value: Any) -> str:
-    """JSON's name for the type of a value."""
+    """Return JSON's name for the type of a value."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
 
 def show(value: Any) -> str:
-    """A value as a short text for a message, in one line."""
+    """Return a value as a short text of one line, for a message."""
     text = json.dumps(value, ensure_ascii=True, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    values = dict(pairs)
+    if len(values) != len(pairs):
         seen: set[str] = set()
         again = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise _Refused(f"the key {show(again)} stands there twice")
-    return found
+        raise _Refused(f"the key {show(again)} occurs twice")
+    return values
 
 
 def _constant(name: str) -> Any:
@@ -70,10 +79,10 @@ def _constant(name: str) -> Any:
 
 
 def _number(text: str) -> float:
-    found = float(text)
-    if not math.isfinite(found):
+    number = float(text)
+    if not math.isfinite(number):
         raise _Refused(f"the number {text[:40]} is too large")
-    return found
+    return number
 
 
 def _integer(text: str) -> int:

@@ -1,7 +1,7 @@
 """Marks of output folders: only this project's output may be replaced, and the paths of one command must not overlap.
 
-    problems(place, BASE)           lines with reasons why a converted model must not be written there; empty if it may
-    meetings(inputs, outputs)       lines for paths that are equal, contain one another, or are links to such paths
+    problems(place, BASE)           reasons why a converted model must not be written there; empty if it may
+    meetings(inputs, outputs)       lines about paths that are equal, contain each other, or are links to such paths
     begin(folder, BASE)             creates the folder and marks it, before anything else is written into it
     put_in_place(made, place, BASE) gives a finished folder its name, and removes the previous folder
     remove(folder, BASE)            removes a folder, if it is output of this kind
@@ -11,7 +11,7 @@ or the file MARKER, which is written first and marks unfinished output. Output t
 only files that its mark lists: if there is another file, the message names it and nothing is replaced. Training and
 evaluation write into their folder and ignore all other files in it.
 
-Not covered: a file that is added at the moment in which its folder is removed.
+Not covered: a file that is added while its folder is removed.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ from contract.files import is_partial, sync, write_atomically
 
 MARKER = ".finetune"
 OWNER = ".owner."  # contract/ownership.py: the process that writes there now
-PARTIAL = ".partial"  # suffix of the folder in which output is made that is replaced as a whole
-JOURNAL = "unfinished"  # its folder with a file for each finished part
+PARTIAL = ".partial"  # suffix of the folder for new output that will replace the old folder as a whole
+JOURNAL = "unfinished"  # folder in it, with a file for each finished part
 ASIDE = ".replaced"  # suffix of the previous output, on a file system that cannot exchange two names
 LONGEST = 255 - len("-preparing")  # bytes of a name
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
@@ -45,10 +45,10 @@ class Kind:
     """A kind of output, and its mark."""
 
     what: str
-    maker: str  # the module that makes it
-    marks: Mapping[str, Set[str]]  # keys of the first line of files that show it; the first marks complete output
-    whole: bool = True  # replaced as a whole, by a folder that is made next to it
-    names: tuple[str, ...] = ()  # patterns of the maker's files at the top, if the mark does not list them
+    maker: str  # the module that writes it
+    marks: Mapping[str, Set[str]]  # identifying files, and keys in their first line; the first marks complete output
+    whole: bool = True  # replaced as a whole, by a new folder next to it
+    names: tuple[str, ...] = ()  # patterns of the maker's files in the folder, if the mark does not list them
 
     @property
     def mark(self) -> str:
@@ -86,7 +86,7 @@ class Foreign(Fault):
 
 
 def problems(place: str | Path, kind: Kind) -> Iterator[str]:
-    """Reasons why this kind of output must not be written there. Each line begins with the path."""
+    """Yield reasons why this kind of output must not be written there. Each line begins with the path."""
     lines = _unusable(Path(place)) or _in_the_way(Path(place), kind) or _read_only(Path(place), kind)
     yield from (f"{place}: {line}" for line in lines)
 
@@ -98,7 +98,7 @@ def check_one(place: Path, kind: Kind) -> None:
 
 
 def take(folder: Path, kind: Kind) -> Path:
-    """Create the folder, mark it as this project's and return it; a fault if it contains something else."""
+    """Create the folder, mark it as this project's and return it. Raise a Fault if it contains something else."""
     check_one(folder, kind)
     begin(folder, kind)
     return folder
@@ -109,7 +109,7 @@ def meetings(
     outputs: Mapping[str, str | Path],
     nested: Collection[tuple[str, str]] = (),
 ) -> Iterator[tuple[str, str]]:
-    """Outputs that would overwrite another path, with the reason. In pairs of `nested` the first may be in the second.
+    """Yield outputs that would overwrite another path, with reasons. The first of a `nested` pair may be in the second.
 
     Folders are also compared by device and inode, to detect mounts and names that differ only in case.
     """
@@ -128,7 +128,7 @@ def meetings(
         if relation:
             words = {"same": f"is {other} as well", "inside": f"lies inside {other}", "around": f"holds {other}"}
             shown = "" if relation == "same" and out.path == spot.path else f" ({spot.path})"
-            yield name, f"{out.path}: {words[relation]}{shown}; every output needs a folder of its own"
+            yield name, f"{out.path}: {words[relation]}{shown}; every output needs a separate folder"
 
 
 def begin(folder: Path, kind: Kind) -> None:
@@ -159,14 +159,14 @@ def put_in_place(made: Path, place: Path, kind: Kind) -> None:
 
 
 def recover(place: Path, kind: Kind) -> None:
-    """Restore the name of an output after a crash in the middle of an exchange."""
+    """Restore the name of an output after a crash during an exchange."""
     aside = place.with_name(place.name + ASIDE)
     if not os.path.lexists(place) and aside.is_dir() and is_made(aside, kind):
         aside.rename(place)
 
 
 def remove(folder: Path, kind: Kind) -> None:
-    """Remove the folder, if it exists and is this kind of output. The mark is removed last and identifies a rest."""
+    """Remove the folder, if it exists and is this kind of output. The mark is removed last, so a crash leaves it."""
     if not os.path.lexists(folder):
         return
     if lines := _in_the_way(folder, kind):
@@ -191,7 +191,7 @@ def is_made(folder: Path, kind: Kind) -> bool:
 
 
 def _unusable(place: Path) -> list[str]:
-    """Reasons why the path itself, or one of its parent folders, cannot be used."""
+    """Return reasons why the path, or one of its parent folders, cannot be used."""
     if "\0" in str(place):
         return ["holds a null character"]
     limits = dict.fromkeys(place.parts[:-1], 255) | {place.name: LONGEST}
@@ -210,7 +210,7 @@ def _unusable(place: Path) -> list[str]:
 
 
 def _in_the_way(place: Path, kind: Kind) -> list[str]:
-    """Lines for content of this path that is not this kind of output."""
+    """Return lines about content of this path that is not this kind of output."""
     real = Path(os.path.realpath(place))
     if not os.path.lexists(real):
         return []
@@ -219,24 +219,24 @@ def _in_the_way(place: Path, kind: Kind) -> list[str]:
         return [] if made else [f"is there, and is not {kind.what}; {_CHOOSE}"]
     mode = real.lstat().st_mode
     if not stat.S_ISDIR(mode):
-        return [f"{'a file' if stat.S_ISREG(mode) else 'something'} that is no folder stands there; {_CHOOSE}"]
+        return [f"{'a file' if stat.S_ISREG(mode) else 'something'} is there, not a folder; {_CHOOSE}"]
     names = sorted(entry.name for entry in real.iterdir() if not _is_ours(entry.name))
     if kind is TRAINING:
-        names = [name for name in names if not _holds_logs(real / name)]  # of a conversion, where logs lie in there
+        names = [name for name in names if not _holds_logs(real / name)]  # logs of a conversion
     if kind is LOGS or not names:
         return []
     if not is_made(real, kind):
         if kind is DATA and "training.jsonl" in names:
             return [
-                "holds rows made by hand (training.jsonl): python -m trainer.train prepares those by itself; "
-                "name another paths.data to prepare others"
+                "contains rows of the user (training.jsonl), which python -m trainer.train prepares; "
+                "set another paths.data to prepare other rows"
             ]
         by = f"python -m {kind.maker}"
-        return [f"holds {_some(names)}, which {by} has not made: it replaces only {kind.what}; {_CHOOSE}"]
+        return [f"contains {_some(names)}, not written by {by}, which replaces only {kind.what}; {_CHOOSE}"]
     if not kind.whole:
         return []
-    foreign = _beside(real, kind)
-    return [f"holds {_some(foreign)} beside {kind.what}; move it elsewhere first"] if foreign else []
+    foreign = _foreign(real, kind)
+    return [f"contains {_some(foreign)} next to {kind.what}; move it elsewhere first"] if foreign else []
 
 
 def _holds_logs(folder: Path) -> bool:
@@ -245,8 +245,8 @@ def _holds_logs(folder: Path) -> bool:
     )
 
 
-def _beside(folder: Path, kind: Kind) -> list[str]:
-    """Files in a folder of this kind that its maker has not written, as far as the mark shows."""
+def _foreign(folder: Path, kind: Kind) -> list[str]:
+    """Return files in a folder of this kind that its maker has not written, according to the mark."""
     if kind.names:
         known = (*kind.names, f"{MARKER}*")
         names = (entry.name for entry in folder.iterdir() if not is_partial(entry.name))
@@ -260,7 +260,7 @@ def _beside(folder: Path, kind: Kind) -> list[str]:
     for here, _, names in os.walk(folder):
         present += [os.path.relpath(os.path.join(here, name), folder) for name in names]
     foreign = (name for name in present if name not in listed and not name.startswith(MARKER))
-    return sorted(name for name in foreign if not is_partial(os.path.basename(name)))  # of a process that was killed
+    return sorted(name for name in foreign if not is_partial(os.path.basename(name)))  # of a killed process
 
 
 def _is_ours(name: str) -> bool:
@@ -317,14 +317,14 @@ def _existing(path: Path) -> Path:
 
 
 def _holds(file: Path, keys: Set[str]) -> dict[str, Any]:
-    """The JSON object in the file, or in its first line, if it has these keys; else an empty one."""
+    """Return the JSON object in the file, or in its first line, if it has these keys; otherwise an empty one."""
     try:
         with file.open("rb") as stream:
             text = stream.readline() if file.suffix == ".jsonl" else stream.read()
-        found = json.loads(text)
+        value = json.loads(text)
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) and keys <= found.keys() else {}
+    return value if isinstance(value, dict) and keys <= value.keys() else {}
 
 
 def _some(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Owners of folders and files. Whatever an owner has is free again after its process has died.
+"""Owners of folders and files. A folder or file is free again after its owner's process has died.
 
     hold(folder, label, ...)    own a folder of shared storage: a second start is refused before it writes anything
     locked(path)                own a file of this host: the kernel unlocks it when its process ends
@@ -11,7 +11,7 @@ host by the file. A file that is touched has a living owner; if it does not chan
 dead. Clocks of two hosts are never compared. The next owner creates .owner.N+1, which only one process can do; the
 highest number is valid.
 
-flock is not used for that: NFS without a lock daemon, and Lustre mounted with localflock, grant the same lock to every
+flock is not used for this: NFS without a lock daemon, and Lustre mounted with localflock, grant the same lock to every
 host without an error; and a lock does not name its owner. The file server decides an exclusive creation.
 
 `patience` is how long to wait for an owner on this host, which may be a process of a killed flow that still saves its
@@ -45,7 +45,7 @@ POLLED = 1.0
 
 
 def me(**more: Any) -> dict[str, Any]:
-    """Identity of this process, which no other process of any host has."""
+    """Return the identity of this process, which is unique over all hosts."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "boot": boot(), "pid": pid, "started": started(pid), **more}
 
@@ -61,13 +61,13 @@ def ended(owner: dict[str, Any]) -> bool:
 
 
 def name(owner: dict[str, Any]) -> str:
-    """The owner, as text for people."""
+    """Return the owner as text for people."""
     pid, host = owner.get("pid", "unknown"), owner.get("host", "an unknown host")
     return f"{owner.get('about') or 'a process'} (process {pid} on {host})"
 
 
 def decode(data: str | bytes) -> dict[str, Any]:
-    """An owner from JSON; empty if it is damaged, or just being written."""
+    """Return an owner from JSON; empty if the text is damaged, or just being written."""
     with contextlib.suppress(ValueError):
         owner = json.loads(data)
         if isinstance(owner, dict) and {"boot", "pid", "started"} <= {*owner}:
@@ -104,7 +104,7 @@ def locked(path: Path) -> Iterator[None]:
 def hold(
     folder: Path, label: str, replaced: bool, attempt: str, patience: float, report: Callable[[str], None]
 ) -> Iterator[None]:
-    """Own the folder until the block ends. Raises a Fault that begins with `label` and names another owner.
+    """Own the folder until the block ends. Raise a Fault that begins with `label` and names another owner.
 
     `replaced` says that the folder is replaced as a whole. `attempt` is <gang>-<number>, or empty.
     """
@@ -119,7 +119,7 @@ def hold(
         if error.errno not in CANNOT_WRITE:
             raise Fault(f"{label}: {folder}: {error.strerror}") from None
     if own is None:
-        yield  # nobody can write there, nor can this command: it reports that when it writes
+        yield  # read-only, also for this command, which reports that when it writes
         return
     over = threading.Event()
     renewal = threading.Thread(target=_renew, args=(place, own, owner, over), daemon=True, name="ownership")
@@ -169,7 +169,7 @@ def _take(place: Path, label: str, owner: dict[str, Any], patience: float, repor
 def _wait_for_end(
     newest: Path, label: str, place: Path, mine: dict[str, Any], patience: float, report: Callable[[str], None]
 ) -> None:
-    """Wait until that owner has ended. Raises a Fault if it lives; if it is on this host, after `patience` seconds."""
+    """Wait until that owner has ended. Raise a Fault if it lives; on this host, only after `patience` seconds."""
     touched, until, reported = _touched(newest), time.monotonic() + EXPIRES, False
     while touched is not None and time.monotonic() < until:
         owner = _read(newest)
@@ -191,7 +191,7 @@ def _wait_for_end(
 def _wait_for_process(
     owner: dict[str, Any], label: str, place: Path, patience: float, report: Callable[[str], None]
 ) -> None:
-    """Wait until a process of this host has ended. Raises a Fault if it still runs after `patience` seconds."""
+    """Wait until a process of this host has ended. Raise a Fault if it still runs after `patience` seconds."""
     until, reported = time.monotonic() + patience, False
     while not ended(owner):
         if time.monotonic() >= until:
@@ -224,9 +224,9 @@ def _renew(place: Path, own: Path, owner: dict[str, Any], over: threading.Event)
                 other = name(_read(newest))
                 reason = f"taken over by {other}, because this process did not renew its file"
                 print(f"error: {own.parent}: {reason}", file=sys.stderr)
-                os._exit(1)  # which also ends all ranks that it has started, before they write
+                os._exit(1)  # this also ends all ranks that it has started, before they write
             if newest is None:
-                _create(own, owner)  # somebody has deleted the file
+                _create(own, owner)  # another program has deleted the file
             os.utime(own)
 
 

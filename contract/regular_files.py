@@ -1,4 +1,4 @@
-"""Open and read files at a user's paths. Only regular files are read, as a FIFO or a device may block for ever.
+"""Open and read files at a user's paths. Only regular files are read, as a FIFO or a device may block forever.
 
 Every problem with such a path is a Fault that names it.
 """
@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
-from contract.faults import Fault
+from contract.faults import Fault, named
 
 KINDS = {
     stat.S_IFDIR: "a folder",
@@ -24,7 +24,7 @@ LARGEST = 100_000_000  # bytes of a file that is read into memory; safetensors' 
 def open_regular(path: Path) -> BinaryIO:
     """Open a file, or a link to one, for reading."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it does not wait for a FIFO
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # does not wait for the writer of a FIFO
     except FileNotFoundError:
         raise Fault(f"{path}: no such file") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -33,24 +33,21 @@ def open_regular(path: Path) -> BinaryIO:
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise Fault(f"{path}: {KINDS.get(stat.S_IFMT(mode), 'something else')}, and no file")
+        raise Fault(f"{path}: {KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file")
     return os.fdopen(descriptor, "rb")
 
 
 def read(path: Path, largest: int = LARGEST) -> bytes:
     """Read a file of at most `largest` bytes."""
-    with open_regular(path) as file:
-        try:
-            content = file.read(largest + 1)
-        except OSError as error:
-            raise Fault(f"{path}: {error.strerror}") from None
+    with named(path, OSError), open_regular(path) as file:
+        content = file.read(largest + 1)
     if len(content) > largest:
         raise Fault(f"{path}: larger than {largest} bytes, the limit for such a file")
     return content
 
 
 def whole(path: str) -> str:
-    """The path for a configuration: absolute and without `..`. Links are resolved only before a `..`."""
+    """Return the path for a configuration: absolute and without `..`. Links are resolved only in a path with `..`."""
     place = Path(path).expanduser().absolute()
     return str(place.resolve() if ".." in place.parts else place)
 
@@ -71,7 +68,7 @@ def below(folder: Path) -> list[str]:
     """
 
     def refuse(error: OSError) -> NoReturn:
-        raise Fault(f"{error.filename}: {error.strerror}; what lies in it cannot be seen")
+        raise Fault(f"{error.filename}: {error.strerror}; its content cannot be listed")
 
     files = list[str]()
     for here, subfolders, names in os.walk(folder, onerror=refuse):
@@ -81,7 +78,7 @@ def below(folder: Path) -> list[str]:
 
 
 def or_meant(path: Path) -> str:
-    """The end of a message about a missing path: similar names in the same folder, if any."""
+    """Return the end of a message about a missing path: similar names in the same folder, if any."""
     try:
         while not path.parent.is_dir():
             path = path.parent

@@ -1,7 +1,7 @@
 """Signs of life of a rank: files that it writes once a second, for the process that watches it on its host.
 
 The environment variable FOLDER names their folder. rank<N>.json has rank, pid, phase, the last step, the usual duration
-of a step, and the times of these by the host's monotonic clock. error<N>.json has the error that ends a rank.
+of a step, and the times of these values by the host's monotonic clock. error<N>.json has the error that ends a rank.
 """
 
 FOLDER = "LIFE_FOLDER"

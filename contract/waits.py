@@ -24,7 +24,7 @@ _noticed: dict[str, float] = {}
 
 
 def within[T](seconds: float, call: Callable[[], T], who: str, then: str) -> T:
-    """Return the result of the call. Raises TimeoutError at the limit."""
+    """Return the result of the call. Raise TimeoutError at the limit."""
     outcome: list[tuple[bool, Any]] = []
     context = contextvars.copy_context()
 
@@ -38,7 +38,7 @@ def within[T](seconds: float, call: Callable[[], T], who: str, then: str) -> T:
     thread.start()
     thread.join(min(NOTICE, seconds))
     if not outcome and seconds > NOTICE:
-        _tell(seconds, who, then)
+        _report(seconds, who, then)
         thread.join(seconds - NOTICE)
     if not outcome:
         raise TimeoutError(f"{who} has not answered for {seconds:.0f} s")
@@ -49,7 +49,7 @@ def within[T](seconds: float, call: Callable[[], T], who: str, then: str) -> T:
 
 
 def limited(server: Any, seconds: float, who: str, then: str) -> Any:
-    """The object, with a limit on each of its methods."""
+    """Return the object with a time limit on each of its methods."""
     return _Limited(server, seconds, who, then)
 
 
@@ -71,7 +71,7 @@ class _Limited:
         return call
 
 
-def _tell(seconds: float, who: str, then: str) -> None:
+def _report(seconds: float, who: str, then: str) -> None:
     now = time.monotonic()
     if now - _noticed.get(who, -AGAIN) < AGAIN:
         return

@@ -27,6 +27,8 @@ from typing import NamedTuple
 from conf.host import gpu_locks
 from contract import closed_pipe, installation
 from contract.faults import Fault
+from contract.installation import runs_folder
+from contract.processes import memory_files
 from flows import arguments, scheduling
 from flows.packages import clashes, installed, locked
 
@@ -179,17 +181,8 @@ def disk(name: str, folder: Path, on_gpu: bool) -> Finding:
 def memory_limit(root: Path = Path("/")) -> float:
     """Return the lowest memory limit, in bytes, of this process's control group (version 1 or 2) and its parents."""
     limits = [float("inf")]
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            group, name = root / "sys/fs/cgroup" / path.strip("/"), "memory.max"
-        elif "memory" in controllers.split(","):
-            group, name = root / "sys/fs/cgroup/memory" / path.strip("/"), "memory.limit_in_bytes"
-        else:
-            continue
-        for file in (folder / name for folder in (group, *group.parents)):
-            if file.is_file():
-                limits.append(float(file.read_text().replace("max", "inf")))
+    for files in memory_files("memory.max", "memory.limit_in_bytes", root):
+        limits += [float(file.read_text().replace("max", "inf")) for file in files]
     return min(limits)
 
 
@@ -259,7 +252,7 @@ def service(name: str, variable: str, default: str) -> Finding:
 
 def schedules(prefect: Finding) -> list[Finding]:
     """Check that the server at PREFECT_API_URL, or else the server of make up, starts scheduled runs."""
-    up = scheduling.of_make_up(installation.runs_folder())
+    up = scheduling.of_make_up(runs_folder())
     api = os.environ.get("PREFECT_API_URL", "").rstrip("/") or (up["address"] + "/api" if up else "")
     if prefect.status != "ok" or not api:
         return [Finding("info", "schedule", "no server answers, so no schedule runs")]
@@ -288,7 +281,7 @@ def tracking() -> Finding:
 
 
 def store() -> Finding:
-    place = os.environ.get("FINETUNE_STORE") or str(installation.runs_folder() / "store")
+    place = os.environ.get("FINETUNE_STORE") or str(runs_folder() / "store")
     if not place.startswith("s3://"):
         is_uri = place.startswith("file://")
         return writable("store", Path(place[len("file://") :] if is_uri else os.path.expanduser(place)))
@@ -326,7 +319,7 @@ def diagnose(extra: str | None) -> tuple[str, list[Finding]]:
         memory(),
         shared_memory(on_gpu),
         open_files(),
-        disk("runs", installation.runs_folder(), on_gpu),
+        disk("runs", runs_folder(), on_gpu),
         disk("cache", cache, on_gpu),
         store(),
         tracking(),

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         passed = passed and answer["equal"] and not (answer["twin"] and answer["twin"]["failed"])
     if cannot:
         shown["obstacles"] = cannot
-        text.append("refused: the model cannot be converted; the plan is for a copy that can be")
+        text.append("also refused: the model cannot be converted; the plan is for a copy that can be")
     print(json.dumps(shown, indent=2) if options.json else "\n".join(text))
     return _told(cannot, 0 if passed else 1)
 

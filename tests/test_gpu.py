@@ -14,9 +14,9 @@ from conf.load import load
 from conf.model_facts import facts_from_hf
 from conf.planner.hardware import GPUS
 from conf.planner.memory import memory
+from conf.planner.verdict import config_of
 from conf.rules.layout import problems
 from conf.schema.run import dotted_keys
-from trainer.rehearse import config_of
 from trainer.trial import cut
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "gpu"
@@ -93,7 +93,7 @@ def test_trials_are_legal_and_fit_an_h200():
     keys = {*dotted_keys()}
     for trial in (trial for trial in trials if trial.overrides.keys() <= keys):
         run = load(trial.conf, [f"{key}={value}" for key, value in trial.overrides.items()], illegal=True)
-        config = config_of(run)
+        config, _ = config_of(run)
         facts = facts_from_hf(cut(config, trial.layers) if trial.layers else config)
         assert not problems(run, facts), trial.name
         assert all(stage.over < 0 for stage in memory(run, facts, GPUS["h200"])), trial.name

@@ -48,11 +48,10 @@ def check(run: Run) -> None:
 def look(run: Run) -> FirstRows:
     (part,) = run.data.parts
     values, place, count, whole = _read(part)
-    raw = [row for row in values if not isinstance(row, Bad)]
+    raw, _ = _parted(values)
     shape, guessed = _detected(part, raw, place)
     rows = [row if isinstance(row, Bad) else shape.row(row) for row in values]
-    good = [row for row in rows if not isinstance(row, Bad)]
-    bad = [row for row in rows if isinstance(row, Bad)]
+    good, bad = _parted(rows)
     if not good:
         raise Fault(f"{place}: none of the first {len(rows)} rows can be used: {_described(bad[0])}")
     template = _template(run, shape.kind)
@@ -73,7 +72,6 @@ def look(run: Run) -> FirstRows:
         bad=len(bad),
         bad_sample=_described(bad[0]) if bad else "",
         refused=len(refused),
-        refused_sample=_described(refused[0]) if refused else "",
         tokens=tokens,
         answers=answers,
         places=sorted(choose.key(row) / choose.WHOLE for row in good) if whole and len(good) <= PLACES else [],
@@ -164,13 +162,8 @@ def _lengths(template: Template | None, rows: Sequence[Row]) -> tuple[list[int],
         counts = [sum(map(len, anomalies.texts(row))) for row in rows]
         answers = [len(anomalies.texts(row)[-1]) for row in rows]
         return [round(n / LETTERS) + 8 for n in counts], [round(n / LETTERS) + 2 for n in answers], []
-    encoded = template.encode(rows)
-    usable = [row for row in encoded if not isinstance(row, Bad)]
-    return (
-        [len(row.ids) for row in usable],
-        [len(row.ids) - row.start for row in usable],
-        [row for row in encoded if isinstance(row, Bad)],
-    )
+    usable, refused = _parted(template.encode(rows))
+    return [len(row.ids) for row in usable], [len(row.ids) - row.start for row in usable], refused
 
 
 def _stop(template: Template, rows: Sequence[Row]) -> str:
@@ -178,8 +171,8 @@ def _stop(template: Template, rows: Sequence[Row]) -> str:
     token.
     """
     few = rows[: sources.FIRST]
-    encoded = [row for row in template.encode(few) if not isinstance(row, Bad)]
-    endless = anomalies.find(template, encoded, few)[anomalies.ENDLESS] if len(encoded) == len(few) else []
+    encoded, refused = _parted(template.encode(few))
+    endless = [] if refused else anomalies.find(template, encoded, few)[anomalies.ENDLESS]
     if not endless or template.kind != "chat":
         return ""
     turns = [{"role": role, "content": chat.MARK} for role in ("user", "assistant", "user")]
@@ -189,6 +182,11 @@ def _stop(template: Template, rows: Sequence[Row]) -> str:
         return ""
     after = text.split(chat.MARK)[2].lstrip() if text.count(chat.MARK) == 3 else ""
     return next((name for name in sorted(template.special, key=len, reverse=True) if after.startswith(name)), "")
+
+
+def _parted[T](rows: Sequence[T | Bad]) -> tuple[list[T], list[Bad]]:
+    """Return the usable rows, and the others."""
+    return [row for row in rows if not isinstance(row, Bad)], [row for row in rows if isinstance(row, Bad)]
 
 
 def _described(bad: Bad) -> str:

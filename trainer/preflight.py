@@ -43,7 +43,6 @@ ROUNDS = 15  # of pairs: all pairs of 16 hosts; with more hosts, each meets 15 o
 # Bytes of a message: NCCL needs 100 MB for its full speed; over gloo 8 MB take 10 ms
 REDUCED, SWAPPED, SPREAD = {"gpu": 256e6, "cpu": 8e6}, {"gpu": 64e6, "cpu": 8e6}, {"gpu": 64e6, "cpu": 4e6}
 WRITTEN = {"gpu": 1e9, "cpu": 16e6}  # bytes per host
-REPEATS = 3
 
 
 def main(run: Run) -> None:
@@ -106,33 +105,23 @@ def _measure(run: Run, kind: str, device, rank: dict[str, Any]) -> dict[str, Any
 
     data = tensor(REDUCED[kind])
     if per_host > 1:
-        rank["link"] = _bus(
-            _timed(torch, device, lambda: distributed.all_reduce(data, group=groups[node])), data, per_host
-        )
+        rank["link"] = _bus(_timed(device, lambda: distributed.all_reduce(data, group=groups[node])), data, per_host)
     if world > 1:
-        rank["all_reduce"] = _bus(_timed(torch, device, lambda: distributed.all_reduce(data)), data, world)
+        rank["all_reduce"] = _bus(_timed(device, lambda: distributed.all_reduce(data)), data, world)
         sent = tensor(SPREAD[kind] // world * world)
         sent = sent[: len(sent) // world * world]
         got = torch.empty_like(sent)
-        seconds = _timed(torch, device, lambda: distributed.all_to_all_single(got, sent))
+        seconds = _timed(device, lambda: distributed.all_to_all_single(got, sent))
         rank["all_to_all"] = sent.nbytes * (world - 1) / world / seconds
-    rank["pairs"] = _pairs(torch, device, tensor(SWAPPED[kind]), node, local, per_host, world)
+    rank["pairs"] = _pairs(device, tensor(SWAPPED[kind]), node, local, per_host, world)
     return _judged(run, atomic_folder.gather((rank, of_this_host)), per_host)
 
 
-def _timed(torch, device, operation) -> float:
-    """Return the seconds of an operation: the fastest of a few, because disturbances only slow it."""
-    from torch import distributed
+def _timed(device, operation) -> float:
+    """Return the seconds of an operation that all ranks begin together."""
+    import torch
 
-    best = float("inf")
-    for attempt in range(REPEATS + 1):  # the first attempt connects
-        distributed.all_reduce(torch.zeros(1))
-        start = time.perf_counter()
-        operation()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start) if attempt else best
-    return best
+    return products.seconds(device, operation, lambda: torch.distributed.all_reduce(torch.zeros(1)))
 
 
 def _bus(seconds: float, data, ranks: int) -> float:
@@ -140,8 +129,9 @@ def _bus(seconds: float, data, ranks: int) -> float:
     return 2 * (ranks - 1) / ranks * data.nbytes / seconds
 
 
-def _pairs(torch, device, sent, node: int, local: int, per_host: int, world: int) -> list[tuple[int, int, float]]:
-    """Return the rounds of this rank: node, partner and bytes/s in each direction."""
+def _pairs(device, sent, node: int, local: int, per_host: int, world: int) -> list[tuple[int, float]]:
+    """Return the rounds of this rank: partner and bytes/s in each direction."""
+    import torch
     from torch import distributed
 
     received, results = torch.empty_like(sent), []
@@ -159,9 +149,9 @@ def _pairs(torch, device, sent, node: int, local: int, per_host: int, world: int
             for work in distributed.batch_isend_irecv(both):
                 work.wait()
 
-        seconds = _timed(torch, device, swap)
+        seconds = _timed(device, swap)
         if partner is not None:
-            results.append((node, partner, sent.nbytes / seconds))
+            results.append((partner, sent.nbytes / seconds))
     return results
 
 
@@ -174,7 +164,7 @@ def _judged(run: Run, of_ranks: list[tuple[dict, dict | None]], per_host: int) -
     for rank in ranks:
         node, local = divmod(rank["rank"], per_host)
         rank["host"] = names[node]
-        for _, partner, speed in rank.pop("pairs"):
+        for partner, speed in rank.pop("pairs"):
             pair = (names[min(node, partner)], names[max(node, partner)])
             rails = pairs.setdefault(pair, [float("inf")] * per_host)
             rails[local] = min(rails[local], speed)

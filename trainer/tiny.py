@@ -36,19 +36,18 @@ def main() -> int:
     kind, out = options.pop("kind"), options.pop("out")
     try:
         make_data(out, **options) if kind == "data" else make_model(kind, out, **options)
+        return 0
     except FileExistsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        text = str(error)
     except OSError as error:
-        print(f"error: {out}: {error.strerror or error}", file=sys.stderr)
-        return 2
+        text = f"{out}: {error.strerror or error}"
     except Exception as error:  # safetensors raises its own error for a full disk
         line = line_of(error)
         if line is None:
             raise
-        print(f"error: {out}: {line.removeprefix('disk: ')}", file=sys.stderr)
-        return 2
-    return 0
+        text = f"{out}: {line.removeprefix('disk: ')}"
+    print(f"error: {text}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

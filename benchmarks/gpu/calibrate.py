@@ -1,15 +1,15 @@
-"""Rates of this host's GPU for the kernels that training is made of, from which conf/planner/ may take its figures.
+"""Rates of this host's GPU in the kernels of training, from which conf/planner/ takes its figures.
 
     benchmarks/gpu/run calibrate.py OUT [--only SECTION ...]         2 to 3 minutes on one H200
 
-    context      bytes of the device that are gone before a tensor is made, library by library
-    products     TFLOPS of matrix products, grouped ones and those in FP8; what quantizing takes (products.py)
+    context      bytes of the device in use before the first tensor, by library
+    products     TFLOPS of single, grouped and FP8 matrix products; time of quantizing (products.py)
     attention    TFLOPS of causal attention
     moved        bytes/s of kernels that only move data; loss, optimizer here and on the host, the bus (moved.py)
     layers       seconds of the host for one layer, forward and backward (layers.py)
 
-None of it is a training run that the plan is compared with (plan.py). Each section is a process of its own, and what
-fails in one is a line of text in OUT/calibrate.json. Times are medians; rates count each product's own FLOPs and each
+plan.py compares the plan with training runs, which are not part of this. Each section is a separate process; a failure
+is a line of text in OUT/calibrate.json. Times are medians; rates count each product's own FLOPs and each
 kernel's own reads and writes.
 """
 
@@ -28,7 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-SECONDS = 120  # most that a section may take
+SECONDS = 120  # limit of a section
 TOKENS, HIDDEN, INNER, EXPERTS, VOCAB = 8192, 5120, 1536, 160, 151552  # GLM-4.7's
 
 
@@ -41,7 +41,7 @@ def tried(name: str, measure: Callable[..., dict[str, Any]], *arguments: Any) ->
 
     try:
         say(name, **measure(*arguments))
-    except Exception as error:  # a kernel that is not there is a finding, not an end
+    except Exception as error:  # a missing kernel is a result, not the end
         say(name, failed=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
     torch.cuda.empty_cache()
 

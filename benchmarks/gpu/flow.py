@@ -1,18 +1,18 @@
-"""Run the flow of the tiny model on this host's GPU, undisturbed and with faults, and say how each run ended.
+"""Run the flow of the tiny model on this host's GPU, undisturbed and with faults, and report how each run ended.
 
     benchmarks/gpu/run flow.py OUT [--only PART ...] [--precision fp32]     10 minutes on one H200
     python benchmarks/gpu/flow.py OUT --device cpu --only whole killed      rehearses it on a CPU
 
-    whole      all eight stages: they complete, the model answers as well as a CPU's, the gate of parity lets it pass
+    whole      all eight stages: they complete, the model answers as well as on a CPU, and passes the parity gate
     again      the same configuration: every stage is cached
-    two        two flows at once that need the same GPU: one trains while the other waits, and says for whom
-    killed     the tuned model's evaluation is killed: it is tried again by itself, and training is not
-    full       another program has the GPU's memory while the base is evaluated: one line says so; then it goes on
-    beside     on two GPUs, the base is evaluated beside training
+    two        two flows at once that need the same GPU: one trains; the other waits and names it
+    killed     the tuned model's evaluation is killed: it is retried automatically, without training again
+    full       another program has the GPU's memory while the base is evaluated: one line says so; then it continues
+    beside     on two GPUs, the base is evaluated during training
 
-OUT/flow.txt has a row a case and OUT/NAME.log what each run said; OUT/memory.csv the memory of each GPU by the second.
-All runs share one store, so that a case makes only what is its own; --work keeps it. CUDA_VISIBLE_DEVICES holds. Exit
-code 1 where one did not end as it has to.
+OUT/flow.txt has a row per case, OUT/NAME.log the output of each run, OUT/memory.csv the memory of each GPU per second.
+All runs share one store, so a case runs only its own stages; --work keeps the store. CUDA_VISIBLE_DEVICES is obeyed.
+Exit code 1 if a case did not end as it should.
 """
 
 import argparse
@@ -224,7 +224,7 @@ CASES: dict[str, Callable[[Place], Iterator[str]]] = dict(
 
 
 def ended(flow: Flow, states: dict[str, str]) -> Iterator[str]:
-    """What is wrong with the flow's end. `*` stands for either way to have an artifact."""
+    """Return the problems of the flow's end. `*` stands for both ways to get an artifact."""
     if flow.code != 0:
         yield f"{flow.name}: exit code {flow.code}: {flow.find('^error: .*')[:300]}"
     for stage, wanted in states.items():

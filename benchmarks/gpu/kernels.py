@@ -1,13 +1,13 @@
-"""Kernels of norms, activations and FP8 on this host's GPU: whether numbers are right, and what they take.
+"""Kernels of norms, activations and FP8 on this host's GPU: correctness and time.
 
     benchmarks/gpu/run kernels.py OUT [--only SECTION ...]          a minute on one H200
 
-    sums       a bias's gradient, and a norm's backward with the gradient of the residual, beside torch's
-    fp8        norms, GELU and its backward that write FP8, beside the same that Transformer Engine quantizes
+    sums       a bias's gradient, and a norm's backward with the gradient of the residual, compared with torch's
+    fp8        norms, GELU and its backward that write FP8, compared with Transformer Engine's quantization
     layers     a norm, a product, GELU, a product and the residual, with Transformer Engine's own ways and with ours
     tiles      microseconds with other tiles
 
-Each line is a JSON object, which OUT/kernels.jsonl gets too. The exit code is 1 where numbers differ.
+Each line is a JSON object, which OUT/kernels.jsonl gets too. The exit code is 1 if numbers differ.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false

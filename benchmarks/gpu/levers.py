@@ -1,4 +1,4 @@
-"""Take steps of large models with and without a lever of speed, on this host's GPUs, side by side.
+"""Compare steps of large models with and without a speed setting ("lever") on this host's GPUs.
 
     benchmarks/gpu/run levers.py OUT [--gpus N] [--rows PART ...] [--levers PART ...] [--steps S] [--profile]
     python benchmarks/gpu/levers.py --list [...]        what would run, and what is planned of it on an H200
@@ -8,8 +8,8 @@ A trial (python -m trainer.trial) takes 30 to 60 s. Each prints a line of JSON a
 too, so that a call that is cut off still has its rows: milliseconds of a step, of all measured steps, losses of every
 step, allocated GB, and each beside base's. The levers of a row come one after another. OUT/levers.txt gets the table.
 
-With --profile each trial is recorded as well: OUT/ROW-LEVER/profile.html, and the verdict in the line. What begins
-after M minutes is left out, and so are rows of more GPUs than N, and levers that a row does not go with.
+With --profile each trial is recorded as well: OUT/ROW-LEVER/profile.html, and the verdict in the line. Trials that
+would begin after M minutes are skipped, and so are rows of more GPUs than N, and levers that do not apply to a row.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Compare the plan's figures with this host's GPUs: cut models take real steps beside their plans.
+"""Compare the plan's figures with this host's GPUs: real steps of models with fewer layers, next to their plans.
 
     benchmarks/gpu/run plan.py OUT [--gpus N] [--only PART ...] [--minutes M]       9 minutes on one H200
     python benchmarks/gpu/plan.py --list                                            what would run, and what is planned
@@ -7,12 +7,12 @@
 Each trial is python -m trainer.trial in a process of its own, with a time limit; one that fails, is too slow or runs
 out of memory is a row like any other. OUT/plan.json gets a row after each, OUT/plan.txt the table.
 
-    memory    settings that no constant of conf/planner/ was chosen by
+    memory    settings that were not used to fit constants of conf/planner/
     rows      what was measured with bare Megatron-Bridge: GPT2-large, and 6 layers of GLM-4.7
     spread    layers of large models over two GPUs in every way
     levers    FP8 and the optimizer's, of the same models
 
-A trial of another number of GPUs than --gpus (1) is left out, and so is what would begin after M minutes.
+Trials with another number of GPUs than --gpus (1) are skipped, and so are trials that would begin after M minutes.
 """
 
 import argparse
@@ -216,15 +216,15 @@ def planned(one: Trial) -> str:
     from conf.planner.hardware import GPUS
     from conf.planner.memory import memory
     from conf.planner.timing import timing
+    from conf.planner.verdict import config_of
     from contract.faults import ConfigError
-    from trainer.rehearse import config_of
     from trainer.trial import cut
 
     try:
         run = load(one.conf, [f"{key}={value}" for key, value in one.overrides.items()], illegal=True)
     except ConfigError as fault:
         return str(fault)
-    config = config_of(run)
+    config, _ = config_of(run)
     facts = facts_from_hf(cut(config, one.layers) if one.layers else config)
     fullest = max(memory(run, facts, GPUS["h200"]), key=lambda stage: stage.total)
     seconds = timing(run, facts, GPUS["h200"]).likely

@@ -39,7 +39,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-ON_GPU = ("convert", "evaluate-base", "train", "evaluate-tuned")
+ON_GPU = ("evaluate-base", "train", "evaluate-tuned")  # convert computes on CPUs
 STAGES = ("download", "prepare", "convert", "evaluate-base", "train", "export", "evaluate-tuned", "promote")
 BLOCK = 32 << 20  # numbers that all tensors are windows of
 WIDE = dict(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768)
@@ -130,12 +130,12 @@ def make_model(folder: Path, config: dict, spread: float = 0.02, shards: int = 8
 def preset(options: argparse.Namespace, work: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """Serve model and data of a preset by their names. Yields the command's word for it, and the environment."""
     from conf.load import load
+    from conf.planner.verdict import config_of
     from tests.support import stand_in_hub
-    from trainer.rehearse import config_of
     from trainer.trial import cut
 
     run = load(options.preset)
-    make_model(work / "model", cut(config_of(run), options.layers))
+    make_model(work / "model", cut(config_of(run)[0], options.layers))
     make_questions(work / "rows", run.data.config, options.rows)
     with stand_in_hub.serve(work / "hub") as hub:
         hub.publish(f"models/{run.model.source}", work / "model")

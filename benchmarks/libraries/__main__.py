@@ -1,9 +1,9 @@
-"""Libraries beside the code that does their work here: a figure for each decision in docs/adr/.
+"""Libraries compared with the code that replaces them here: a figure for each decision in docs/adr/.
 
     python -m benchmarks.libraries [ITEM ...]          make bench-libraries; all items: 4 minutes on 2 cores
 
-Ours and the library's take turns, and the medians are compared, so that a busy machine slows both. Transfers to S3 are
-measured by benchmarks/store.py, gangs by benchmarks/gang_faults.py.
+This project's code and the library run alternately, and the medians are compared: a busy machine slows both. Transfers
+to S3 are measured by benchmarks/store.py, gangs by benchmarks/gang_faults.py.
 """
 
 import argparse

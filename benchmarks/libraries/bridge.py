@@ -1,4 +1,4 @@
-"""Seconds and CPU of a rank's imports: trainer/patches/lazy_bridge.py beside importing Megatron-Bridge as it is."""
+"""Seconds and CPU of a rank's imports: trainer/patches/lazy_bridge.py compared with the unpatched Megatron-Bridge."""
 
 from pathlib import Path
 

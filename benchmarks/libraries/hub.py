@@ -1,4 +1,4 @@
-"""Bytes sent for a file of 64 MB that is interrupted, or killed: tasks/sources/hub/ beside huggingface_hub."""
+"""Bytes sent for a file of 64 MB that is interrupted, or killed: tasks/sources/hub/ compared with huggingface_hub."""
 
 import os
 import signal
@@ -72,7 +72,7 @@ class Run:
         return self._cell(begun)
 
     def broken_off(self) -> str:
-        """Reset the connection once; the same process goes on."""
+        """Reset the connection once; the same process continues."""
         self._fresh()
         self.hub.inject("cdn/", drop_after=int(BREAK * SIZE))
         begun = time.monotonic()
@@ -80,9 +80,9 @@ class Run:
         return self._cell(begun) if ended == 0 else "fails"
 
     def breaking_for_good(self) -> str:
-        """Reset the connection, and answer nothing for longer than a process has patience.
+        """Reset the connection, and do not answer for longer than a process waits.
 
-        A second process goes on.
+        A second process continues.
         """
         self._fresh()
         self.hub.inject("cdn/", drop_after=int(BREAK * SIZE))

@@ -1,10 +1,10 @@
-"""Time of a call that logs a metric where no server answers: tasks/tracking/ beside MLflow's client."""
+"""Time of a call that logs a metric if no server answers: tasks/tracking/ compared with MLflow's client."""
 
 from pathlib import Path
 
 from benchmarks.libraries.turns import python
 
-PATIENCE = 20  # seconds after which MLflow's call is given up here; with its default of 7 retries it takes minutes
+PATIENCE = 20  # seconds until MLflow's call is aborted here; with its default of 7 retries it takes minutes
 OURS = """
 import sys, time
 from pathlib import Path

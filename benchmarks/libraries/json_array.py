@@ -1,4 +1,4 @@
-"""MB/s and memory for an array of rows, and the effect of a bad row: trainer/data/read/json_array.py beside ijson."""
+"""MB/s and memory for an array of rows, and the effect of a bad row: trainer/data/read/json_array.py and ijson."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Cost of a sample, and the effect of a server's absence: tasks/tracking/machine.py beside MLflow's system metrics."""
+"""Cost of a sample, and the effect of a server's absence: tasks/tracking/machine.py and MLflow's system metrics."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Artifacts and leases beside Prefect's cache and concurrency limits: a deleted file, two at once, a killed holder."""
+"""Artifacts and leases, and Prefect's cache and concurrency limits: a deleted file, two at once, a killed holder."""
 
 import contextlib
 import os
@@ -102,7 +102,7 @@ def _start(code: str, *arguments: object) -> subprocess.Popen:
 
 
 def _taken_over(code: str, holder: list, waiter: list) -> float:
-    """Seconds from the death of a holder until one that waits holds it."""
+    """Return the seconds from the death of a holder until a waiting process holds the lease."""
     with _start(code, 600, *holder) as first:
         assert first.stdout and first.stdout.readline() == "held\n"
         with _start(code, 0, *waiter) as second:

@@ -1,4 +1,4 @@
-"""Seconds, and findings about an environment: flows/packages.py beside `uv sync --check`."""
+"""Seconds, and findings about an environment: flows/packages.py compared with `uv sync --check`."""
 
 import os
 import shutil
@@ -42,7 +42,7 @@ def measure(folder: Path) -> None:
 
 
 def _copy(environment: Path) -> None:
-    """The metadata of this environment's packages in one of its own: both look at nothing else."""
+    """Copy the metadata of this environment's packages into a new one, as both candidates read nothing else."""
     shutil.rmtree(environment, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     place = next(environment.glob("lib/*/site-packages"))
@@ -59,7 +59,7 @@ def _ours(environment: Path, extra: str) -> str:
 
 
 def _uv(uv: str, environment: Path, extra: str, *command: str) -> str:
-    """Run uv on the copy alone, where --check only looks."""
+    """Run uv only on the copy, with --check, which changes nothing."""
     settings = os.environ | {"UV_PROJECT_ENVIRONMENT": str(environment), "UV_OFFLINE": "1", "NO_COLOR": "1"}
     settings.pop("VIRTUAL_ENV", None)
     line = [uv, *command, "--extra", extra, "--no-progress"]

@@ -1,4 +1,4 @@
-"""Look-up of a registered version: SQL on MLflow's local database in tasks/stages/promote.py beside MlflowClient."""
+"""Look-up of a registered version: SQL on MLflow's local database in tasks/stages/promote.py, and MlflowClient."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Timing of calls that take turns, with the median of each."""
+"""Timing of calls that run alternately, with the median of each."""
 
 import os
 import statistics
@@ -19,7 +19,7 @@ class Spent:
 
 
 def medians(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Spent]:
-    """Medians of so many rounds, in each of which every call has one turn."""
+    """Return the medians over the rounds. In each round every call runs once."""
     found: dict[str, list[Spent]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -38,7 +38,7 @@ def _timed(call: Callable[[], object]) -> Spent:
 
 
 def python(code: str, *arguments: object) -> str:
-    """Output of a process of its own."""
+    """Return the output of a separate process."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -47,7 +47,7 @@ def python(code: str, *arguments: object) -> str:
 
 
 def show(spent: dict[str, Spent], unit: float = 1.0, name_of_unit: str = "s") -> None:
-    """A line for each, with its ratio to the first."""
+    """Print a line for each call, with its ratio to the first."""
     first = next(iter(spent.values()))
     for name, one in spent.items():
         ratio = f"{one.seconds / first.seconds:7.2f} x, CPU {one.cpu / max(first.cpu, 1e-9):7.2f} x"

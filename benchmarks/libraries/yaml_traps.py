@@ -1,4 +1,4 @@
-"""Readings of traps, and seconds for a configuration of 100 KB: conf/strict_yaml.py beside ruamel.yaml."""
+"""Readings of traps, and seconds for a configuration of 100 KB: conf/strict_yaml.py compared with ruamel.yaml."""
 
 from pathlib import Path
 from typing import Any

@@ -1,1 +1,1 @@
-"""Needs of a run, known before it is paid for: parameters, memory, time, and which layouts would be better."""
+"""Needs of a run before it starts: parameters, memory, time, and better layouts."""

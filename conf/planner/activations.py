@@ -1,29 +1,29 @@
-"""Bytes that one layer keeps from forward to backward, and bytes that it needs besides while it runs.
+"""Bytes that one layer keeps from forward to backward, and further bytes that it needs while it runs.
 
-Read off the layers that a GPU run builds: megatron-core 0.19 (attention.py, mlp.py, moe/), Transformer Engine 2.20
-(fused norm and linear, fused attention, grouped linears, permutation), Megatron-Bridge 0.6 (adapters). The rules:
+The rules are read from the code of the layers in a GPU run: megatron-core 0.19 (attention.py, mlp.py, moe/),
+Transformer Engine 2.20 (fused norm and linear, fused attention, grouped linears, permutation), Megatron-Bridge 0.6
+(adapters):
 
-    linear layers   keep their input for the gradient of their weight. Frozen ones keep nothing: the gradient of the
-                    input needs the weight alone. An adapter keeps its own input instead, and with dropout a copy with
-                    a mask of 1 byte. Under sequence parallelism adapters keep that input gathered, not cut by tp
-    attention       keeps q, k, v, its output; no matrix of tokens by tokens, but in fp32, which has no fused kernel
-    gated MLP       keeps both halves of fc1's output: trainer/startup/device.py has silu and the product in one kernel
+    linear layers   keep their input for the gradient of their weight. Frozen layers keep nothing: the gradient of the
+                    input needs only the weight. An adapter keeps its own input instead, and with dropout a copy with
+                    a mask of 1 byte. With sequence parallelism adapters keep the gathered input, not cut by tp
+    attention       keeps q, k, v and its output; in fp32, which has no fused kernel, also a matrix of tokens by tokens
+    gated MLP       keeps both halves of fc1's output: silu and the product are one kernel (trainer/startup/device.py)
     experts         see each token top_k times: micro_batch * sequence / cp / (tp if sp) * top_k * etp on average
     permutations    keep maps of indices; all-to-all and un-permutation keep no tokens
-    FP8             trained layers keep their input in FP8, but where another layer keeps it in bf16 anyhow (core's
-                    save_original_input, which delayed scaling cannot); adapters compute in bf16 and keep that, but
-                    those of each expert. The tokens of an expert are filled up to a multiple of 16 (mxfp8: 32). A
-                    frozen layer with a norm keeps the norm's output in FP8 if an adapter takes that output (Transformer
-                    Engine's LayerNormLinear saves all that it returns)
-    recomputation   a layer keeps its input. A dispatcher also holds the routing of the last forward pass, and the first
-                    one has no graph that trainer/patches/kept_routes.py could drop
-    loss            Transformer Engine's works on a copy of the logits
-
-    dropout         keeps a mask of 1 byte of what attention and MLP add to the residual; fused attention draws its own
+    FP8             trained layers keep their input in FP8, unless another layer keeps it in bf16 (core's
+                    save_original_input, which delayed scaling does not support). Adapters compute in bf16 and keep
+                    bf16, except those of each expert. The tokens of an expert are padded to a multiple of 16 (mxfp8:
+                    32). A frozen layer with a norm keeps the norm's output in FP8 if an adapter uses that output
+                    (Transformer Engine's LayerNormLinear saves everything that it returns)
+    recomputation   a layer keeps its input. A dispatcher also holds the routing of the last forward pass;
+                    trainer/patches/kept_routes.py cannot drop that of the first pass, which has no graph
+    loss            Transformer Engine's loss works on a copy of the logits
+    dropout         keeps a mask of 1 byte for the outputs of attention and MLP; fused attention draws its numbers
                     again, without a mask
 
-Not covered: buffers of DeepEP (dispatcher flex), activation offloading, the pieces that a ring of cp ranks holds while
-it turns, the weight that DoRA takes the norm of, and attention dropout without a fused kernel (fp32).
+Not covered: buffers of DeepEP (dispatcher flex), activation offloading, pieces in a ring of cp ranks, the weight of
+DoRA's norm, and attention dropout without a fused kernel (fp32).
 """
 
 from dataclasses import dataclass
@@ -34,13 +34,13 @@ from conf.schema.run import Run
 from conf.schema.sections import Adapter
 from conf.schema.training import Train
 
-# Tokens of the busiest expert-parallel rank over the average: a router is balanced by a loss, not by force.
+# Tokens of the busiest expert-parallel rank relative to the average: a loss balances the router, but not exactly.
 IMBALANCE = 1.2
-# Bytes per token and expert that routing keeps: logits, scores, probabilities, the loss's scores (fp32 each), the map
-# (bool), and the permutation's map of rows (two int32 a piece).
+# Bytes per token and expert that routing keeps: logits, scores, probabilities and the loss's scores (fp32 each), a map
+# (bool), and the permutation's maps of rows (two int32).
 ROUTING = 4 * 4 + 1 + 2 * 4
-HELD_ROUTING = 4 + 1 + 2 * 4  # of those, what a dispatcher holds: probabilities, and both maps
-# Bytes of a number in FP8, with its share of a scale: of 4 bytes for 128 numbers, or of 1 for 32.
+HELD_ROUTING = 4 + 1 + 2 * 4  # the part that a dispatcher holds: probabilities and both maps
+# Bytes of a number in FP8, with its share of a scale: 4 bytes for 128 numbers, or 1 byte for 32.
 LOW = {"current": 1.0, "delayed": 1.0, "blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32}
 
 
@@ -49,10 +49,10 @@ class Tokens:
     """Numbers of tokens of one microbatch on one rank."""
 
     whole: int  # of the rank's part of the sequence
-    local: int  # the same, cut by sequence parallelism: what norms and routers see
-    routed: int  # what its experts see on average
-    busiest: int  # what the experts of the busiest rank see
-    byte: int  # of a number
+    local: int  # the same, cut by sequence parallelism: the tokens of norms and routers
+    routed: int  # of its experts, on average
+    busiest: int  # of the experts of the busiest rank
+    byte: int  # bytes of a number
 
 
 def tokens(run: Run, facts: ModelFacts) -> Tokens:
@@ -67,14 +67,14 @@ def tokens(run: Run, facts: ModelFacts) -> Tokens:
 
 
 def kinds(facts: ModelFacts) -> list[str]:
-    """Kinds of layers that a model may have. An mtp layer is one of the last kind with additions."""
+    """Return the kinds of layers that a model may have. An mtp layer is a layer of the last kind with additions."""
     return ["dense", *(["moe"] if facts.experts else []), "mtp"]
 
 
 def kept(run: Run, facts: ModelFacts, kind: str, whole: int) -> int:
-    """Bytes that one layer keeps of one microbatch from forward to backward; `whole` are those of its parts.
+    """Return the bytes that one layer keeps of a microbatch from forward to backward. `whole` is the sum of its parts.
 
-    With full recomputation they are of a block of layers, which keeps one input.
+    With full recomputation it is the figure of a block of layers, which keeps only its input.
     """
     if run.train.recompute != "full":
         return whole
@@ -88,7 +88,7 @@ def _held_routing(facts: ModelFacts, t: Tokens) -> int:
 
 
 def parts(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
-    """Bytes that one layer ("dense", "moe" or "mtp") keeps from forward to backward without full recompute, by part."""
+    """Return the bytes by part that one layer ("dense", "moe" or "mtp") keeps, without full recompute."""
     mtp = kind == "mtp"
     if mtp:
         kind = facts.kind(facts.layers - 1)
@@ -103,15 +103,15 @@ def parts(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
         found["dropout"] = 2 * t.local * facts.hidden
     if run.train.cuda_graphs:  # a graph reads its input at a fixed address
         found["recorded"] = t.local * facts.hidden * t.byte
-    if mtp:  # the embedding and the hidden state, normed, joined and projected to one
+    if mtp:  # the embedding and the hidden state: normed, joined and projected
         found["mtp"] = t.local * facts.hidden * t.byte * 5
     return found
 
 
 def working(run: Run, facts: ModelFacts, kind: str, whole: int) -> dict[str, int]:
-    """Bytes that a layer needs in its backward pass besides those that it keeps; `whole` are those of its parts.
+    """Return the additional bytes that a layer needs in its backward pass. `whole` is the sum of its parts.
 
-    They are recomputed activations, gradients, and tokens on their way.
+    They are recomputed activations, gradients, and tokens that are being sent.
     """
     t = tokens(run, facts)
     again = 0
@@ -123,40 +123,41 @@ def working(run: Run, facts: ModelFacts, kind: str, whole: int) -> dict[str, int
     gate = 2 if facts.gated else 1
     width = t.whole * max(attention_width(facts), facts.ffn * gate) // run.layout.tp
     dense = t.local * facts.hidden * 2 + width
-    # A gradient in FP8, where weights are trained in both layouts.
+    # A gradient in FP8; if weights are trained, in both layouts.
     low = LOW.get(run.train.fp8 or "", 0.0) * (2 if run.adapter.kind == "none" else 1)
     dispatch = 0
     if kind != "dense" and facts.experts:
-        # Gradients of fc1's output and of its input, the latter once from the weight and once from the adapter; then
-        # their sum. A forward pass has as many: tokens permuted, received and sorted.
+        # Gradients of fc1's output and of its input, the latter once from the weight, once from the adapter, and their
+        # sum. A forward pass has as many: permuted, received and sorted tokens.
         copies = 3 if _adapted(run.adapter, "linear_fc1") else 2
         inner = facts.expert_ffn * gate // run.layout.etp
-        # etp sums up the experts' output in fp32
+        # etp sums the experts' output in fp32
         dispatch = t.busiest * (inner + copies * facts.hidden) * t.byte
         dispatch += t.busiest * facts.hidden * 4 if run.layout.etp > 1 else 0
-        if low:  # and the tokens before they were filled up
+        if low:  # and the tokens before padding
             dispatch += int(t.busiest * (inner * low + facts.hidden * t.byte))
     return {"dispatch": dispatch, "working": again + dense * t.byte + int(width * low)}
 
 
 def at_loss(run: Run, facts: ModelFacts) -> dict[str, int]:
-    """Bytes while the loss is computed. The last layer's output and its norm are there as well."""
+    """Return the bytes in use while the loss is computed, including the last layer's output and its norm."""
     t = tokens(run, facts)
     return {"logits": logits(run, facts), "dispatch": 0, "working": 2 * t.local * facts.hidden * t.byte}
 
 
 def logits(run: Run, facts: ModelFacts) -> int:
-    """Bytes of the logits at the loss, of the model and of each MTP layer.
+    """Return the bytes of the logits at the loss, of the model and of each MTP layer.
 
-    The gradient takes the place of the logits, or of the copy that Transformer Engine's loss has made of them.
+    The gradient replaces the logits, or the copy that Transformer Engine's loss makes of them.
     """
     t = tokens(run, facts)
     rows = t.whole * facts.padded_vocab(run.layout.tp) // run.layout.tp
-    # In fp32: less their largest, and to the power of e. Distillation has them divided by its temperature as well.
-    # Transformer Engine's loss makes neither, and takes no fp16: GPT2-large took 13.6 GB more in it on an H200. But it
-    # copies the logits: Qwen3-30B-A3B and Llama-3.1-8B had them twice on an H100, one of 8,192 tokens 2.1 and 2.5 GB.
+    # In fp32: the logits minus their maximum, and the exponentials. Distillation also has logits divided by its
+    # temperature. Transformer Engine's loss makes neither, but does not support fp16, in which GPT2-large took 13.6 GB
+    # more on an H200. It copies the logits: with 8,192 tokens, Qwen3-30B-A3B and Llama-3.1-8B had two copies of 2.1 and
+    # 2.5 GB on an H100.
     twice = run.train.z_loss or run.train.precision == "fp16"
-    # A policy's come in fp32 (trainer/reinforcement/policy/exact_logits.py), and their gradient is rounded.
+    # A policy has fp32 logits (trainer/reinforcement/policy/exact_logits.py), and their gradient is rounded.
     exact = reinforcement.is_policy(run) and run.train.precision == "bf16"
     of_each = t.byte + (4 if exact else 0)
     has_teacher = objectives.has_teacher(run)
@@ -166,8 +167,8 @@ def logits(run: Run, facts: ModelFacts) -> int:
     return rows * of_each * (1 + (facts.mtp_layers if run.model.mtp else 0)) + copied + in_fp32
 
 
-def said(run: Run) -> int:
-    """Bytes of what a reference says of the rows that it is asked of in one go: log-probabilities, and their tokens."""
+def outputs(run: Run) -> int:
+    """Return the bytes of a reference model's outputs for the rows of one batch: log-probabilities and tokens."""
     rows = run.train.micro_batch * objectives.AT_ONCE * run.layout.pp
     if not objectives.has_teacher(run):
         return 4 * objectives.sequences(run.train) * rows
@@ -181,9 +182,9 @@ def _adapted(adapter: Adapter, name: str) -> bool:
 def _input(
     run: Run, t: Tokens, name: str, size: int, held: bool = False, drops: bool = False, grouped: bool = False
 ) -> int:
-    """Bytes that a linear layer keeps of `size` inputs.
+    """Return the bytes that a linear layer keeps of `size` inputs.
 
-    `held` means that another layer keeps them, and `drops` that they are computed again.
+    `held` means that another layer keeps them, `drops` that they are recomputed.
     """
     fp8, each = run.train.fp8, t.byte
     if run.adapter.kind == "none":
@@ -195,17 +196,17 @@ def _input(
     if fp8 and grouped and run.adapter.experts == "each" and run.moe.grouped_gemm:
         each = LOW[fp8]
     if run.adapter.dropout:
-        return int(size * (each + 1))  # its own copy, which no recompute drops
+        return int(size * (each + 1))  # its own copy, which is never recomputed
     return 0 if held or drops else int(size * each)
 
 
 def _returned(run: Run, name: str, size: int) -> int:
-    """Bytes that a frozen layer with a norm keeps in FP8 of the norm's output, which it returns to an adapter."""
+    """Return the bytes that a frozen layer with a norm keeps in FP8 of the norm's output, which an adapter uses."""
     return int(size * LOW[run.train.fp8]) if run.train.fp8 and _adapted(run.adapter, name) else 0
 
 
 def _lora(run: Run, t: Tokens, name: str, rows: int, out: int) -> int:
-    """Bytes that an adapter keeps besides its input: the values between A and B.
+    """Return the bytes that an adapter keeps in addition to its input: the values between A and B.
 
     DoRA also keeps the output that it scales.
     """
@@ -215,7 +216,7 @@ def _lora(run: Run, t: Tokens, name: str, rows: int, out: int) -> int:
 
 
 def _norms(train: Train, facts: ModelFacts, t: Tokens, kind: str) -> int:
-    """Bytes that norms keep: the layer's input and the sum after attention.
+    """Return the bytes that norms keep: the layer's input and the sum after attention.
 
     Before experts, they keep the norm's output too.
     """
@@ -225,7 +226,7 @@ def _norms(train: Train, facts: ModelFacts, t: Tokens, kind: str) -> int:
 
 
 def attention_width(facts: ModelFacts) -> int:
-    """Width of q, k and v of all heads together."""
+    """Return the width of q, k and v of all heads together."""
     if facts.kv_rank:
         return facts.heads * (2 * (facts.qk_nope + facts.qk_rope) + facts.v_head)
     return (facts.heads + 2 * facts.kv_heads) * facts.head_dim
@@ -241,7 +242,7 @@ def _attention(run: Run, facts: ModelFacts, t: Tokens) -> int:
         # the low-rank q and kv, before and after their norms
         inner += t.local * 2 * (facts.q_rank + facts.kv_rank + facts.qk_rope)
         total = inner * t.byte + _input(run, t, "linear_q_down_proj", t.local * facts.hidden)
-        if run.train.fp8 and run.adapter.kind == "none" and facts.q_rank:  # each has its own copy in FP8
+        if run.train.fp8 and run.adapter.kind == "none" and facts.q_rank:  # each down projection has an FP8 copy
             total += _input(run, t, "linear_kv_down_proj", t.local * facts.hidden)
         for name in ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"):
             total += _lora(run, t, name, t.whole, 0)
@@ -249,12 +250,12 @@ def _attention(run: Run, facts: ModelFacts, t: Tokens) -> int:
         query = t.whole * facts.heads * facts.head_dim // layout.tp
         keys = t.whole * facts.kv_heads * facts.head_dim // kv_cut
         out = query
-        # norms of q and k keep both from before
+        # norms of q and k keep their inputs
         inner = (query + 2 * keys) + (query + keys if facts.qk_norm else 0)
         total = inner * t.byte + _input(run, t, "linear_qkv", gathered * facts.hidden)
         total += _returned(run, "linear_qkv", gathered * facts.hidden)
         total += _lora(run, t, "linear_qkv", t.whole, (facts.heads + 2 * facts.kv_heads) * facts.head_dim // layout.tp)
-    # attention keeps its output for its own backward pass, unless that is computed again
+    # attention keeps its output for its backward pass, unless it is recomputed
     total += 0 if "core_attn" in again and not _input(run, t, "linear_proj", out) else out * t.byte
     total += _input(run, t, "linear_proj", out, held=True) + _lora(run, t, "linear_proj", t.whole, facts.hidden)
     total += t.whole * facts.heads // layout.tp * 4  # the logarithms of softmax's sums
@@ -264,7 +265,7 @@ def _attention(run: Run, facts: ModelFacts, t: Tokens) -> int:
 
 
 def _dense(run: Run, t: Tokens, facts: ModelFacts, width: int, hidden: int) -> int:
-    """Bytes that a dense MLP or the shared experts keep."""
+    """Return the bytes that a dense MLP or the shared experts keep."""
     gathered = t.whole if run.adapter.kind != "none" else t.local
     inner, gate = t.whole * width // run.layout.tp, 2 if facts.gated else 1
     total = _input(run, t, "linear_fc1", gathered * hidden) + inner * gate * t.byte
@@ -275,14 +276,14 @@ def _dense(run: Run, t: Tokens, facts: ModelFacts, width: int, hidden: int) -> i
 
 def _moe(run: Run, facts: ModelFacts, t: Tokens) -> dict[str, int]:
     again, etp, gate = run.train.recompute_modules, run.layout.etp, 2 if facts.gated else 1
-    if "moe" in again:  # the input of the whole, which is the norm's output
+    if "moe" in again:  # the input of the MoE layer, which is the norm's output
         return {"experts": t.local * facts.hidden * t.byte, "router": _held_routing(facts, t)}
     inner = t.busiest * facts.expert_ffn // etp
     experts = _input(run, t, "linear_fc1", t.busiest * facts.hidden, grouped=True) + inner * gate * t.byte
     experts += _input(run, t, "linear_fc2", inner, drops="moe_act" in again, grouped=True)
     experts += _lora(run, t, "linear_fc1", t.busiest, gate * facts.expert_ffn // etp)
     experts += _lora(run, t, "linear_fc2", t.busiest, facts.hidden)
-    experts += t.busiest * (4 + 4 + 4)  # probabilities, and the sort's map of rows there and back
+    experts += t.busiest * (4 + 4 + 4)  # probabilities, and the sort's maps of rows in both directions
     found = {"experts": experts, "router": t.local * facts.experts * ROUTING}
     if facts.shared_ffn and "shared_experts" not in again:
         # without tp, fc1's input is the norm's output, which the router keeps

@@ -1,7 +1,7 @@
-"""A plan as text for people, and as as_dict() for programs; both for the ranked table of search() as well.
+"""Text of a plan for people, and as_dict() of a plan for programs; also for the ranked table of search().
 
-A stage's bar has a letter for each thirtieth of the GPU: W weights, G gradients, O optimizer, A adapters, F copies of
-weights in FP8, a activations, . all else. A ! stands for memory that is missing.
+In a stage's bar, each letter is a thirtieth of the GPU: W weights, G gradients, O optimizer, A adapters, F copies of
+weights in FP8, a activations, . everything else. A ! stands for missing memory.
 """
 
 import math
@@ -23,12 +23,12 @@ from conf.schema.run import Layout, Run
 from contract.amounts import dollars, size
 
 BAR = 30  # characters for all of a GPU's memory
-# What a bar draws; the rest of a stage's memory is buffers, context and margin, the same for every layout.
+# Parts of a stage's memory with a letter in the bar. All others (BESIDES) are drawn as dots.
 DRAWN = {"weights": "W", "gradients": "G", "optimizer": "O", "adapters": "A", "copies": "F", "activations": "a"}
 BESIDES = ("logits", "dispatch", "working", "buffers", "context", "margin")
 SUGGESTED = 3
-MUCH, FEW = 10**12, 2  # bytes of checkpoints that are worth a warning, and how many are enough to resume
-COLUMNS = ("hosts", "GPUs", "GB a GPU", "GB a host", "GB disk", "time", "USD")  # of a stage
+MUCH, FEW = 10**12, 2  # bytes of checkpoints that cause a warning, and the number that is enough to resume
+COLUMNS = ("hosts", "GPUs", "GB a GPU", "GB a host", "GB disk", "time", "USD")  # of the table of stages
 WITHOUT = "evaluate.tasks=[] trains and exports it without evaluation, and promotes nothing"
 
 
@@ -65,23 +65,23 @@ def lines(plan: Plan) -> Iterator[str]:
             yield f"with model.base={plan.with_packed[0]}:"
             yield from suggestions(plan.with_packed[1], layout.world, gpu)
     elif plan.not_searched:
-        yield f"instead  nothing was searched for: {plan.not_searched}"
+        yield f"instead  no layout was searched: {plan.not_searched}"
     yield plan.verdict
     evaluation_refused = plan.unserved and f"evaluation: {plan.unserved}; {WITHOUT}"
     for reason in (evaluation_refused, plan.unanswered and f"reinforce: {plan.unanswered}", plan.unasked):
         if reason:
-            yield f"refused all the same: {reason}"
+            yield f"also refused: {reason}"
 
 
 def degrees(layout: Layout) -> str:
     always = [f"{key} {getattr(layout, key)}" for key in ("tp", "pp", "ep", "etp")]
-    given = {
+    others = {
         "cp": layout.cp > 1 and layout.cp,
         "vpp": layout.vpp,
         "first": layout.first_stage_layers,
         "last": layout.last_stage_layers,
     }
-    return " ".join(always + [f"{key} {value}" for key, value in given.items() if value] + ["sp"] * layout.sp)
+    return " ".join(always + [f"{key} {value}" for key, value in others.items() if value] + ["sp"] * layout.sp)
 
 
 def _batches(run: Run) -> str:
@@ -89,9 +89,9 @@ def _batches(run: Run) -> str:
     batch = f"batch {train.global_batch} of {run.data.seq_length} tokens, micro {train.micro_batch}"
     low = f", fp8 {train.fp8}{' weights too' if train.fp8_weights else ''}" if train.fp8 else ""
     kept = {"means in": run.optimizer.states, "gradients in": run.optimizer.gradients}
-    said = "".join(f", {what} {dtype}" for what, dtype in kept.items() if dtype != "fp32")
+    states = "".join(f", {what} {dtype}" for what, dtype in kept.items() if dtype != "fp32")
     away = f", {run.optimizer.offload:.0%} of the optimizer on the host" if run.optimizer.offload else ""
-    return f"{batch}, recompute {train.recompute}{low}{said}{away}"
+    return f"{batch}, recompute {train.recompute}{low}{states}{away}"
 
 
 def _grids(layout: Layout, cut: Grid) -> str:
@@ -100,7 +100,7 @@ def _grids(layout: Layout, cut: Grid) -> str:
 
 
 def _memory_table(plan: Plan) -> Iterator[str]:
-    """Table of GB on the fullest rank of every stage. Each W, G, ... of the bar is a BARth of the GPU."""
+    """Yield a table of the GB on the fullest rank of every stage, with a bar of BAR characters."""
     drawn = [name for name in DRAWN if name != "copies" or plan.fullest.copies]
     columns = [*drawn, "besides", "total"]
     yield f"stage  {'GPUs':>9}  layers  " + "  ".join(f"{name:>{max(7, len(name))}}" for name in columns)
@@ -115,10 +115,9 @@ def _memory_table(plan: Plan) -> Iterator[str]:
 
 
 def _bar(stage: StageMemory) -> str:
-    """The bar of a stage.
+    """Return the bar of a stage. A ! stands for missing memory.
 
-    Each part is drawn up to its end: a part that rounds to nothing does not shift the others. A ! stands
-    for memory that is missing.
+    Each part ends at the rounded sum of all parts so far, so rounding one part does not shift the others.
     """
     text, end = "", 0
     for name, letter in (*DRAWN.items(), ("", ".")):
@@ -142,11 +141,11 @@ def _time_lines(plan: Plan) -> Iterator[str]:
     if plan.compared:
         yield f"faster   {_faster(plan, time.likely)}"
     elif plan.fits and plan.run.world > LARGEST:
-        yield f"faster   not looked for beyond {LARGEST} GPUs; --gpus {plan.run.world} does"
+        yield f"faster   not searched beyond {LARGEST} GPUs; --gpus {plan.run.world} does"
 
 
 def length(plan: Plan) -> str:
-    """Steps, hours and price of the training, and assumptions about its data."""
+    """Return steps, hours and price of the training, and assumptions about its data."""
     time, epochs = plan.time, plan.run.train.epochs
     of = "" if epochs is None else f"{epochs:g} epoch{'s' * (epochs != 1)}"
     if plan.steps is None:
@@ -158,22 +157,22 @@ def length(plan: Plan) -> str:
 
 
 def cpu_step(plan: Plan) -> str:
-    """Time of a step on this host's CPU."""
+    """Return the time of a step on this host's CPU as text."""
     assert plan.cpu_step
     low, high = plan.cpu_step * LOW_ON_CPU, plan.cpu_step * HIGH_ON_CPU
     return f"about {plan.cpu_step:.2g} s a step ({low:.2g} to {high:.2g})"
 
 
 def _faster(plan: Plan, seconds: float) -> str:
-    one = plan.faster
-    if one is None:
+    best = plan.faster
+    if best is None:
         return f"no layout of {plan.run.world} {plan.gpu.name} that leaves room was found"
-    keys = changes(plan.run, one.applied(plan.run))
-    return f"{seconds / one.seconds:.2f} times, {one.seconds:.3g} s a step, {-one.over / GB:.1f} GB left: {keys}"
+    keys = changes(plan.run, best.applied(plan.run))
+    return f"{seconds / best.seconds:.2f} times, {best.seconds:.3g} s a step, {-best.over / GB:.1f} GB left: {keys}"
 
 
 def stage_table(plan: Plan, needs: Sequence[StageNeed]) -> Iterator[str]:
-    """Table of what stages of the flow take."""
+    """Yield a table of the needs of these stages of the flow."""
     rows = [("stage", *COLUMNS), *((need.stage, *cells(need)) for need in needs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for name, *figures in rows:
@@ -186,34 +185,34 @@ def stage_table(plan: Plan, needs: Sequence[StageNeed]) -> Iterator[str]:
     if train and train.disk > MUCH and plan.run.checkpoint.keep is None:
         count = schedule.saved(plan.run)
         if count > FEW + 1:
-            few = train.disk / count * (FEW + 1)  # a new one is whole before the oldest goes
+            few = train.disk / count * (FEW + 1)  # a new one is complete before the oldest is removed
             yield (
-                f"warning: checkpoint.keep is null: all {count} checkpoints stay, {size(train.disk)}; "
+                f"warning: checkpoint.keep is null: all {count} checkpoints are kept, {size(train.disk)}; "
                 f"checkpoint.keep={FEW} takes {size(few)}"
             )
 
 
 def base(plan: Plan) -> Iterator[str]:
-    """Lines on the ways of convert.to: what each costs, and which of the first two costs less."""
+    """Yield lines about the values of convert.to: the costs of each, and which of the first two costs less."""
     if not plan.gpu.cuda:
         return
     ways = loadings(plan.run, plan.facts, plan.gpu)
     for way in ways:
         named = "base    " if way is ways[0] else "        "
         costs = f"{duration(way.once)} once, {duration(way.start)} a start, {way.disk / GB:,.1f} GB of disk"
-        taken = "  <- as asked" if way.to == plan.run.convert.to else ""
+        taken = "  <- configured" if way.to == plan.run.convert.to else ""
         yield f"{named} convert.to={way.to}: {costs}, {way.read / GB:,.1f} GB read until the first step{taken}"
     yield f"         {cheaper(ways[0], ways[1])}"
 
 
 def cheaper(converted: Loading, direct: Loading) -> str:
-    """The way that costs less, and why."""
+    """Return which of the two costs less, and why."""
     disk = f"{(converted.disk - direct.disk) / GB:,.1f} GB"
     saved, longer = converted.once - direct.once, direct.start - converted.start
     if longer <= 0:
         return f"none costs less: {disk} and {duration(saved)} less, and each start takes no longer"
     if saved <= 0:
-        return f"torch_dist costs less time: it is there {duration(-saved)} sooner; none takes {disk} less"
+        return f"torch_dist costs less time: it is ready {duration(-saved)} sooner; none takes {disk} less"
     starts = math.ceil(saved / longer)
     return (
         f"none costs less up to {starts} starts, of this run and of others on the same base, with {disk} less on disk; "
@@ -222,7 +221,7 @@ def cheaper(converted: Loading, direct: Loading) -> str:
 
 
 def cells(need: StageNeed) -> tuple[str, ...]:
-    """A stage's figures under COLUMNS. What a stage does not use, or nobody can say, is empty."""
+    """Return a stage's figures for COLUMNS. A figure that is unknown, or that the stage does not use, is empty."""
     gigabytes = [f"{n / GB:.1f}" if n else "" for n in (need.gpu_memory, need.memory, need.disk)]
     cost = "" if need.cost is None else dollars(need.cost)
     time = "" if need.seconds is None else duration(need.seconds)
@@ -230,15 +229,15 @@ def cells(need: StageNeed) -> tuple[str, ...]:
 
 
 def whole(plan: Plan, needs: Sequence[StageNeed]) -> str:
-    """Disk, time and price of stages together."""
-    found = [f"{sum(need.disk for need in needs) / GB:,.0f} GB of disk"]
+    """Return the disk, time and price of all these stages together."""
+    totals = [f"{sum(need.disk for need in needs) / GB:,.0f} GB of disk"]
     if plan.gpu.cuda:
         without = any(need.stage == "train" and need.seconds is None for need in needs)
         seconds = duration(sum(need.seconds or 0 for need in needs))
-        found.append(f"{seconds} in sequence{' without train' if without else ''}")
+        totals.append(f"{seconds} in sequence{' without train' if without else ''}")
     if plan.gpu.price is not None:
-        found.append(f"{dollars(sum(need.cost or 0 for need in needs))} USD")
-    return ", ".join(found)
+        totals.append(f"{dollars(sum(need.cost or 0 for need in needs))} USD")
+    return ", ".join(totals)
 
 
 def duration(seconds: float) -> str:
@@ -248,58 +247,58 @@ def duration(seconds: float) -> str:
 
 
 def evaluation(plan: Plan) -> Iterator[str]:
-    """Lines on how vLLM serves the model, and when the base is evaluated."""
-    if one := plan.serving:
-        way, room = one.way, one.memory
-        spread = " with whole experts" * way.expert_parallel + " with the adapter beside it" * (way.adapter is not None)
+    """Yield lines about how vLLM serves the model, and when the base is evaluated."""
+    if served := plan.serving:
+        way, room = served.way, served.memory
+        spread = " with whole experts" * way.expert_parallel + " and a separate adapter" * (way.adapter is not None)
         graphs = "eager" if way.eager else "compiled"
         kind = "fp8" if way.quantized else {2: "bf16", 4: "fp32"}[way.byte]
         parts = _parts(room, max(0, room.cache), room.taken)
         yield f"serving  {way.hosts} x {way.tp} {plan.gpu.name} in {kind}{spread}, {graphs}: each {_amounts(parts)}"
-        if one.lacks <= 0:
-            tokens = f"{room.cached:,} tokens, {one.at_once} rows of {one.row} at once"
+        if served.lacks <= 0:
+            tokens = f"{room.cached:,} tokens, {served.at_once} rows of {served.row} at once"
             yield f"cache    {tokens}; {way.tokens} tokens a step"
-            together = "beside" if gpus.beside(plan.run, plan.gpu.per_host) else "before"
-            turns = f"turns    evaluate-base {together} train, on hosts of {plan.gpu.per_host} GPUs"
-            where = f"; gang.engine {plan.run.gang.engine} finds one for evaluations if the flow's has none"
+            order = "during" if gpus.beside(plan.run, plan.gpu.per_host) else "before"
+            turns = f"turns    evaluate-base {order} train, on hosts of {plan.gpu.per_host} GPUs"
+            where = f"; without GPUs there, gang.engine {plan.run.gang.engine} starts evaluations on other hosts"
             yield turns + where * gpus.may_leave(plan.run)
 
 
 def answers(plan: Plan) -> Iterator[str]:
-    """Lines on vLLM next to reinforcement learning."""
-    one = plan.rollout
-    if one is None or not plan.gpu.cuda:
+    """Yield lines about vLLM next to reinforcement learning."""
+    rollout = plan.rollout
+    if rollout is None or not plan.gpu.cuda:
         return
-    parts = _parts(one.memory, one.cache, one.taken) | {"training": one.beside}
-    where = _of_vllm(one, plan.gpu.name)
-    yield f"answers  vLLM on {where}: {_amounts(parts)}; {one.at_once} rows of {one.row} at once"
-    if not one.alone:
-        yield f"turns    {one.awake / GB:.1f} GB while vLLM answers, {one.trains / GB:.1f} GB while it sleeps"
-    if phases := one.seconds:
+    parts = _parts(rollout.memory, rollout.cache, rollout.taken) | {"training": rollout.beside}
+    where = _of_vllm(rollout, plan.gpu.name)
+    yield f"answers  vLLM on {where}: {_amounts(parts)}; {rollout.at_once} rows of {rollout.row} at once"
+    if not rollout.alone:
+        yield f"turns    {rollout.awake / GB:.1f} GB while vLLM answers, {rollout.trains / GB:.1f} GB while it sleeps"
+    if phases := rollout.seconds:
         each = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in phases.phases.items())
-        both = ", generate beside train" if phases.beside else ""
-        yield f"phases   {phases.step:.3g} s a step of reinforce: {each}{both}"
+        overlap = ", generate during train" if phases.beside else ""
+        yield f"phases   {phases.step:.3g} s a step of reinforce: {each}{overlap}"
 
 
-def _of_vllm(one: Rollout, gpu: str) -> str:
-    """GPUs of vLLM; the text after them says what each one holds."""
-    if not one.alone:
-        count = one.engines * one.way.tp
+def _of_vllm(rollout: Rollout, gpu: str) -> str:
+    """Return the GPUs of vLLM as text. The content of each GPU follows it."""
+    if not rollout.alone:
+        count = rollout.engines * rollout.way.tp
         return f"the first {count} {gpu}, each" if count > 1 else f"the first {gpu}"
-    if one.way.tp > 1:
-        engines = f"{one.engines} engines, each" if one.engines > 1 else "one engine"
-        return f"{one.gpus} {gpu} of their own, {engines} on {one.way.tp}, of which each"
-    return f"{one.engines} {gpu} of their own, each" if one.engines > 1 else f"one {gpu} of its own"
+    if rollout.way.tp > 1:
+        engines = f"{rollout.engines} engines, each" if rollout.engines > 1 else "one engine"
+        return f"{rollout.gpus} separate {gpu}, {engines} on {rollout.way.tp} GPUs, each GPU"
+    return f"{rollout.engines} separate {gpu}, each" if rollout.engines > 1 else f"one separate {gpu}"
 
 
 def reference(plan: Plan) -> Iterator[str]:
-    """Lines on the teacher of a distillation, which is asked at the layout of training."""
-    one = plan.asking
-    if one is None or not objectives.has_teacher(plan.run):
+    """Yield lines about the teacher of a distillation, which scores the rows at the layout of training."""
+    teacher = plan.asking
+    if teacher is None or not objectives.has_teacher(plan.run):
         return
-    count, stage = parameters.total(one.facts) / 1e9, one.fullest
-    rows = "all rows" if one.rows is None else f"about {one.rows:,} rows"
-    yield f"teacher  {plan.run.train.teacher}: {count:.4g}B parameters, asked of {rows} at the layout of training"
+    count, stage = parameters.total(teacher.facts) / 1e9, teacher.fullest
+    rows = "all rows" if teacher.rows is None else f"about {teacher.rows:,} rows"
+    yield f"teacher  {plan.run.train.teacher}: {count:.4g}B parameters, scores {rows} at the layout of training"
     besides = stage.total - stage.weights
     parts = f"{stage.weights / GB:.1f} GB weights, {besides / GB:.1f} GB besides"
     yield f"         {parts}, of {stage.capacity / GB:.1f} on {plan.gpu.name}, stage {stage.rank}"
@@ -322,23 +321,23 @@ def suggestions(found: Found, gpus: int, gpu: Gpu) -> Iterator[str]:
         return
     yield f"instead  no layout of {gpus} {gpu.name} is legal and fits"
     if found.closest:
-        one = found.closest
-        yield f"closest  {degrees(one.layout)}; recompute {one.train.recompute}; {one.verdict}"
+        closest = found.closest
+        yield f"closest  {degrees(closest.layout)}; recompute {closest.train.recompute}; {closest.verdict}"
 
 
 def ranking(candidates: list[Candidate], gpu: Gpu) -> Iterator[str]:
-    for place, one in enumerate(candidates, 1):
-        choice = f"micro {one.train.micro_batch} recompute {one.train.recompute}"
-        choice += f" offload {one.optimizer.offload:g}" if one.optimizer.offload else ""
-        figures = f"{one.seconds:8.3g} s  " if gpu.cuda else ""
-        figures += f"{one.memory / GB:6.1f} GB"
-        cost = _cost(one, gpu)
+    for place, candidate in enumerate(candidates, 1):
+        choice = f"micro {candidate.train.micro_batch} recompute {candidate.train.recompute}"
+        choice += f" offload {candidate.optimizer.offload:g}" if candidate.optimizer.offload else ""
+        figures = f"{candidate.seconds:8.3g} s  " if gpu.cuda else ""
+        figures += f"{candidate.memory / GB:6.1f} GB"
+        cost = _cost(candidate, gpu)
         figures += "" if cost is None else f"  {dollars(cost)} USD"
-        yield f"{place:>3}. {figures}  {degrees(one.layout)}; {choice}; {one.verdict}"
+        yield f"{place:>3}. {figures}  {degrees(candidate.layout)}; {choice}; {candidate.verdict}"
 
 
 def _cost(one: Candidate, gpu: Gpu) -> float | None:
-    """Price of all steps in USD, where both are known."""
+    """Return the price of all steps in USD; None if the price of the GPU or the number of steps is unknown."""
     if gpu.price is None or one.train.steps is None:
         return None
     return one.seconds * one.train.steps / 3600 * one.layout.world * gpu.price

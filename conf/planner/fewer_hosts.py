@@ -17,21 +17,21 @@ from conf.rules.layout import problems
 from conf.schema.run import Run
 from contract.faults import ConfigError
 
-SLOWER = 1.25  # times the fastest step: worth it if fewer keys change
-ROOM = 0.9  # of the memory that was not enough; plans and measured runs have differed by the rest
+SLOWER = 1.25  # layouts up to this many times slower than the fastest count, if they change fewer keys
+ROOM = 0.9  # of the memory that was not enough; the rest covers the error of a plan
 
 
 def all_hosts(run: Run) -> Run:
-    """The training of a run that trains on all its hosts."""
+    """Return the training of a run that trains on all its hosts."""
     return run
 
 
 def fewer_hosts(run: Run, trains: Callable[[Run], Run] = all_hosts) -> Callable[[int], Run | None]:
-    """Return fits(nodes): the same run on fewer hosts, or None if it must not or cannot train there.
+    """Return fits(nodes), which returns the same run on fewer hosts, or None if it must not or cannot train there.
 
     gang.min_nodes is the smallest number of hosts that train; without it the run never shrinks. `trains` returns the
-    training on the hosts of a run, if other hosts do something else. Memory counts if hardware.gate is stop and the
-    model is known.
+    training part of a run in which some hosts do something else. Memory counts if hardware.gate is stop and the model
+    is known.
     """
     if run.gang.min_nodes is None:
         return lambda nodes: None
@@ -47,7 +47,7 @@ def shrunk(
     gpu: Gpu | None = None,
     trains: Callable[[Run], Run] = all_hosts,
 ) -> Run | None:
-    """The run on fewer hosts: all degrees stay, dp and edp shrink. None if that is illegal or does not fit on `gpu`."""
+    """Return the run on fewer hosts with smaller dp and edp; None if that is illegal or does not fit on `gpu`."""
     smaller = run.changed(layout={"nodes": nodes})
     training = trains(smaller)
     if training.layout.nodes < (run.gang.min_nodes or 1) or problems(training, facts):
@@ -58,7 +58,7 @@ def shrunk(
 
 
 def less_memory(run: Run) -> str:
-    """Keys with which the run needs a tenth less memory than it lacked: few keys, and about as fast as any."""
+    """Return few keys with which the plan needs a tenth less memory, and is about as fast as the fastest layout."""
     try:
         facts, gpu = facts_of(run), of(run)
         now = plan(run, facts, gpu)
@@ -75,7 +75,7 @@ def less_memory(run: Run) -> str:
 
 
 def _limits(run: Run) -> tuple[ModelFacts | None, Gpu | None]:
-    """Facts of the model and of the GPU, if they are known and hardware.gate makes them count."""
+    """Return facts of the model and of the GPU; None if they are unknown, or if hardware.gate does not stop a run."""
     try:
         return facts_of(run), of(run) if run.hardware.gate == "stop" else None
     except ConfigError:

@@ -1,27 +1,27 @@
-"""Kinds of GPUs with the figures of their data sheets, and a user's own GPU from a small YAML.
+"""GPUs with the figures of their data sheets, and a user's GPU from a small YAML file.
 
-    of(run)                               what hardware.gpu and hardware.price name; the rule for null stands there
+    of(run)                               the GPU of hardware.gpu and hardware.price; those keys explain null
     read("h200"), read("my-gpu.yaml")
-    by_device("NVIDIA H200")              the kind that a driver says
+    by_device("NVIDIA H200")              the GPU that a driver calls by this name
 
-conf/tables/gpus.yaml has the kinds.
+conf/tables/gpus.yaml has the known GPUs.
 
-cpu is this host: its memory, shared by all processes that the layout starts on it, with no CUDA and no NCCL. Its rates
-are a guess that ranks layouts of tiny models. The time of a step is predicted from a product that is measured.
+cpu means this host: its memory is shared by all processes that the layout starts on it. Its rates are a guess, which
+ranks layouts of tiny models. The time of a step is predicted from a matrix product that is measured on this host.
 
     # my-gpu.yaml
     name: l40s
-    memory: 44.4      # GiB that torch reports as total, which is less than what the box says
-    bf16: 362         # TFLOPS, dense; the sparse figure of data sheets is twice that
-    fp8: 733          # may be left out, as may fp32
+    memory: 44.4      # GiB that torch reports in total; less than the advertised memory
+    bf16: 362         # TFLOPS, dense; the sparse figure of data sheets is twice as high
+    fp8: 733          # optional, like fp32
     hbm: 864          # GB/s
     link: 32          # GB/s per GPU and direction to the other GPUs of the host
     network: 25       # GB/s per GPU and direction to other hosts
     per_host: 8
-    price: 1.2        # USD per GPU and hour; may be left out
-    capability: 8.9   # CUDA's compute capability: which FP8 there is; left out, 9.0 where fp8 is given
-    bus: 25           # GB/s per GPU and direction to the host's memory; left out, 55 (PCIe 5)
-    host: 51          # GB/s of the host's memory, a GPU's share; left out, 75
+    price: 1.2        # USD per GPU and hour; optional
+    capability: 8.9   # CUDA's compute capability, which decides on FP8 recipes; default: 9.0 with fp8
+    bus: 25           # GB/s per GPU and direction to the host's memory; default: 55 (PCIe 5)
+    host: 51          # GB/s of the host's memory, the share of one GPU; default: 75
     domain: 72        # GPUs that NVLink joins, if more than those of a host
 
 Not covered: power limits and clocks of one machine, hosts whose GPUs differ, topologies of the network.
@@ -50,16 +50,16 @@ from contract.faults import ConfigError
 GIB = 2**30
 GB = 10**9
 
-# What training gets of a data sheet's figure between GPUs; of a GPU's own, see conf/planner/rates.py.
+# Shares of the data sheet's bandwidth between GPUs that training achieves. conf/planner/rates.py has those of one GPU.
 LINK = 0.8  # NVLink: NCCL's bus bandwidth for 100 MB and more
 NETWORK = 0.8  # InfiniBand or RoCE with all hosts busy at once
-ALL_TO_ALL = 0.6  # of link and network: many small messages, and all wait for the largest
+ALL_TO_ALL = 0.6  # many small messages, and all ranks wait for the largest
 
 
 @dataclass(frozen=True)
 class Gpu:
     name: str
-    memory: int  # bytes that torch can have
+    memory: int  # bytes that torch can use
     tflops: dict[str, float]  # by precision, dense
     hbm: float  # bytes/s
     link: float  # bytes/s per GPU and direction, within `domain`
@@ -82,7 +82,7 @@ class Gpu:
 
     @property
     def transposes(self) -> bool:
-        """Whether a product in FP8 needs one layout of its operands; weights are then kept in both layouts."""
+        """Whether FP8 products accept only one layout of their operands, so that weights are kept in both layouts."""
         return self.capability < 10 or 12 <= self.capability < 13
 
 
@@ -95,12 +95,12 @@ Figure = Annotated[float, Field(gt=0, le=10**6)]
 
 def _printable(value: str) -> str:
     if not value.isprintable():
-        raise PydanticCustomError("unprintable", "holds what cannot be printed in a line")
+        raise PydanticCustomError("unprintable", "contains unprintable characters")
     return value
 
 
 class OwnGpu(Strict):
-    """A user's own GPU, as the file says it; this module's first lines have the units."""
+    """A user's own GPU, as its file describes it. The docstring of this module has the units."""
 
     name: Annotated[str, Field(min_length=1), AfterValidator(_printable)]
     memory: Figure
@@ -138,9 +138,9 @@ NAMES = (*GPUS, CPU.name)
 
 @cache
 def cpu_flops() -> float:
-    """FLOP/s of this host's CPU in products of fp32 matrices, by the best product of one thread.
+    """Return the FLOP/s of this host's CPU in products of fp32 matrices, from the fastest product of one thread.
 
-    Others are slowed by other programs, as all products of several threads would be. Two threads count as one core.
+    The fastest one is least disturbed by other programs. Two threads count as one core.
     """
     import numpy as np
     from threadpoolctl import threadpool_limits
@@ -156,7 +156,7 @@ def cpu_flops() -> float:
 
 
 def of(run: Run, gpus: int | None = None) -> Gpu:
-    """The kind of GPU that the run is planned for. `gpus` is the total number, if it differs from the layout's."""
+    """Return the GPU that the run is planned for. `gpus` is the total number, if it differs from the layout's."""
     named = next((word for word in run.name.split("-") if word in NAMES), None)
     usual = CPU.name if str(run.model.source).startswith("tiny://") else "h100"
     gpu = priced(read(run.hardware.gpu or named or usual, "hardware.gpu"), run.hardware.price)
@@ -166,30 +166,30 @@ def of(run: Run, gpus: int | None = None) -> Gpu:
     return replace(gpu, memory=gpu.memory // here, per_host=here)
 
 
-def read(wanted: str, place: str = "gpu") -> Gpu:
-    """Find a GPU: one of GPUS by its name, this host's CPU, or a user's own from a YAML file."""
-    if wanted.lower() in GPUS:
-        return GPUS[wanted.lower()]
-    if wanted.lower() == CPU.name:
+def read(name: str, place: str = "gpu") -> Gpu:
+    """Return a GPU: one of GPUS by its name, this host's CPU, or a user's GPU from a YAML file."""
+    if name.lower() in GPUS:
+        return GPUS[name.lower()]
+    if name.lower() == CPU.name:
         return replace(CPU, memory=_host_memory())
-    if not wanted.endswith((".yaml", ".yml")):
-        raise ConfigError(f"{place}: {wanted!r} is none of {', '.join(NAMES)}, and no .yaml file of your own")
-    given, wrong = strict_yaml.parse(strict_yaml.read_text(Path(wanted), wanted), wanted)
+    if not name.endswith((".yaml", ".yml")):
+        raise ConfigError(f"{place}: {name!r} is not one of {', '.join(NAMES)}, and not a .yaml file")
+    keys, wrong = strict_yaml.parse(strict_yaml.read_text(Path(name), name), name)
     if wrong:
         raise ConfigError(*wrong)
-    if not isinstance(given, dict):
-        raise ConfigError(f"{wanted}: takes the keys {', '.join(OwnGpu.model_fields)}")
+    if not isinstance(keys, dict):
+        raise ConfigError(f"{name}: takes the keys {', '.join(OwnGpu.model_fields)}")
     try:
-        return OwnGpu.model_validate(given).gpu()
+        return OwnGpu.model_validate(keys).gpu()
     except ValidationError as error:
         details = error.errors(include_url=False)
-        raise ConfigError(*(f"{wanted}: {line(detail, _meant)}" for detail in details)) from None
+        raise ConfigError(*(f"{name}: {line(detail, _meant)}" for detail in details)) from None
 
 
 def by_device(name: str) -> Gpu | None:
-    """The GPU that a driver calls by this name."""
+    """Return the GPU that a driver calls by this name, if it is known."""
 
-    def meant(kind: str) -> bool:  # as RTX 4090; a GB200 is no B200, and an L40 no L4
+    def meant(kind: str) -> bool:  # also RTX 4090; but a GB200 is not a B200, and an L40 is not an L4
         spaced = re.sub(r"(?<=[a-z])(?=\d)", " ?", kind)
         return bool(re.search(rf"(?<![a-z]){spaced}(?![\ds])", name.lower()))
 
@@ -197,7 +197,7 @@ def by_device(name: str) -> Gpu | None:
 
 
 def peak(device: str) -> float | None:
-    """Dense TFLOP/s in bf16 of the GPU that a driver calls by this name; None if it is unknown."""
+    """Return dense TFLOP/s in bf16 of the GPU that a driver calls by this name; None if it is unknown."""
     gpu = by_device(device)
     return gpu.tflops["bf16"] if gpu else None
 
@@ -208,16 +208,16 @@ def _meant(key: str) -> str:
 
 
 def _host_memory() -> int:
-    """Bytes that this machine, or this container of it, has."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    """Return the bytes of memory of this machine, or the limit of this container."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in LIMITS:
         text = file.read_text().strip() if file.is_file() else "max"
-        found += [int(text)] if text.isdigit() else []
-    return min(found)
+        limits += [int(text)] if text.isdigit() else []
+    return min(limits)
 
 
 def priced(gpu: Gpu, price: float | None) -> Gpu:
-    """The same GPU at another price."""
+    """Return the GPU with this price, if a price is set."""
     if price is None:
         return gpu
     if not isfinite(price) or price < 0:
@@ -226,13 +226,13 @@ def priced(gpu: Gpu, price: float | None) -> Gpu:
 
 
 def unsupported(run: Run, gpu: Gpu) -> list[str]:
-    """Lines for settings of the run that this kind of GPU cannot do."""
-    found, fp8 = [], run.train.fp8
-    able = [name for name, (least, below) in CAPABLE.items() if least <= gpu.capability < below]
+    """Return lines for settings of the run that this GPU does not support."""
+    lines, fp8 = [], run.train.fp8
+    recipes = [name for name, (least, below) in CAPABLE.items() if least <= gpu.capability < below]
     if fp8 and gpu.cuda and "fp8" not in gpu.tflops:
-        found.append(f"train.fp8: {fp8}, but {gpu.name} has no FP8; null")
-    elif fp8 and gpu.cuda and fp8 not in able:
-        found.append(f"train.fp8: {fp8} is nothing that {gpu.name} computes; it takes {', '.join(able) or 'null'}")
+        lines.append(f"train.fp8: {fp8}, but {gpu.name} has no FP8; null")
+    elif fp8 and gpu.cuda and fp8 not in recipes:
+        lines.append(f"train.fp8: {fp8} is not supported by {gpu.name}; it supports {', '.join(recipes) or 'null'}")
     if not gpu.cuda:
-        found += [f"{key}: {value} needs a GPU; on a CPU {usual}" for key, value, usual in beyond_a_cpu(run)]
-    return found
+        lines += [f"{key}: {value} needs a GPU; on a CPU {usual}" for key, value, usual in beyond_a_cpu(run)]
+    return lines

@@ -1,10 +1,10 @@
-"""Memory that training takes on the fullest GPU of each pipeline stage.
+"""Memory of training on the fullest GPU of each pipeline stage.
 
     memory(run, facts, gpu)    a StageMemory per pipeline rank
-    asking(run, facts, gpu)    the same of a model that is asked of rows, and not trained
+    asking(run, facts, gpu)    the same for a reference model, which only scores rows
 
-Megatron's rules of allocation hold. conf/planner/states.py has what lies with the parameters,
-conf/planner/activations.py what passes through them. A rank uses most memory in the backward pass of a layer, at the
+The figures follow Megatron's allocations. conf/planner/states.py has the memory of parameters and their states,
+conf/planner/activations.py the memory of activations. A rank needs most memory in the backward pass of a layer, at the
 loss, in the step of the optimizer or while weights are loaded.
 """
 
@@ -22,28 +22,28 @@ from conf.rules import packed_base
 from conf.rules.layout import grid
 from conf.schema.run import Layout, Run
 
-# Not torch's to see, and read off an H200 (benchmarks/gpu/calibrate.py): CUDA's context with the code of cuBLAS,
-# Transformer Engine and attention, and the buffers of a communicator of NCCL's, of one rank alone and of several.
+# Memory that torch does not see, measured on an H200 (benchmarks/gpu/calibrate.py): CUDA's context with the code of
+# cuBLAS, Transformer Engine and attention, and the buffers of an NCCL communicator of one rank and of several ranks.
 CONTEXT, NCCL_ALONE, NCCL_GROUP = int(0.74e9), int(0.45e9), int(0.51e9)
-# Megatron sends through these groups even if they have one rank: the world, tp, the ranks that share a model, dp
-# with and without cp, and edp. An H200 had 3.4 to 3.9 GB in use besides torch's in steps on one and two GPUs, and an
-# H100 3.0 on one and 4.0 to 4.2 on two in dp, tp, cp or pp.
+# Megatron uses these groups even if they have one rank: the world, tp, the ranks that share a model, dp with and
+# without cp, and edp. In addition to torch's memory, an H200 had 3.4 to 3.9 GB in use in steps on one and two GPUs, and
+# an H100 3.0 on one and 4.0 to 4.2 on two in dp, tp, cp or pp.
 ALWAYS = 6
-# More with experts over several ranks: NCCL's log names three communicators, and one has channels for each pair of
-# ranks as well. Two H100 had 5.9 GB in use besides torch's at ep2, and 6.4 with MTP or with tp2, whatever the model.
+# More groups with experts over several ranks: NCCL's log names three communicators, and one also has channels for each
+# pair of ranks. Two H100 had 5.9 GB in use in addition to torch's at ep2, and 6.4 with MTP or tp2, with any model.
 OF_EXPERTS = 4
-PROCESS = int(0.8 * GIB)  # the libraries of a rank on a CPU, resident: 0.97 GB were seen with a tiny model
+PROCESS = int(0.8 * GIB)  # resident libraries of a rank on a CPU: 0.97 GB were measured with a tiny model
 WORKSPACE = int(0.2 * GIB)  # cuBLAS and Transformer Engine: 32 MiB per stream, and as much per grouped product
 SHARED_BUFFERS = 16  # of a layer's input each, of tensor-parallel ranks with train.overlap_tp: 2.7 GB for GPT2-large
-# What the caching allocator holds and cannot use, of memory that comes and goes; weights and states lie in few blocks.
-# Routing gives every microbatch other sizes; expandable segments, which trainer/startup/device.py asks for, have
-# halved it. Without routing and with frozen weights, sizes repeat: 0.2 to 4 % were held on H100s.
+# Share of temporary memory that the caching allocator holds but cannot use; weights and states lie in few blocks.
+# Routing gives every microbatch other sizes; expandable segments, which trainer/startup/device.py sets, halved the
+# share. Without routing and with frozen weights, sizes repeat: 0.2 to 4 % were held on H100s.
 FRAGMENTS, EVEN = 0.08, 0.03
-FROZEN_PRODUCT = 9  # compute capability of the GPUs on which the experts of a layer are laid in one block
-DRY = 0.02  # of all a GPU has: below it the allocator empties its cache again and again
+FROZEN_PRODUCT = 9  # compute capability of the GPUs on which the experts of a layer share one block
+DRY = 0.02  # share of a GPU's memory: with less free memory the allocator empties its cache again and again
 
 
-Costs = dict[str, tuple[int, dict[str, int]]]  # of a kind of layer: bytes that it keeps, and those that it works with
+Costs = dict[str, tuple[int, dict[str, int]]]  # by kind of layer: bytes that it keeps, and bytes that it works with
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class StageMemory:
     gradients: int
     optimizer: int
     adapters: int  # the adapters' weights
-    copies: int  # of weights, in FP8
+    copies: int  # copies of weights in FP8
     activations: int  # kept from forward to backward, of all microbatches in flight
     logits: int  # at the loss; 0 if a layer's backward pass takes more
     dispatch: int  # tokens on their way to experts and back
     working: int  # recomputed activations and gradients of one layer
-    buffers: int  # NCCL's and cuBLAS'
+    buffers: int  # of NCCL and cuBLAS
     context: int
     margin: int
     capacity: int  # of the GPU
@@ -75,7 +75,7 @@ class StageMemory:
 
     @property
     def allocated(self) -> int:
-        """The figure that torch.cuda.max_memory_allocated() shows."""
+        """Bytes that torch.cuda.max_memory_allocated() shows."""
         return self.total - self.context - self.buffers - self.margin
 
     @property
@@ -89,26 +89,26 @@ class Holding:
     """Layers and parameters that a pipeline rank holds at all times. Parameters are counted on one GPU."""
 
     rank: int
-    layers: dict[str, int]  # how many of each kind
+    layers: dict[str, int]  # number of layers by kind
     output: bool
     parameters: int  # without adapters
     adapters: int
     trained: tuple[int, int]  # dense, of experts
-    quantized: int  # of the parameters, those that are multiplied in FP8 where anything is
-    matrices: int  # that these lie in
+    quantized: int  # parameters that are multiplied in FP8 if train.fp8 is set
+    matrices: int  # matrices of these parameters
 
 
 def memory(run: Run, facts: ModelFacts, gpu: Gpu) -> list[StageMemory]:
-    """Memory of each pipeline stage of a legal layout."""
+    """Return the memory of each pipeline stage of a legal layout."""
     costs = _costs(run, facts, {})
     return [_rank(run, facts, gpu, holding, costs) for holding in holdings(run, facts, {})]
 
 
 def asking(run: Run, facts: ModelFacts, gpu: Gpu) -> list[StageMemory]:
-    """Memory of each pipeline stage while a reference is asked: forward passes, without gradients or an optimizer."""
+    """Return the memory of each pipeline stage while a reference model scores rows, in forward passes only."""
     bare = run.changed(train={"recompute": "none"})
     cut, works, found = grid(run.layout, run.train), {}, []
-    for kind in activations.kinds(facts):  # the gradients of a backward pass are as large as what a forward pass makes
+    for kind in activations.kinds(facts):  # a forward pass makes as much as the gradients of a backward pass take
         works[kind] = {"logits": 0, **activations.working(bare, facts, kind, 0)}
     for holding in holdings(run, facts, {}):
         moments = [works[kind] for kind in holding.layers]
@@ -116,17 +116,17 @@ def asking(run: Run, facts: ModelFacts, gpu: Gpu) -> list[StageMemory]:
             moments.append(activations.at_loss(run, facts))
         loading = states.passing(run, cut, 0, 0, holding.quantized)
         moments.append({"logits": 0, "dispatch": 0, "working": loading})
-        peak, kept = max(moments, key=lambda moment: sum(moment.values())), holding.output * activations.said(run)
+        peak, kept = max(moments, key=lambda moment: sum(moment.values())), holding.output * activations.outputs(run)
         margin = int((kept + sum(peak.values())) * _fragments(run, facts))
         found.append(_stage(run, facts, gpu, holding, activations=kept, margin=margin, **peak))
     return found
 
 
 def fullest(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> StageMemory:
-    """The pipeline stage that takes the most memory.
+    """Return the pipeline stage that takes the most memory.
 
-    Only the first of the ranks that hold the same is computed, as it has most microbatches in flight. `memo` keeps
-    values that this run at other layouts shares.
+    Of ranks that hold the same, only the first is computed, as it has most microbatches in flight. `memo` keeps values
+    that other layouts of this run share.
     """
     costs = _costs(run, facts, memo)
     first: dict[Any, Holding] = {}
@@ -138,13 +138,13 @@ def fullest(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> Stag
 
 
 def lasting(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> int:
-    """Bytes of weights, gradients and optimizer on the fullest rank. They lie there at all times."""
+    """Return the bytes of weights, gradients and optimizer on the fullest rank, which it holds at all times."""
     cut = grid(run.layout, run.train)
     return max(
-        sum(states.weights(run, gpu, one.parameters, one.quantized, one.matrices))
-        + one.adapters * byte(run.train)
-        + sum(state_bytes(run, cut, *one.trained))
-        for one in holdings(run, facts, memo)
+        sum(states.weights(run, gpu, holding.parameters, holding.quantized, holding.matrices))
+        + holding.adapters * byte(run.train)
+        + sum(state_bytes(run, cut, *holding.trained))
+        for holding in holdings(run, facts, memo)
     )
 
 
@@ -180,7 +180,7 @@ def _holding(run: Run, facts: ModelFacts, rank: int, stages: list[Stage]) -> Hol
 
 
 def _costs(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> Costs:
-    """Bytes that each kind of layer keeps, and those that it works with. The loss works with the logits."""
+    """Return the bytes that each kind of layer keeps, and those that it works with. The loss works with the logits."""
     layout, train = run.layout, run.train
     key = ("costs", layout.tp, layout.cp, layout.ep, layout.etp, layout.sp, train.micro_batch, train.recompute)
     if key not in memo:
@@ -193,10 +193,10 @@ def _costs(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> Costs:
 
 
 def in_flight(layout: Layout, microbatches: int, rank: int) -> float:
-    """Number of microbatches whose activations a pipeline rank keeps at once, in units of all its layers."""
+    """Return the number of microbatches whose activations a pipeline rank keeps at once, in units of all its layers."""
     if layout.vpp is None:
         return min(microbatches, layout.pp - rank)
-    # warm-up of core's interleaved schedule, in chunks, and the one that runs
+    # warm-up of core's interleaved schedule in chunks, and the chunk that runs
     chunks = (layout.pp - rank - 1) * 2 + (layout.vpp - 1) * layout.pp + 1
     return min(chunks, microbatches * layout.vpp) / layout.vpp
 
@@ -207,16 +207,16 @@ def _rank(run: Run, facts: ModelFacts, gpu: Gpu, holding: Holding, costs: Costs)
     blocks = dict(holding.layers)
     if run.train.recompute == "full" and run.train.recompute_first is not None:
         blocks = _first_blocks(holding.layers, run.train.recompute_first * (run.layout.vpp or 1))
-    elif run.train.recompute == "full":  # blocks keep their input; MTP layers are recomputed one by one
+    elif run.train.recompute == "full":  # blocks keep their input; each MTP layer is recomputed separately
         blocks = {kind: n if kind == "mtp" else ceil(n / run.train.recompute_layers) for kind, n in blocks.items()}
     flying = in_flight(run.layout, cut.microbatches, holding.rank)
     kept = int(sum(costs[kind][0] * n for kind, n in blocks.items()) * flying)
-    # Other live memory at the peak: in the backward pass of a layer, or at the loss.
+    # Other memory in use at the peak: in the backward pass of a layer, or at the loss.
     empty = _empty_gradients(run, facts, holding) if gpu.cuda else 0
     gradient = empty or _largest_gradient(run, facts, holding)
     works = [costs[kind][1] for kind in holding.layers]
     moments = [{"logits": 0, **one, "working": one["working"] + gradient} for one in works]
-    if holding.output:  # its weight's gradient as well
+    if holding.output:  # also the gradient of the output layer's weight
         output = _trained_bytes(run, _output_weights(run, facts)) + empty
         loss = costs["loss"][1]
         moments += [{**loss, "working": loss["working"] + output}]
@@ -238,7 +238,7 @@ def _fragments(run: Run, facts: ModelFacts) -> float:
 def _stage(
     run: Run, facts: ModelFacts, gpu: Gpu, holding: Holding, gradients: int = 0, optimizer: int = 0, **moment: int
 ) -> StageMemory:
-    """Memory at this moment, with what lies there at all times."""
+    """Return the memory at this moment, with the memory that is in use at all times."""
     weights, copies = states.weights(run, gpu, holding.parameters, holding.quantized, holding.matrices)
     input_bytes = int(activations.tokens(run, facts).whole) * facts.hidden * byte(run.train)
     shared = SHARED_BUFFERS * input_bytes if run.train.overlap_tp else 0
@@ -258,9 +258,9 @@ def _stage(
 
 
 def _first_blocks(layers: dict[str, int], first: int) -> dict[str, int]:
-    """Numbers of layers that keep their input, by kind, and of those that keep all ("whole moe").
+    """Return the numbers of layers that keep their input, by kind, and of layers that keep everything ("whole moe").
 
-    Dense layers come first; those of multi-token prediction are not recomputed.
+    Dense layers come first. Multi-token-prediction layers are not recomputed.
     """
     blocks: dict[str, int] = {}
     for kind in sorted(layers):
@@ -275,10 +275,10 @@ def _output_weights(run: Run, facts: ModelFacts) -> int:
 
 
 def _too_small(run: Run, facts: ModelFacts, gpu: Gpu, holding: Holding, works: list[dict[str, int]]) -> int:
-    """Bytes that are free at the loss in blocks which are too small for the logits.
+    """Return the bytes that are free at the loss, but in blocks that are too small for the logits.
 
-    They are of tokens that were sent to experts, and of one layer's frozen experts, which were laid in one block each
-    (trainer/megatron/frozen_experts.py). If layers keep more than their input, that fills such places.
+    These blocks held tokens that were sent to experts, and one layer's frozen experts, a block for each matrix
+    (trainer/megatron/frozen_experts.py). If layers keep more than their input, it fills these blocks.
     """
     if not facts.experts or run.train.recompute != "full" or run.train.recompute_first is not None:
         return 0
@@ -290,7 +290,7 @@ def _too_small(run: Run, facts: ModelFacts, gpu: Gpu, holding: Holding, works: l
 
 
 def _stacked(run: Run, facts: ModelFacts, holding: Holding) -> tuple[int, ...]:
-    """Bytes of the blocks that the frozen experts of a layer lie in."""
+    """Return the bytes of the blocks that contain the frozen experts of a layer."""
     if (
         not holding.layers.keys() & {"moe", "mtp"}
         or not facts.experts
@@ -307,10 +307,10 @@ def _stacked(run: Run, facts: ModelFacts, holding: Holding) -> tuple[int, ...]:
 
 
 def _empty_gradients(run: Run, facts: ModelFacts, holding: Holding) -> int:
-    """Bytes of empty gradients. Transformer Engine keeps one for each size of weight.
+    """Return the bytes of empty gradients. Transformer Engine keeps one for each size of weight.
 
-    Where every weight is trained, products add to the fp32 sum themselves (gradient_accumulation_fusion), and autograd
-    gets an empty one (get_dummy_wgrad). Adapters' are small.
+    If every weight is trained, products add their gradient to the fp32 sum (gradient_accumulation_fusion), and autograd
+    gets an empty gradient (get_dummy_wgrad). The gradients of adapters are small.
     """
     if run.adapter.kind != "none":
         return 0
@@ -318,8 +318,8 @@ def _empty_gradients(run: Run, facts: ModelFacts, holding: Holding) -> int:
     sizes = {_output_weights(run, facts)} if holding.output else set()
     for kind in holding.layers:
         base = facts.kinds[-1] if kind == "mtp" else kind
-        for one in parameters.linears(facts, base):
-            sizes.add(one.into * one.out // (1 if one.cut == "whole" else layout.tp))
+        for linear in parameters.linears(facts, base):
+            sizes.add(linear.into * linear.out // (1 if linear.cut == "whole" else layout.tp))
         if base == "moe":
             matrix = facts.hidden * facts.expert_ffn // layout.etp
             sizes |= {matrix, matrix * gate}
@@ -327,9 +327,9 @@ def _empty_gradients(run: Run, facts: ModelFacts, holding: Holding) -> int:
 
 
 def _largest_gradient(run: Run, facts: ModelFacts, holding: Holding) -> int:
-    """Bytes of the largest gradient of a weight before it is added to the fp32 sum, or of the largest unpacked weight.
+    """Return the bytes of the largest weight gradient outside the fp32 sum, or of the largest unpacked weight.
 
-    Fusing the first two would take APEX, which is not installed.
+    Fusing the gradient with the sum would require APEX, which is not installed.
     """
     layout, gate = run.layout, 2 if facts.gated else 1
     sizes = [facts.hidden * facts.ffn * gate // layout.tp]
@@ -348,8 +348,8 @@ def _trained_bytes(run: Run, weights: int) -> int:
 
 
 def _groups(run: Run, facts: ModelFacts) -> int:
-    """Number of communicators that a rank has opened."""
+    """Return the number of communicators that a rank opens."""
     layout = run.layout
-    found = ALWAYS + sum(degree > 1 for degree in (layout.cp, layout.pp, layout.etp))
-    found += OF_EXPERTS + (layout.tp > 1) if layout.ep > 1 else 0
-    return found + (facts.mtp_layers > 0 and run.model.mtp)
+    groups = ALWAYS + sum(degree > 1 for degree in (layout.cp, layout.pp, layout.etp))
+    groups += OF_EXPERTS + (layout.tp > 1) if layout.ep > 1 else 0
+    return groups + (facts.mtp_layers > 0 and run.model.mtp)

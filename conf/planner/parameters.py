@@ -1,20 +1,21 @@
 """Numbers of parameters: of the whole model, and of the part that one rank of each pipeline stage holds.
 
-    stages(run, facts)              what lies where: a Stage per pipeline rank, or per virtual stage of one
-    held(run, facts, stage)         parameters on one rank of it, by kind; all ranks of a stage hold as many
-    trainable(run, facts, stage)    how many of them are trained: (dense, of experts)
-    quantized(run, facts, stage)    numbers in matrices that train.fp8 multiplies in FP8 or model.base packs, and how
-                                    many such matrices there are; gate and up are two
-    total(facts), active(facts)     of the released checkpoint; those that one token passes through
-    parts(facts, kind)              of one whole layer, dense or moe; linears(facts, kind) has its matrices but experts'
+    stages(run, facts)              a Stage for each pipeline rank, or for each of its virtual stages
+    held(run, facts, stage)         parameters on one rank of the stage, by kind; the same on all its ranks
+    trainable(run, facts, stage)    numbers of trained parameters: (dense, of experts)
+    quantized(run, facts, stage)    parameters in matrices that train.fp8 multiplies in FP8 or model.base packs, and the
+                                    number of these matrices; gate and up are two
+    total(facts), active(facts)     parameters of the released checkpoint, and those that one token passes through
+    parts(facts, kind)              parameters of one complete layer, dense or moe
+    linears(facts, kind)            its matrices, except those of experts
 
-As Megatron-Bridge 0.6 and megatron-core 0.19 build them, to the parameter; trainer/rehearse.py compares. The layout is
-taken to be legal (conf/rules/layout.py). Every rank of tp holds whole norms, routers and MLA's down projections. Of
-Bridge's adapters and of experts' it holds rank * (in + out) / tp; of a lean one a part of the matrix on the side
-that the layer cuts, and the other whole: rank * (in + out / tp) after a norm. Layers of multi-token prediction are on
-the last stage, which then has a copy of the embedding.
+The counts are exact for Megatron-Bridge 0.6 and megatron-core 0.19; trainer/rehearse.py compares them. The layout must
+be legal (conf/rules/layout.py). Every rank of tp holds norms, routers and MLA's down projections completely. It holds
+rank * (in + out) / tp of Bridge's adapters and of experts' adapters. Of a lean adapter it holds a part of the matrix on
+the side that the layer cuts, and the other matrix completely: rank * (in + out / tp) after a norm. Multi-token-
+prediction layers are on the last stage, which then has a copy of the embedding.
 
-Not covered: routers' expert biases, which are buffers in Megatron; total() counts them, as the released files do.
+Not covered: expert biases of routers, which are buffers in Megatron; total() counts them, as the released files do.
 """
 
 from collections import Counter
@@ -31,8 +32,8 @@ from conf.rules.model import ROW_PARALLEL, WHOLE
 from conf.schema.run import Run
 from conf.schema.sections import Adapter
 
-MLPS = ("mlp", "shared_experts")  # kinds that every rank of tp has a part of
-# An mtp layer counts with the kinds of an ordinary one, and "mtp" has all that it has besides.
+MLPS = ("mlp", "shared_experts")  # kinds that are cut over tp
+# An mtp layer has the kinds of an ordinary layer; "mtp" counts its additional parameters.
 KINDS = ("embedding", "output", "attention", *MLPS, "router", "experts", "norms", "mtp")
 ADAPTERS = ("adapters_dense", "adapters_experts")
 
@@ -41,10 +42,10 @@ ADAPTERS = ("adapters_dense", "adapters_experts")
 class Stage:
     rank: int  # of the pipeline
     layers: tuple[str, ...]  # dense, moe or mtp, in order
-    embedding: bool  # holds one: the first stage, and the last if it has MTP layers
+    embedding: bool  # whether it holds an embedding: the first stage, and a last stage with MTP layers
     output: bool  # computes the logits
-    virtual: int = 0  # which of the rank's stages
-    first: int = field(default=0, compare=False)  # its first layer: stages that hold the same are equal
+    virtual: int = 0  # number of the virtual stage on its rank
+    first: int = field(default=0, compare=False)  # its first layer; stages with the same content are equal
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Linear:
 def stages(run: Run, facts: ModelFacts) -> list[Stage]:
     """Stages by rank, then by virtual stage.
 
-    With vpp 2, of 4 layers on 2 ranks the first has 0 and 2, the other 1 and 3.
+    With 4 layers on 2 ranks and vpp 2, the first rank has layers 0 and 2, the other 1 and 3.
     """
     layout, vpp = run.layout, run.layout.vpp or 1
     counts = shares(layout, facts.layers)
@@ -103,7 +104,7 @@ def trainable(run: Run, facts: ModelFacts, stage: Stage) -> tuple[int, int]:
 
 
 def quantized(run: Run, facts: ModelFacts, stage: Stage) -> tuple[int, int]:
-    """Numbers in matrices of fewer bits, without biases, and how many such matrices there are."""
+    """Return the parameters in matrices with fewer bits, without biases, and the number of these matrices."""
     layers = list(stage.layers)
     if run.train.fp8 == "current":  # Bridge's recipe leaves the model's first and last layer in bf16
         ordinary = [kind for kind in layers if kind != "mtp"]
@@ -118,14 +119,14 @@ def quantized(run: Run, facts: ModelFacts, stage: Stage) -> tuple[int, int]:
 
 
 def total(facts: ModelFacts) -> int:
-    """Parameters of the released checkpoint, whose MTP layers repeat the embedding and the output layer."""
+    """Return the parameters of the released checkpoint, whose MTP layers repeat the embedding and the output layer."""
     return _whole(facts, facts.experts) + facts.mtp_layers * _sum(families.layer(facts, "mtp"), facts.experts)
 
 
 def active(facts: ModelFacts) -> int:
-    """Parameters that one token passes through.
+    """Return the number of parameters that one token passes through.
 
-    Multi-token prediction is left out, as only training uses it. The whole embedding counts, as is usual.
+    Multi-token prediction does not count, as only training uses it. The whole embedding counts, as is usual.
     """
     return _whole(facts, facts.top_k)
 
@@ -137,33 +138,33 @@ def _whole(facts: ModelFacts, experts: int) -> int:
 
 
 def _sum(tensors: Iterable[Tensor], experts: int) -> int:
-    """Numbers in these tensors, with those of so many experts."""
+    """Return the parameters in these tensors, with this number of experts."""
     return sum(tensor.size // tensor.experts * experts if tensor.experts else tensor.size for tensor in tensors)
 
 
 def parts(facts: ModelFacts, kind: str) -> dict[str, int]:
-    """Parameters of one whole layer by KINDS, with all of its experts."""
+    """Return the parameters of one complete layer by KINDS, with all its experts."""
     return _weights(facts, kind, 1) | {"experts": _sum(families.layer(facts, kind, "experts"), facts.experts)}
 
 
 def linears(facts: ModelFacts, kind: str) -> list[Linear]:
-    """Matrices of one layer, except the router and the routed experts."""
+    """Return the matrices of one layer, except the router and the routed experts."""
     return [linear for of in ("attention", *MLPS) for linear in _linears(facts, kind, of) if linear.into]
 
 
 def _layer(run: Run, facts: ModelFacts, kind: str) -> Counter[str]:
-    """Parameters of one layer on one rank, with its adapters."""
+    """Return the parameters of one layer on one rank, with its adapters."""
     layout, found = run.layout, Counter(_weights(facts, kind, run.layout.tp))
     experts = _linears(facts, kind, "experts")
     local = facts.experts // layout.ep if experts else 0
     found["experts"] = local * sum(_size(linear, layout.etp) for linear in experts)
     if facts.kv_rank and not facts.q_rank:
-        found["norms"] += facts.hidden  # core norms the input of linear_q_proj a second time; no release has that norm
+        found["norms"] += facts.hidden  # core has a second norm before linear_q_proj, which no release has
     if run.adapter.kind == "none":
         return found
     lean = run.adapter.kind == "lora" and run.adapter.lean
     found["adapters_dense"] = sum(_adapter(run.adapter, linear, layout.tp, lean) for linear in linears(facts, kind))
-    # without grouped products experts are separate modules, and so are their adapters
+    # without grouped products each expert is a separate module with its own adapter
     each = local if run.adapter.experts == "each" or not run.moe.grouped_gemm else min(local, 1)
     found["adapters_experts"] = each * sum(_adapter(run.adapter, linear, layout.etp) for linear in experts)
     return found
@@ -171,7 +172,7 @@ def _layer(run: Run, facts: ModelFacts, kind: str) -> Counter[str]:
 
 @lru_cache
 def _weights(facts: ModelFacts, kind: str, tp: int) -> dict[str, int]:
-    """Parameters of one layer on a rank of tp, without its routed experts."""
+    """Return the parameters of one layer on a rank of tp, without its routed experts."""
     found = {}
     for of in ("attention", "norms", "router", "mtp", *MLPS):
         whole = sum(tensor.size for tensor in families.layer(facts, kind, of) if not tensor.part)
@@ -180,7 +181,7 @@ def _weights(facts: ModelFacts, kind: str, tp: int) -> dict[str, int]:
 
 
 def _low(run: Run, facts: ModelFacts, kind: str) -> Iterator[tuple[int, int, Linear]]:
-    """Matrices of a layer in fewer bits: the ranks that share each, its number on one rank, and the matrix."""
+    """Yield the matrices of a layer with fewer bits: the ranks that share each, its count on a rank, and the matrix."""
     low, layout = packed_base.parts(run) if packed_base.format_of(run) else packed_base.PARTS, run.layout
     kinds = [*(["attention"] if "attention" in low else []), *((*MLPS, "mtp") if "dense" in low else [])]
     for linear in (linear for of in kinds for linear in _linears(facts, kind, of) if linear.into):
@@ -191,7 +192,7 @@ def _low(run: Run, facts: ModelFacts, kind: str) -> Iterator[tuple[int, int, Lin
 
 @lru_cache
 def _linears(facts: ModelFacts, kind: str, of: str) -> list[Linear]:
-    """Megatron's layers of one kind of tensors, each made of one or more released matrices, and of their biases.
+    """Return Megatron's layers of one kind of tensors. Each consists of one or more released matrices and their biases.
 
     Sinks are a bias without a matrix.
     """

@@ -1,11 +1,11 @@
-"""Picture of which GPU holds what: the pipeline's stages, and each GPU's share in its stage.
+"""Picture of the content of each GPU: the pipeline's stages, and each GPU's share of its stage.
 
-    lines(plan)      for a terminal: a line per stage, then a block per host; hosts that hold alike share one
+    lines(plan)      for a terminal: a line per stage, then a block per host; equal hosts share a block
     as_dict(plan)    the same for programs, and for the figure in MLflow
 
-Ranks are numbered as core does: tp innermost, then cp, dp and the pipeline; in the grid of experts etp, ep, edp and the
-pipeline. So which share a GPU holds depends on its place in its stage alone, and copies of a share (cp, dp, edp) follow
-one another. All GPUs of a stage hold the same number of parameters.
+Ranks are numbered as in core: tp innermost, then cp, dp and the pipeline; in the grid of experts etp, ep, edp and the
+pipeline. So the share of a GPU depends only on its place in its stage, and copies of a share (cp, dp, edp) follow each
+other. All GPUs of a stage hold the same number of parameters.
 """
 
 from collections.abc import Iterator
@@ -18,18 +18,18 @@ from conf.planner.verdict import Plan
 from conf.schema.run import Run
 from conf.schema.sections import Layout
 
-STAGES = 16  # shown, of those that differ in which layers they hold and in nothing else
-BLOCKS = 6  # of hosts, shown
+STAGES = 16  # maximum of lines for stages that differ only in the numbers of their layers
+BLOCKS = 6  # maximum of blocks of hosts
 
 
 @dataclass(frozen=True)
 class Share:
     """The part of a stage that one GPU holds; shares count from 1."""
 
-    stage: int  # of the pipeline, counted from the first of its host
-    tp: int  # its part of what tp cuts
-    experts: tuple[int, int]  # the first and the last that it has; (0, -1): none
-    etp: int  # its part of each of them
+    stage: int  # of the pipeline, counted from the first stage of its host
+    tp: int  # its part of tensors that tp cuts
+    experts: tuple[int, int]  # its first and its last expert; (0, -1): none
+    etp: int  # its part of each expert
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Block:
 
 
 def lines(plan: Plan) -> Iterator[str]:
-    """Lines of a legal plan for a terminal."""
+    """Yield lines about a legal plan for a terminal."""
     run, facts, each = plan.run, plan.facts, _per_stage(plan.run.layout)
     fullest, whole = plan.fullest.rank, stages(plan)
     yield f"GPUs of a stage: {each}; layers by number, from 0"
@@ -49,7 +49,7 @@ def lines(plan: Plan) -> Iterator[str]:
     for place, stage in enumerate(whole):
         if middle > 0 and STAGES // 2 <= place < STAGES // 2 + middle and stage["rank"] != fullest:
             if place == STAGES // 2:
-                yield f"  ... {middle} stages like those next to them ..."
+                yield f"  ... {middle} similar stages ..."
             continue
         first, last = stage["gpus"]
         besides = "".join(f", {name}" for name in ("embedding", "mtp", "output") if stage[name])
@@ -63,11 +63,11 @@ def lines(plan: Plan) -> Iterator[str]:
         for name, cells, what in rows:
             yield f"    {name:<8}{' '.join(cell.rjust(width) for cell in cells)}  {what}".rstrip()
     if (rest := len(found) - BLOCKS) > 0:
-        yield f"  and {rest} more kinds of hosts, which --json has"
+        yield f"  and {rest} more kinds of hosts; --json lists them"
 
 
 def stages(plan: Plan) -> list[dict[str, Any]]:
-    """Pipeline ranks in order: the GPUs, the runs of layers and the other parts of each."""
+    """Return the pipeline ranks in order, each with its GPUs, its ranges of layers and its other parts."""
     each, found = _per_stage(plan.run.layout), []
     for rank, mine in groupby(parameters.stages(plan.run, plan.facts), key=lambda stage: stage.rank):
         mine = list(mine)
@@ -89,7 +89,7 @@ def stages(plan: Plan) -> list[dict[str, Any]]:
 
 
 def blocks(run: Run, experts: int) -> list[Block]:
-    """Distinct blocks of hosts."""
+    """Return the distinct blocks of hosts."""
     layout, each = run.layout, _per_stage(run.layout)
     found: dict[tuple[Share, ...], list[int]] = {}
     for host in range(layout.nodes):
@@ -117,7 +117,7 @@ def as_dict(plan: Plan) -> dict[str, Any] | None:
 
 
 def _share(layout: Layout, experts: int, place: int, stage: int) -> Share:
-    """The share of the GPU at this place in its stage."""
+    """Return the share of the GPU at this place in its stage."""
     count = experts // layout.ep
     first = place // layout.etp % layout.ep * count
     return Share(stage, place % layout.tp + 1, (first, first + count - 1), place % layout.etp + 1)
@@ -136,7 +136,7 @@ def _title(block: Block, plan: Plan) -> str:
 
 
 def _rows(block: Block, plan: Plan) -> Iterator[tuple[str, list[str], str]]:
-    """Rows of a block: the name, a cell for each GPU of the host, and the meaning of the cells."""
+    """Yield the rows of a block: the name, a cell for each GPU of the host, and the meaning of the cells."""
     layout, experts, held = plan.run.layout, plan.facts.experts, block.shares
     yield "GPU", [str(n) for n in range(len(held))], ""
     if len({share.stage for share in held}) > 1:
@@ -153,7 +153,7 @@ def _rows(block: Block, plan: Plan) -> Iterator[tuple[str, list[str], str]]:
 
 
 def _runs(numbers: list[int]) -> str:
-    """Numbers as runs: 0-3, 8 for [0, 1, 2, 3, 8]. A text longer than a few runs is cut."""
+    """Format numbers as ranges: 0-3, 8 for [0, 1, 2, 3, 8]. More than a few ranges are cut."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:

@@ -1,14 +1,14 @@
-"""Seconds that one GPU and its host need for the parts of a layer, which is more than their data sheets promise.
+"""Seconds that one GPU and its host need for the parts of a layer. Data sheets promise less.
 
     product, preparing, attention, moving       on the GPU
-    starting                                    on the host, which starts the kernels: eager PyTorch, no CUDA graphs
-    updating                                    the optimizer's step, here and on the host
+    starting                                    on the host, to start kernels in eager PyTorch without CUDA graphs
+    updating                                    the optimizer's step on the GPU and on the host
 
 Shares and seconds were measured on an H200 with 16 cores by benchmarks/gpu/calibrate.py (torch 2.11, TE 2.20; November
-2026), on bare products, kernels and layers of 256 tokens; GEMM and EACH were set by steps of trainer.trial as well, and
-CROWD, RING and CALL by steps on two and four H200.
+2026), on single products, kernels and layers of 256 tokens. GEMM and EACH were also fitted to steps of trainer.trial.
+CROWD, RING and CALL were fitted to steps on two and four H200.
 
-Not covered: experts that are not computed in one grouped product; sizes of matrices that fit a GPU's tiles badly.
+Not covered: experts that are not computed in one grouped product; matrix sizes that do not fit a GPU's tiles.
 """
 
 from typing import NamedTuple
@@ -22,17 +22,17 @@ from conf.rules import packed_base
 from conf.schema.run import Run
 from conf.schema.training import Optimizer, Train
 
-# Share of TFLOPS in one large product. Bare ones get 0.68 to 0.79 at 8192 tokens in bf16 and 0.72 in FP8, less with
-# scales by block. The bytes of each come on top and partly overlap with it: bf16 and the first two of FP8 are fitted to
-# measured steps.
+# Share of TFLOPS in one large product. Single products reach 0.68 to 0.79 at 8192 tokens in bf16 and 0.72 in FP8, less
+# with scales by block. The time for the bytes is added, but partly overlaps: bf16 and the first two of FP8 are fitted
+# to measured steps.
 GEMM = {"fp32": 0.75, "bf16": 0.78, "current": 0.80, "delayed": 0.80, "blockwise": 0.58, "mxfp8": 0.58}
-# Share of TFLOPS in causal attention over long sequences, forward and backward together, and the tokens at which it is
-# half.
+# Share of TFLOPS in causal attention over long sequences, forward and backward together, and the number of tokens at
+# which the share is half as large.
 ATTENTION, ATTENTION_HALF = 0.58, 900
-ATTENTION_64 = 0.75  # of that at a head width of 64: fewer products for each exponential
+ATTENTION_64 = 0.75  # factor of this share at a head width of 64: fewer products for each exponential
 ATTENTION_BACKWARD = 2.5  # flash attention computes 5 products backward, 2 forward
 HBM = 0.8  # of bytes/s next to products; copies and sums get 0.88
-# Share of bytes/s by kernels that move data, forward and backward. torch's compiler makes one kernel of an activation.
+# Share of bytes/s in kernels that move data, forward and backward. torch compiles an activation to one kernel.
 MOVES = {
     "norm": (0.26, 0.31),
     "add": (0.88, 0.88),
@@ -43,47 +43,47 @@ MOVES = {
     "shared activation": (0.8, 0.8),
     "weighted activation": (0.8, 0.8),  # with the router's probabilities
 }
-SORTED_ONCE = 0.2  # of permuting's bytes, if one rank has all experts, which are one product
-# Codes of a packed base read and its weights written: benchmarks/gpu/packed.py.
+SORTED_ONCE = 0.2  # factor of permuting's bytes, if one rank has all experts in one product
+# Share of bytes/s to read codes of a packed base and write its weights: benchmarks/gpu/packed.py.
 UNPACK = {"fp8": 0.75, "int4": 0.74, "nvfp4": 0.71, "mxfp4": 0.73}
 QUANTIZE = {"current": 0.47, "delayed": 0.6, "blockwise": 0.58, "mxfp8": 0.58}  # current reads twice, to find the scale
-KERNEL = 4e-6  # that a product, of however many experts, or a kernel of quantizing takes more, to start and to end
-KERNELS = {"current": 3, "delayed": 1, "blockwise": 1, "mxfp8": 1}  # to quantize: the largest, the scale, the copy
-LOSS = 10  # bytes per logit in 2 bytes: read twice and written, and once more for the way back
+KERNEL = 4e-6  # seconds to start and end a product, of any number of experts, or a kernel of quantizing
+KERNELS = {"current": 3, "delayed": 1, "blockwise": 1, "mxfp8": 1}  # kernels of quantizing: maximum, scale, copy
+LOSS = 10  # bytes per logit of 2 bytes: read twice and written, and once more in the backward pass
 
-# Seconds of the host for one layer, forward and backward, of a rank that has its host to itself.
-DENSE, MOE, SHARED = (1.0e-3, 1.0e-3), (4.5e-3, 3.2e-3), (0.5e-3, 0.4e-3)  # SHARED: more, with shared experts
+# Seconds of the host for one layer, forward and backward, with one rank on the host.
+DENSE, MOE, SHARED = (1.0e-3, 1.0e-3), (4.5e-3, 3.2e-3), (0.5e-3, 0.4e-3)  # SHARED: additional, with shared experts
 MOE_FROZEN = (3.0e-3, 2.1e-3)  # if a layer's frozen experts are one product; from trainer.trial
-EACH = 0.33e-3  # more in each direction, for each expert of a rank with separate adapters; from trainer.trial
+EACH = 0.33e-3  # additional in each direction, for each expert of a rank with separate adapters; from trainer.trial
 EACH_AT_ONCE = 0.01e-3  # the same if they are one grouped product
-ADAPTER, FP8 = (0.23e-3, 0.15e-3), (0.6e-3, 0.4e-3)  # more, for each layer with an adapter, and with FP8
-RING = (0.17e-3, 0.33e-3)  # more, for each step of cp's ring: a piece of attention, and its sum with the others
-# Slowdown of the host by the number of ranks on it; more were not measured. A rank on a host of 4 H200
-# took 70 to 85 us for each kernel of a step, and 20 us if it was alone. For the same layers, hosts of an H100 took
-# 1.1 to 1.5 times as long as that of the calibration.
+ADAPTER, FP8 = (0.23e-3, 0.15e-3), (0.6e-3, 0.4e-3)  # additional, for each layer with an adapter, and with FP8
+RING = (0.17e-3, 0.33e-3)  # additional, for each step of cp's ring: one piece of attention, and its sum
+# Slowdown of the host by the number of its ranks; more than 4 were not measured. A rank on a host of 4 H200 took 70 to
+# 85 us for each kernel of a step, and 20 us if it was alone. For the same layers, hosts of an H100 took 1.1 to 1.5
+# times as long as the host of the calibration.
 CROWD = {1: 1.25, 2: 1.7, 4: 2.05}
-# Of each collective, in addition: to start it, and until the host of the slowest rank has done so too.
+# Additional seconds of each collective, until the host of the slowest rank has started it too.
 CALL = 0.25e-3
-# For each expert of a rank, its two products: forward; backward with its weights trained, and frozen. In FP8 inputs and
-# gradients are quantized expert by expert.
+# Seconds for the two products of each expert of a rank: forward; backward with trained weights, and with frozen ones.
+# In FP8, inputs and gradients are quantized separately for each expert.
 EXPERT = {
     "bf16": (35e-6, 83e-6, 30e-6),
-    "packed": (11e-6, 0.0, 11e-6),  # asked for and unpacked all at once; from a trial of GLM-4.7 on two H200
+    "packed": (11e-6, 0.0, 11e-6),  # all are unpacked at once; from a trial of GLM-4.7 on two H200
     "current": (97e-6, 166e-6, 92e-6),
     "delayed": (70e-6, 130e-6, 66e-6),
     "blockwise": (62e-6, 123e-6, 59e-6),
     "mxfp8": (62e-6, 123e-6, 59e-6),
 }
-HOPPER = 9.0  # where adapters of all experts are one product (trainer/megatron/lean_adapters.py)
+HOPPER = 9.0  # capability with which the adapters of all experts are one product (trainer/megatron/lean_adapters.py)
 WEIGHT = {"current": 25e-6, "delayed": 10e-6, "blockwise": 10e-6, "mxfp8": 10e-6}  # once a step, to quantize a weight
 
-ADAM = 0.66  # of bytes/s; gradient, weight and two means are read, all but the gradient written, and the bf16 weight
-ADDED = 0.58  # a product adds its gradient to the fp32 sum, which it reads and writes
-HOST = 0.8  # of the host's bytes/s, by torch's fused AdamW
+ADAM = 0.66  # of bytes/s; reads gradient, weight and two means; writes weight, means and bf16 weight
+ADDED = 0.58  # of bytes/s; a product reads the fp32 sum of gradients, adds its own and writes the sum
+HOST = 0.8  # of the host's bytes/s, in torch's fused AdamW
 
 
-PACKED = {"attention": "attention", "latent": "attention", "experts": "experts"}  # by model.pack's names; else dense
-MATRICES = ("attention", "latent", "mlp", "experts", "shared experts", "mtp")  # products with layers' own weights
+PACKED = {"attention": "attention", "latent": "attention", "experts": "experts"}  # names in model.pack; else dense
+MATRICES = ("attention", "latent", "mlp", "experts", "shared experts", "mtp")  # products with weights of the layers
 
 
 class Host(NamedTuple):
@@ -91,18 +91,18 @@ class Host(NamedTuple):
 
     forward: float
     backward: float
-    experts: float  # of forward, what comes right after the host has waited for the GPU to count tokens
+    experts: float  # part of forward right after the host has waited for the GPU's count of tokens
 
 
 def fp8(train: Train, part: str) -> str | None:
-    """The FP8 recipe of a product; None for adapters, the router and the logits, which stay in bf16."""
+    """Return the FP8 recipe of a product; None for adapters, the router and the logits, which stay in bf16."""
     return train.fp8 if part in MATRICES else None
 
 
 def product(run: Run, gpu: Gpu, one: work.Product) -> float:
-    """Seconds of a matrix product: those of computing plus those of moving its bytes.
+    """Return the seconds of a matrix product: the sum for computing and for moving its bytes.
 
-    A large product hides one of them with the other, a small one nothing.
+    Large products overlap both, which the fitted GEMM takes into account.
     """
     low = fp8(run.train, one.part)
     each = 4 if _precision(run, one) == "fp32" else 1 if low else 2
@@ -111,7 +111,7 @@ def product(run: Run, gpu: Gpu, one: work.Product) -> float:
 
 
 def computing(run: Run, gpu: Gpu, one: work.Product) -> float:
-    """Seconds of a matrix product without those of moving its bytes."""
+    """Return the seconds of a matrix product without moving its bytes."""
     low, precision = fp8(run.train, one.part), _precision(run, one)
     return one.flops / (gpu.flops("fp8" if low else precision) * GEMM[low or precision])
 
@@ -122,9 +122,9 @@ def _precision(run: Run, one: work.Product) -> str:
 
 
 def preparing(run: Run, gpu: Gpu, one: work.Product) -> tuple[float, float]:
-    """Seconds to quantize the input in the forward pass and the gradient in the backward pass.
+    """Return the seconds to quantize the input in the forward pass, and the gradient in the backward pass.
 
-    If the weight is trained, both are quantized in both layouts. A packed weight is unpacked in either pass.
+    If the weight is trained, both are quantized in both layouts. A packed weight is unpacked in both passes.
     """
     packed = packed_base.format_of(run)
     if packed and one.part in MATRICES and PACKED.get(one.part, "dense") in packed_base.parts(run):
@@ -139,7 +139,7 @@ def preparing(run: Run, gpu: Gpu, one: work.Product) -> tuple[float, float]:
 
 
 def quantizing_weights(run: Run, facts: ModelFacts, gpu: Gpu, held: Holding) -> float:
-    """Seconds to quantize a rank's weights, once in the first microbatch of each step."""
+    """Return the seconds to quantize a rank's weights, once in the first microbatch of each step."""
     low = run.train.fp8
     if not low or run.train.fp8_weights:
         return 0.0
@@ -168,7 +168,7 @@ def is_one_product(run: Run, gpu: Gpu) -> bool:
 
 
 def attention(run: Run, facts: ModelFacts, gpu: Gpu) -> float:
-    """Seconds of attention in the forward pass."""
+    """Return the seconds of attention in the forward pass."""
     length = run.data.seq_length / run.layout.cp  # a ring computes piece by piece
     narrow = ATTENTION_64 if not facts.kv_rank and facts.head_dim <= 64 else 1.0
     share = ATTENTION * narrow * length / (length + ATTENTION_HALF)
@@ -206,11 +206,11 @@ def starting(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Host:
 
 
 def updating(optimizer: Optimizer, gpu: Gpu, here: float, away: float, held: float, microbatches: int) -> float:
-    """Seconds of the optimizer's step for `here` parameters on the GPU and `away` parameters on the host.
+    """Return the seconds of the optimizer's step for `here` parameters on the GPU and `away` parameters on the host.
 
-    The gradients of `held` parameters are zeroed and added up as well.
+    They include zeroing and summing the gradients of `held` parameters.
     """
-    each = {"fp32": 30, "bf16": 22, "fp8": 58}[optimizer.states]  # means in FP8 are unpacked, and packed again
+    each = {"fp32": 30, "bf16": 22, "fp8": 58}[optimizer.states]  # means in FP8 are unpacked and packed again
     gradient = 2 if optimizer.gradients == "bf16" else 4
     added = held * (2 * gradient / HBM + 2 * gradient * microbatches / ADDED) / gpu.hbm
     # gradients go down and weights come up while others are computed: each reads and writes 28 bytes on the host

@@ -1,4 +1,4 @@
-"""Check that a released model's files describe one and the same model: config.json, weights and tokenizer."""
+"""Check that config.json, weights and tokenizer of a released model belong together."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from conf.model_files import config_json, quantization, tokenizer_files, weights
 from conf.model_files.weights import Entry
 from conf.planner import parameters
 from conf.rules.conversion import not_converted
-from contract.faults import Fault
+from contract.faults import Fault, named
 from contract.json_object import show
 
 EXPERT = re.compile(r"\.experts\.(\d{1,6})\.")
@@ -19,7 +19,7 @@ WEIGHTS = ("weight", "proj", "_bias")  # other tensors may be masks
 
 
 def check(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
-    """Read config.json and tensors of a folder that can be served; a Fault names the damage."""
+    """Return config.json and tensors of a folder that can be served. Raise a Fault that names any damage."""
     config = config_json.read(folder / config_json.NAME)
     if not config_json.architecture(config):
         raise Fault(f"{folder / config_json.NAME}: architectures is missing, so the kind of model is unknown")
@@ -30,7 +30,7 @@ def check(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
 
 
 def check_released(folder: Path) -> tuple[dict[str, Any], ModelFacts]:
-    """Read config.json and sizes of a folder whose model can be converted and trained here."""
+    """Return config.json and facts of a folder. Raise a Fault if its model cannot be converted and trained here."""
     config, tensors = check(folder)
     place = folder / config_json.NAME
     if refused := not_converted(config):
@@ -45,17 +45,17 @@ def check_released(folder: Path) -> tuple[dict[str, Any], ModelFacts]:
 
 
 def _check_types(folder: Path, config: dict[str, Any], tensors: dict[str, Entry]) -> None:
-    """Check that weights are floating-point numbers. Integers would be taken for such, by their value."""
+    """Check that weights are floating-point numbers. Integers would be converted to floats without an error."""
     if config.get(quantization.KEY):
-        return  # whose codes and scales are checked one by one
+        return  # codes and scales are checked one by one
     for name, entry in tensors.items():
         if entry.dtype not in FLOATING and not entry.dtype.startswith("F8") and name.endswith(WEIGHTS):
-            what = f"tensor {show(name)} is of {entry.dtype}, and weights are of {', '.join(FLOATING)}"
+            what = f"tensor {show(name)} is of {entry.dtype}, but weights must be of {', '.join(FLOATING)}"
             raise Fault(f"{folder / entry.file}: {what}; download it again")
 
 
 def _check_sizes(place: Path, facts: ModelFacts, config: dict[str, Any], tensors: dict[str, Entry]) -> None:
-    """Check the sizes before a model is built from them. Megatron would take the memory, or the time, for all of it."""
+    """Check the sizes before a model is built. Otherwise Megatron would spend memory and time on wrong sizes."""
     family = families.of(config)
     layers = {layer for layer in map(weights.layer_of, tensors) if layer is not None}
     most = facts.layers + facts.mtp_layers
@@ -71,9 +71,7 @@ def _check_sizes(place: Path, facts: ModelFacts, config: dict[str, Any], tensors
         if name in tensors and tensors[name].shape != (facts.vocab, facts.hidden):
             text = f"vocab_size is {facts.vocab} and {family.key('hidden_size')} {facts.hidden}"
             raise Fault(f"{place}: {text}, but {name} is {list(tensors[name].shape)}")
-    try:
-        described, there = parameters.total(facts), quantization.parameters(config, tensors)
-    except ValueError as error:
-        raise Fault(f"{place.parent}: {error}") from None
-    if not there / 2 <= described <= 2 * there:
-        raise Fault(f"{place}: describes a model of {described:,} parameters, but the weights have {there:,}")
+    with named(place.parent, ValueError):
+        described, present = parameters.total(facts), quantization.parameters(config, tensors)
+    if not present / 2 <= described <= 2 * present:
+        raise Fault(f"{place}: describes a model of {described:,} parameters, but the weights have {present:,}")

@@ -1,14 +1,14 @@
-"""Search for the layouts of a run on so many GPUs that fit, the fastest first, with the reasons why others do not.
+"""Search for layouts of a run that fit on a number of GPUs, the fastest first, with the reasons against the others.
 
-    search(run, facts, gpu, gpus) -> Found          all of them
-    fastest(run, facts, gpu, gpus) -> Candidate     the first with room; what cannot be faster is not tried
+    search(run, facts, gpu, gpus) -> Found          all layouts
+    fastest(run, facts, gpu, gpus) -> Candidate     the fastest with room; layouts that cannot be faster are not tried
     changes(before, after) -> str                   the keys in which two runs differ, as overrides of a command line
 
 The search tries all degrees that divide the GPUs, micro batches of 1 to 8, and no, selective and full recompute. It
-takes sp wherever tp > 1, as that costs nothing. A layout that does not fit otherwise is tried with half and with all of
-the optimizer on the host, if that is legal (conf/rules/precision.py) and makes enough room. FP8, the global batch, the
-model and the trained weights stay. Stages share the layers evenly, or the last one takes fewer, as it has the
-loss to compute.
+sets sp if tp > 1, as sp costs nothing. A layout that does not fit otherwise is tried with half of the optimizer or
+all of it on the host, if that is legal (conf/rules/precision.py) and makes enough room. FP8, the global batch, the
+model and the trained weights stay the same. Stages share the layers evenly, or the last one has fewer, as it also
+computes the loss.
 
 Some layouts are never best and are not tried: tp or etp over the network, cp that leaves a rank less than 1024 tokens,
 and more than 4 virtual stages.
@@ -33,7 +33,7 @@ from contract.faults import ConfigError
 
 Memo = dict[Any, Any]  # values that the layouts of one search share
 
-TIGHT = 0.1  # what plans and measured runs have differed by
+TIGHT = 0.1  # difference between plans and measured runs
 FEWEST_TOKENS = 1024
 MICRO_BATCHES = (1, 2, 4, 8)
 VIRTUAL = (None, 2, 4)
@@ -47,11 +47,11 @@ class Candidate:
     seconds: float  # of a step, likely; infinite if it does not fit
     memory: int  # bytes on the fullest rank
     stage: int  # pipeline rank that is fullest
-    over: int  # bytes that lack; negative = room
+    over: int  # missing bytes; negative = room
     optimizer: Optimizer  # with its offload
 
     def applied(self, run: Run) -> Run:
-        """The run with everything that was chosen."""
+        """Return the run with the layout and all keys of this candidate."""
         return run.model_copy(update={"layout": self.layout, "train": self.train, "optimizer": self.optimizer})
 
     @property
@@ -61,7 +61,7 @@ class Candidate:
     @property
     def verdict(self) -> str:
         if self.over <= 0:
-            tight = ", less than a plan may be wrong by" if self.tight else ""
+            tight = ", less than the error of a plan" if self.tight else ""
             return f"fits, {-self.over / GB:.1f} GB left{tight}"
         return f"does not fit by {self.over / GB:.1f} GB on stage {self.stage}"
 
@@ -69,17 +69,17 @@ class Candidate:
 @dataclass(frozen=True)
 class Found:
     fitting: list[Candidate]  # the fastest first
-    closest: Candidate | None  # of those that do not fit, the one that lacks least
-    reasons: Counter[str] = field(default_factory=Counter)  # why the others fail, and how many
+    closest: Candidate | None  # of the layouts that do not fit, the one that lacks least
+    reasons: Counter[str] = field(default_factory=Counter)  # why the others fail, with their number
 
     @property
     def offered(self) -> list[Candidate]:
-        """The fitting candidates; those that fit even if the plan is somewhat wrong come first."""
-        return sorted(self.fitting, key=lambda one: one.tight)
+        """The fitting candidates; candidates with more room than the error of a plan come first."""
+        return sorted(self.fitting, key=lambda candidate: candidate.tight)
 
     @property
     def roomy(self) -> bool:
-        return any(not one.tight for one in self.fitting)
+        return any(not candidate.tight for candidate in self.fitting)
 
 
 def search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Found:
@@ -97,8 +97,8 @@ def search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Found:
         if (excess := lasting(_offloaded(bare, offloads[-1]), facts, gpu, memo) - gpu.memory) > 0:
             reasons["does not fit: weights, gradients and optimizer alone are more than a GPU has"] += 1
             if closest is None or excess < closest.over:
-                one = _candidate(bare, fullest(bare, facts, gpu, memo))
-                closest = min(filter(None, (closest, one)), key=lambda one: one.over)
+                candidate = _candidate(bare, fullest(bare, facts, gpu, memo))
+                closest = min(filter(None, (closest, candidate)), key=lambda candidate: candidate.over)
             continue
         lacks: dict[str, str] = {}  # by recompute: a larger micro batch lacks no less
         for train in _trains(run, facts, layout, reasons, memo):
@@ -106,19 +106,19 @@ def search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Found:
                 reasons[lacks[train.recompute]] += 1
                 continue
             tried, stage = _least(bare.model_copy(update={"train": train}), facts, gpu, offloads, memo)
-            one = _candidate(tried, stage)
-            if one.over <= 0:
-                fitting.append(replace(one, seconds=step(tried, facts, gpu, memo).seconds))
+            candidate = _candidate(tried, stage)
+            if candidate.over <= 0:
+                fitting.append(replace(candidate, seconds=step(tried, facts, gpu, memo).seconds))
                 continue
-            lacks[train.recompute] = _lack(one)
+            lacks[train.recompute] = _lack(candidate)
             reasons[lacks[train.recompute]] += 1
-            closest = min(filter(None, (closest, one)), key=lambda one: one.over)
-    fitting.sort(key=lambda one: (one.seconds, one.memory))
+            closest = min(filter(None, (closest, candidate)), key=lambda candidate: candidate.over)
+    fitting.sort(key=lambda candidate: (candidate.seconds, candidate.memory))
     return Found(fitting, closest, reasons)
 
 
 def fastest(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, below: float = inf) -> Candidate | None:
-    """The fastest layout that leaves room and takes less than `below` seconds a step, or None."""
+    """Return the fastest layout that leaves room and takes less than `below` seconds a step; None if there is none."""
     _check(gpu, gpus)
     memo: Memo = {}
     reasons: Counter[str] = Counter()
@@ -129,7 +129,7 @@ def fastest(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, below: float = inf
             if (seconds := least(one, facts, gpu, memo)) < below:
                 tried.append((seconds, one))
     best: Candidate | None = None
-    roomy: dict[Layout, bool] = {}  # whether a GPU holds what lies there at all times
+    roomy: dict[Layout, bool] = {}  # whether the permanent memory fits on a GPU
     for seconds, one in sorted(tried, key=lambda pair: pair[0]):
         if seconds >= below:
             break
@@ -153,7 +153,7 @@ def _check(gpu: Gpu, gpus: int) -> None:
 
 
 def _least(run: Run, facts: ModelFacts, gpu: Gpu, offloads: list[float], memo: Memo) -> tuple[Run, StageMemory]:
-    """The run with the smallest share on the host that lets it fit; the unchanged run if no share does."""
+    """Return the run with the smallest share of the optimizer on the host that makes it fit; unchanged if none does."""
     stage = fullest(run, facts, gpu, memo)
     kept = 1 - run.optimizer.offload
     for share in offloads[1:] if stage.over > 0 else ():
@@ -166,7 +166,7 @@ def _least(run: Run, facts: ModelFacts, gpu: Gpu, offloads: list[float], memo: M
 
 
 def _offloads(run: Run, gpu: Gpu) -> list[float]:
-    """Shares of the optimizer to try on the host. The run's own share comes first."""
+    """Return the shares of the optimizer to try on the host. The share of the run comes first."""
     own = run.optimizer.offload
     larger = [share for share in OFFLOADS if share > own and not list(precision.contradictions(_offloaded(run, share)))]
     return [own, *(larger if gpu.cuda else [])]
@@ -181,12 +181,12 @@ def _candidate(run: Run, stage: StageMemory) -> Candidate:
 
 
 def _recompute(kind: str, modules: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Keys of `train` that recompute this, in all layers, one at a time."""
+    """Return the keys of `train` for this kind of recompute, in blocks of one layer."""
     return {"recompute": kind, "recompute_modules": modules, "recompute_layers": 1, "recompute_first": None}
 
 
 def _lack(one: Candidate) -> str:
-    """The reason why a layout does not fit. It is coarse: thousands of layouts give a few reasons."""
+    """Return the reason why a layout does not fit, rounded, so that thousands of layouts have few reasons."""
     lack = "up to 10" if one.over < 10 * GB else "up to 100" if one.over < 100 * GB else "more than 100"
     return f"does not fit by {lack} GB on stage {one.stage}"
 
@@ -218,7 +218,7 @@ def _layouts(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, reasons: Counter[
 
 
 def _degrees(run: Run, facts: ModelFacts, gpu: Gpu, whole: Layout, key: str, reasons: Counter[str]) -> Iterator[int]:
-    """Degrees of one kind that break no rule alone."""
+    """Yield the degrees of one kind that break no rule if all other degrees are 1."""
     for degree in (n for n in range(1, whole.world + 1) if whole.world % n == 0):
         update = {key: degree, "sp": key == "tp" and degree > 1}
         if key == "pp":
@@ -237,7 +237,7 @@ def _degrees(run: Run, facts: ModelFacts, gpu: Gpu, whole: Layout, key: str, rea
 
 
 def _last(facts: ModelFacts, pp: int) -> int | None:
-    """Number of layers of the last stage where layers do not come out even; problems() never suggests 0."""
+    """Return the number of layers of the last stage if stages cannot be equal; None if they can, or if 0 were left."""
     if pp == 1 or facts.layers % pp == 0:
         return None
     last = facts.layers - (pp - 1) * ceil(facts.layers / pp)
@@ -256,7 +256,7 @@ def _trains(run: Run, facts: ModelFacts, layout: Layout, reasons: Counter[str], 
         elif layout.vpp and microbatches % layout.pp:
             reasons["illegal: with vpp the microbatches are a multiple of pp"] += 1
         else:
-            # What goes with some layouts alone (conf/rules/contradictions.py) is let go at the others.
+            # Keys that only some layouts support (conf/rules/contradictions.py) are unset for all others.
             kept = {
                 "overlap_tp": run.train.overlap_tp and 1 < layout.tp <= layout.gpus_per_node,
                 "cuda_graphs": run.train.cuda_graphs and choice["recompute"] != "full",
@@ -279,5 +279,5 @@ def changes(before: Run, after: Run) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as YAML, without a blank that a shell would cut at."""
+    """Return a value as YAML without blanks, for a shell."""
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":")).replace('"', "")

@@ -2,20 +2,20 @@
 
     stage_needs(run, facts, gpu, stages, time, serving, rollout) -> [StageNeed, ...]       in the order of the flow
 
-`stages` and `time` are the training's, `serving` is the layout of the evaluation, `rollout` is vLLM beside
-reinforcement learning (conf/planner/serving/), `asking` is the model that a training is compared with. All stages but
-training, its reference, and a conversion or an evaluation on several hosts run on the flow's host, which has
+`stages` and `time` are figures of the training, `serving` is the layout of the evaluation, `rollout` is vLLM next to
+reinforcement learning (conf/planner/serving/), `asking` is the reference model. Training, its reference, and a
+conversion or an evaluation on several hosts may run on other hosts. All other stages run on the flow's host, which has
 layout.gpus_per_node GPUs. Its GPUs are paid whether a stage uses them or not, so they count in each price; other hosts
 count while they are used.
 
 START and the rates of conversion and export were measured on one H200 with 9.6 GB of weights and one process (November
-2026: 63 s and 98 s), DOWNLOAD as well, from a folder of that host (12 s). That processes read and write beside one
-another, up to READ of the host's storage, is arithmetic, as are disk and memory. Without a converted base
-(convert.to: none), CHECKED and UNPACKED are of a second of a core's work, measured on 256 MB of bf16 and on a matrix of
-DeepSeek-V3's in FP8 blocks; DESCRIBED is about that of GLM-4.7's 45,000 tensors. A base that is packed once is checked
-and then packed; PACKED is of one process that packed 1.1 GB in the slowest format, nvfp4 (docs/how-to/quantised.md).
+2026: 63 s and 98 s). DOWNLOAD was measured there too, from a folder of that host (12 s). Disk and memory are computed,
+and so is the rate of several processes, which is at most READ, the rate of the host's storage. CHECKED and UNPACKED are
+for a base without conversion (convert.to: none): rates of one core, measured on 256 MB of bf16 and on a matrix of
+DeepSeek-V3 in FP8 blocks. DESCRIBED is about the time for the 45,000 tensors of GLM-4.7. A packed base is checked and
+then packed; PACKED is the rate of one process with 1.1 GB in the slowest format, nvfp4 (docs/how-to/quantised.md).
 
-Not covered: preparation, whose rows nobody has counted yet; copies to a store other than a folder; checkpoints' time.
+Not covered: preparation, as its rows are not counted yet; copies to a store other than a folder; checkpoints' time.
 """
 
 from dataclasses import dataclass, replace
@@ -36,15 +36,15 @@ from conf.rules.serving import BYTES, precision
 from conf.schema.run import Run
 from conf.schema.sections import Layout
 
-START = 20.0  # seconds until a command of the trainer has imported its packages, and its processes have met
-DOWNLOAD, CONVERT, EXPORT = 0.8 * GB, 0.22 * GB, 0.11 * GB  # bytes/s; of the last two, of a process
-CHECKED = 1.2 * GB  # bytes/s of a process that adds up released tensors
-UNPACKED = 0.15 * GB  # bytes/s of a rank that makes weights of codes and scales
-PACKED = 0.035 * GB  # bytes/s of a process that makes codes and scales of weights in bf16
-DESCRIBED = 20.0  # seconds in which a rank finds out which released tensors its weights are made of
-CONVERTING = 3 * GB  # most of a process: its libraries, and a shard of tensors
-FILE = 5 * GB  # of a release: one is read, one is written at a time
-RANK = int(1.9 * GB)  # a process of training on a GPU, resident: 1.84 to 1.91 GB on an H100, with private pages
+START = 20.0  # seconds until a command of the trainer has imported its packages and connected its processes
+DOWNLOAD, CONVERT, EXPORT = 0.8 * GB, 0.22 * GB, 0.11 * GB  # bytes/s; the last two per process
+CHECKED = 1.2 * GB  # bytes/s of a process that computes checksums of released tensors
+UNPACKED = 0.15 * GB  # bytes/s of a rank that unpacks codes and scales
+PACKED = 0.035 * GB  # bytes/s of a process that packs bf16 weights into codes and scales
+DESCRIBED = 20.0  # seconds in which a rank finds the released tensors of its weights
+CONVERTING = 3 * GB  # bytes of a process at most: its libraries and a shard of tensors
+FILE = 5 * GB  # bytes of a file of a release: one is read and one is written at a time
+RANK = int(1.9 * GB)  # resident memory of a training process on a GPU: 1.84 to 1.91 GB on an H100, with private pages
 OF_VLLM = 4 * GIB  # resident memory of a process of vLLM, without files that it maps
 
 
@@ -55,19 +55,19 @@ class StageNeed:
     gpus: int  # of each host
     gpu_memory: int  # bytes on the fullest GPU
     memory: int  # bytes of a host
-    disk: int  # bytes that stay, once, on storage that all hosts see
-    seconds: float | None = None  # None: nothing is known of it, or the hosts have no GPUs
+    disk: int  # bytes that stay on storage of all hosts
+    seconds: float | None = None  # None: unknown, or the hosts have no GPUs
     cost: float | None = None  # USD
 
 
 @dataclass(frozen=True)
 class Asking:
-    """The model that a training is compared with, where its layout is legal for it."""
+    """The reference model of a training, if the layout of training is legal for it."""
 
-    run: Run  # of that model
+    run: Run  # of the reference model
     facts: ModelFacts
-    stages: tuple[StageMemory, ...]  # while it is asked
-    rows: int | None  # that it scores; None if they are not known
+    stages: tuple[StageMemory, ...]  # while it scores rows
+    rows: int | None  # rows that it scores; None if unknown
 
     @property
     def fullest(self) -> StageMemory:
@@ -86,30 +86,30 @@ def stage_needs(
 ) -> list[StageNeed]:
     count = parameters.total(facts)
     released = _released(facts)
-    found = [*_model(run, facts, gpu), StageNeed("prepare", 1, 0, 0, GIB, 0)]
-    asked = [_evaluation(run, facts, gpu, serving)] if run.evaluate.tasks else []
-    found += [replace(one, stage="evaluate-base") for one in asked if not pretraining.is_drawn(run)]
+    needs = [*_model(run, facts, gpu), StageNeed("prepare", 1, 0, 0, GIB, 0)]
+    evaluations = [_evaluation(run, facts, gpu, serving)] if run.evaluate.tasks else []
+    needs += [replace(need, stage="evaluate-base") for need in evaluations if not pretraining.is_drawn(run)]
     if asking and objectives.has_teacher(run):
-        found += [replace(one, stage=f"{one.stage}-teacher") for one in _model(asking.run, asking.facts, gpu)]
-    found += [_asked(asking, gpu)] if asking else []
+        needs += [replace(need, stage=f"{need.stage}-teacher") for need in _model(asking.run, asking.facts, gpu)]
+    needs += [_asked(asking, gpu)] if asking else []
     merged = released if run.export.quantization else count * 2
-    found.append(_training(run, facts, stages, time, gpu))
-    found += [_reinforcement(run, facts, stages, gpu, rollout)] if rollout else []
-    found.append(_export(run, facts, merged))
-    found += [replace(one, stage="evaluate-tuned") for one in asked]
-    if not gpu.cuda:  # no time is predicted there
-        return [replace(one, seconds=None) for one in found]
-    return [replace(one, cost=_cost(run, gpu, one)) for one in found]
+    needs.append(_training(run, facts, stages, time, gpu))
+    needs += [_reinforcement(run, facts, stages, gpu, rollout)] if rollout else []
+    needs.append(_export(run, facts, merged))
+    needs += [replace(need, stage="evaluate-tuned") for need in evaluations]
+    if not gpu.cuda:  # no time is predicted on a CPU
+        return [replace(need, seconds=None) for need in needs]
+    return [replace(need, cost=_cost(run, gpu, need)) for need in needs]
 
 
 def _model(run: Run, facts: ModelFacts, gpu: Gpu) -> list[StageNeed]:
-    """Needs of the download and the conversion of a model."""
+    """Return the needs of the download and the conversion of a model."""
     released = _released(facts)
     return [StageNeed("download", 1, 0, 0, GIB, released, released / DOWNLOAD), _conversion(run, facts, gpu)]
 
 
 def _asked(asking: Asking, gpu: Gpu) -> StageNeed:
-    """The reference of all rows. Of distillation its disk is at most so much, as if each token were learned."""
+    """Return the needs of the reference stage. The disk of distillation is an upper limit: as if all tokens counted."""
     run, layout, rows = asking.run, asking.run.layout, asking.rows
     teaches = objectives.has_teacher(run)
     disk = (rows or 0) * 8 * (run.train.teacher_top_k * run.data.seq_length if teaches else 1)
@@ -122,7 +122,7 @@ def _asked(asking: Asking, gpu: Gpu) -> StageNeed:
 
 
 def _released(facts: ModelFacts) -> int:
-    """Bytes of the release, as published: in bf16, or quantised but for norms, vocabulary and routers."""
+    """Return the bytes of the release as published: in bf16, or quantised except for norms, vocabulary and routers."""
     count, packed = parameters.total(facts), 0
     for kind in [*facts.kinds, *facts.kinds[-1:] * facts.mtp_layers] if facts.packed else []:
         packed += parameters.parts(facts, kind)["experts"]
@@ -132,13 +132,13 @@ def _released(facts: ModelFacts) -> int:
 
 
 def on_one_host(run: Run) -> Run:
-    """The run in a few processes of one host, which share the files of a model that takes several hosts' GPUs."""
+    """Return the run in a few processes of one host, which share the files of a model that needs several hosts."""
     count = next(n for n in (4, 2, 1) if run.layout.ep % n == 0 and run.train.global_batch % n == 0)
     return run.changed(layout=dict(Layout(gpus_per_node=count, ep=count)), train={"micro_batch": 1})
 
 
 def converted(run: Run, facts: ModelFacts) -> int:
-    """Bytes of the base that training reads."""
+    """Return the bytes of the base that training reads."""
     form = packed_base.format_of(run)
     if run.convert.to == "packed" and form:
         (held,) = memory.holdings(run.model_copy(update={"layout": Layout()}), facts, {})
@@ -147,13 +147,13 @@ def converted(run: Run, facts: ModelFacts) -> int:
 
 
 def _conversion(run: Run, facts: ModelFacts, gpu: Gpu) -> StageNeed:
-    """Conversion on the host of the flow, or those of training. A process has a shard in memory at a time."""
+    """Return the needs of a conversion, on the flow's host or the hosts of training. A process holds one shard."""
     share, written, released = takes(run, "convert"), converted(run, facts), _released(facts)
     gpus, hosts = (share.gpus or 0) if gpu.cuda else 0, share.hosts
     here = on_one_host(run) if run.layout.nodes > hosts else run
     resident = CONVERTING * here.layout.gpus_per_node
     if run.convert.to == "torch_dist":
-        rate = min(CONVERT * here.world, READ * hosts / 2)  # read, and written
+        rate = min(CONVERT * here.world, READ * hosts / 2)  # it reads and writes
         return StageNeed("convert", hosts, gpus, 0, resident, written, START + written / rate)
     seconds = START + released / min(CHECKED * here.world, READ * hosts)
     if run.convert.to == "packed":
@@ -164,30 +164,30 @@ def _conversion(run: Run, facts: ModelFacts, gpu: Gpu) -> StageNeed:
 
 @dataclass(frozen=True)
 class Loading:
-    """A way for the weights to get from the release into training."""
+    """A value of convert.to: how training gets the weights of the release, and the costs."""
 
     to: str  # the value of convert.to
-    once: float  # seconds until the base is there
+    once: float  # seconds until the base is ready
     start: float  # seconds of each start of a training, until its ranks hold the weights
     disk: int  # bytes that the base takes
-    read: int  # bytes that are read until the first start is over
+    read: int  # bytes that are read until the end of the first start
 
 
 def loadings(run: Run, facts: ModelFacts, gpu: Gpu) -> list[Loading]:
-    """The ways of convert.to: by a converted base, without one and, where model.base is packed, by a packed one."""
+    """Return the values of convert.to: a converted base, none and, if model.base is packed, a packed base."""
     released, found = _released(facts), []
     for to in ("torch_dist", "none", *(["packed"] if packed_base.format_of(run) else [])):
         one = run.changed(convert={"to": to})
         need = _conversion(one, facts, gpu)
         assert need.seconds is not None
         loaded = released if to == "none" else need.disk
-        again = released if to == "packed" else 0  # for its checksums, and to be packed
+        again = released if to == "packed" else 0  # to compute its checksums and to pack it
         found.append(Loading(to, need.seconds, _load(one, facts), need.disk, released + again + loaded))
     return found
 
 
 def _load(run: Run, facts: ModelFacts) -> float:
-    """Seconds of a start of a training that the base takes."""
+    """Return the seconds in which the start of a training loads the base."""
     base = parameters.total(facts) * states.byte(run.train)
     if run.convert.to != "none":
         return converted(run, facts) / READ
@@ -197,9 +197,9 @@ def _load(run: Run, facts: ModelFacts) -> float:
 
 def _training(run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], time: Timing | None, gpu: Gpu) -> StageNeed:
     trained, byte = _trained(run, facts), states.byte(run.train)
-    kept = (8 if byte == 4 else 12) * trained if run.checkpoint.save_optimizer else 0  # in fp32, however it is held
+    kept = (8 if byte == 4 else 12) * trained if run.checkpoint.save_optimizer else 0  # always in fp32
     written = schedule.saved(run)
-    # a new checkpoint is whole before the oldest goes
+    # a new checkpoint is complete before the oldest is removed
     copies = min(written, run.checkpoint.keep + 1) if run.checkpoint.keep else written
     layout = run.layout
     hours = time.hours if time else None
@@ -210,7 +210,7 @@ def _training(run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], time
 
 
 def _host(run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], gpu: Gpu) -> int:
-    """Bytes of the fullest host of a training, at its fullest moment: while a checkpoint is made."""
+    """Return the bytes of the fullest host of a training at its peak, while a checkpoint is written."""
     if not gpu.cuda:
         return _fullest_host(run, [stage.total for stage in stages])
     cut, every = grid(run.layout, run.train), [one.trained for one in memory.holdings(run, facts, {})]
@@ -218,7 +218,7 @@ def _host(run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], gpu: Gpu
 
 
 def _fullest_host(run: Run, each: list[int]) -> int:
-    """The most bytes of a host, of those of a rank of each pipeline stage."""
+    """Return the bytes of the fullest host. `each` has the bytes of a rank of each pipeline stage."""
     here = run.layout.gpus_per_node
     ranks = [each[rank * run.layout.pp // run.world] for rank in range(run.world)]
     return max(sum(ranks[first : first + here]) for first in range(0, run.world, here))
@@ -227,7 +227,7 @@ def _fullest_host(run: Run, each: list[int]) -> int:
 def _reinforcement(
     run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], gpu: Gpu, rollout: Rollout
 ) -> StageNeed:
-    """Training on answers of vLLM's, on a GPU that both have in turn or on its own; the host has all at once."""
+    """Return the needs of reinforcement learning. Training and vLLM may share GPUs; the host's memory holds both."""
     need = _training(reinforcement.as_training(run), facts, stages, None, gpu)
     phases = rollout.seconds
     seconds = None if phases is None else BEGINNING + _load(run, facts) + run.reinforce.steps * phases.step
@@ -243,7 +243,7 @@ def _export(run: Run, facts: ModelFacts, merged: int) -> StageNeed:
     formats = run.export.formats or (("merged",) if run.adapter.kind == "none" else ("merged", "adapter"))
     here = on_one_host(run) if run.layout.nodes > 1 else run
     whole = merged if "merged" in formats else 0
-    # PEFT's files have an adapter for each expert, also where all of a layer share one
+    # PEFT's files have an adapter for each expert, even if all experts of a layer share one
     each = run.changed(adapter={"experts": "each"})
     written = whole + (_trained(each, facts) * states.byte(run.train) if "adapter" in formats else 0)
     seconds = START + written / min(EXPORT * here.world, READ / 2)
@@ -251,7 +251,7 @@ def _export(run: Run, facts: ModelFacts, merged: int) -> StageNeed:
 
 
 def _evaluation(run: Run, facts: ModelFacts, gpu: Gpu, serving: Serving | None) -> StageNeed:
-    if serving is None:  # on a CPU: vLLM's cache is 1 GiB there (trainer/serving/engine.py)
+    if serving is None:  # on a CPU, where vLLM's cache is 1 GiB (trainer/serving/engine.py)
         byte = BYTES[precision(run)]
         return StageNeed("evaluate", 1, 0, 0, parameters.total(facts) * byte + GIB + 2 * PROCESS, 0)
     way = serving.way
@@ -260,14 +260,14 @@ def _evaluation(run: Run, facts: ModelFacts, gpu: Gpu, serving: Serving | None) 
 
 
 def _cost(run: Run, gpu: Gpu, need: StageNeed) -> float | None:
-    """Price of a stage: all GPUs of its hosts, and of the flow's own, for its time."""
+    """Return the price of a stage: its time on all GPUs of its hosts, at least on those of the flow's host."""
     if gpu.price is None or need.seconds is None:
         return None
     return need.seconds / 3600 * need.hosts * max(need.gpus, run.layout.gpus_per_node) * gpu.price
 
 
 def _trained(run: Run, facts: ModelFacts) -> int:
-    """Trained parameters of the whole model; each adapter once, however tp cuts it."""
+    """Return the trained parameters of the whole model. Each adapter counts once, however tp cuts it."""
     if run.adapter.kind == "none":
         return parameters.total(facts)
     run = run.changed(layout={"tp": 1, "sp": False, "etp": 1})

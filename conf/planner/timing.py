@@ -1,13 +1,14 @@
-"""Duration of a step and of the run, and the price.
+"""Duration of a step and of a run, and the price.
 
     timing(run, facts, gpu) -> Timing
     on_cpu(run, facts, gpu) -> float           seconds of a step on this host's CPU
-    asking(run, facts, gpu, rows) -> float     seconds in which a model is asked of rows, and not trained
+    asking(run, facts, gpu, rows) -> float     seconds of a reference model to score rows
 
-Each matrix product takes its FLOPs at a share of the data sheet's rate and its bytes at a share of memory's; all else
-that a layer does takes its bytes; a layer takes no less than the time its host needs to start its kernels and
-collectives, nor do its experts, whose tokens the host waits to be counted (conf/planner/rates.py). A frozen weight has
-no gradient, so its layer costs 4 FLOPs a weight and token instead of 6, and recompute adds 2.
+The time of a matrix product is its FLOPs at a share of the data sheet's rate, plus its bytes at a share of the memory's
+rate. The time of everything else in a layer is its bytes. A layer takes at least the time that its host needs to start
+its kernels and collectives. So do its experts, as the host first waits for the count of their tokens
+(conf/planner/rates.py). A frozen weight has no gradient: its layer needs 4 FLOPs per weight and token instead of 6.
+Recompute adds 2.
 
 Collectives of a layer do not overlap with computing (Megatron's defaults), except cp's ring, which attention hides
 (conf/planner/traffic.py).
@@ -32,23 +33,23 @@ from conf.rules.layout import grid
 from conf.schema.run import Layout, Run
 from conf.schema.training import Train
 
-# On a CPU a step took 2 times as long as its products for 0.5B parameters, and 3 times for 0.9M.
+# On a CPU, a step took 2 times as long as its products with 0.5B parameters, and 3 times with 0.9M.
 OF_PRODUCT, LOW_ON_CPU, HIGH_ON_CPU = 0.5, 0.5, 2.0
-LOW, HIGH = 0.8, 1.3  # of the likely time: rates differ so much by clocks, drivers and shapes
+LOW, HIGH = 0.8, 1.3  # factors of the likely time, as rates depend on clocks, drivers and shapes
 
 
 @dataclass(frozen=True)
 class Timing:
-    flops: dict[str, float]  # of a step over all GPUs, by part of the model; recompute is a part
+    flops: dict[str, float]  # of a step over all GPUs, by part of the model; recompute counts as a part
     communication: dict[str, tuple[float, float]]  # by dimension: bytes that a GPU sends in a step, and seconds
-    bubble: float  # share of a step that a stage waits for others
+    bubble: float  # share of a step in which a stage waits for others
     low: float  # seconds of a step
     likely: float
     high: float
-    tokens_per_second: float  # and GPU
-    tflops: float  # of model FLOPs, without recompute, per second and GPU; in units of 1e12
-    hours: float | None  # None if the steps depend on data that are not known
-    cost: float | None  # USD; None if the GPU has no price either
+    tokens_per_second: float  # per GPU
+    tflops: float  # 1e12 model FLOPs per second and GPU, without recompute
+    hours: float | None  # None if the steps depend on unknown data
+    cost: float | None  # USD; None if the hours or the price of the GPU are unknown
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,10 @@ class Layer:
 
     forward: float
     backward: float
-    again: float  # recomputed
+    again: float  # recompute
     flops: dict[str, float]
-    sent: dict[str, float]  # bytes over each dimension, forward, backward and again
-    waited: dict[str, float]  # seconds
+    sent: dict[str, float]  # bytes by dimension, of the forward pass, the backward pass and recompute
+    waited: dict[str, float]  # seconds by dimension
 
     @property
     def seconds(self) -> float:
@@ -69,7 +70,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds that the pipeline computes, fills and drains, reduces gradients and updates weights."""
+    """Seconds of a step: the pipeline computes, fills and drains; then gradients are reduced and weights updated."""
 
     steady: float
     fill: float
@@ -84,7 +85,7 @@ class Step:
 
 
 def step(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> Step:
-    """Time of a step of a legal layout. `memo` keeps values that steps of this run at other layouts share."""
+    """Return the time of a step of a legal layout. `memo` keeps values that other layouts of this run share."""
     layout, layers, held = run.layout, _layers(run, facts, gpu, memo), holdings(run, facts, memo)
     between, _ = hop(run, facts, gpu)
     first, last = _ends(run, facts, gpu, memo)
@@ -100,7 +101,7 @@ def step(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> Step:
     updated += max(rates.quantizing_weights(run, facts, gpu, one) for one in held)
     return Step(
         steady=slowest * grid(layout, run.train).microbatches,
-        fill=(sum(times) - slowest) / (layout.vpp or 1),  # until the first microbatch has been through all other stages
+        fill=(sum(times) - slowest) / (layout.vpp or 1),  # until the first microbatch has passed all other stages
         reduced=reduced,
         updated=updated,
         sent=sent,
@@ -109,9 +110,9 @@ def step(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> Step:
 
 
 def least(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> float:
-    """Seconds that a step of a legal layout takes at least: a hundredth of the work of `step`.
+    """Return a lower bound for the seconds of a step of a legal layout. It costs a hundredth of the work of `step`.
 
-    Its layers share the products evenly and move nothing, and their hosts start every kernel.
+    It counts matrix products, shared evenly by all ranks, and the hosts' time to start kernels, but no moved bytes.
     """
     layout, train = run.layout, run.train
     if "floor" not in memo:
@@ -126,7 +127,7 @@ def least(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> float:
 
 
 def _least_of_layers(run: Run, facts: ModelFacts, gpu: Gpu, again: float, memo: dict[Any, Any]) -> float:
-    """Seconds of all layers for one microbatch, at least."""
+    """Return a lower bound for the seconds of all layers and one microbatch."""
     layout, total = run.layout, 0.0
     key = ("starting", layout.tp, layout.cp, layout.ep, layout.etp)
     if key not in memo:
@@ -139,7 +140,7 @@ def _least_of_layers(run: Run, facts: ModelFacts, gpu: Gpu, again: float, memo: 
 
 
 def _computing(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> tuple[float, float]:
-    """Seconds of one layer's products, forward and backward, if each were as large as can be."""
+    """Return the seconds of one layer's products, forward and backward, at the rate of large products."""
     found = [(one, rates.computing(run, gpu, one)) for one in work.products(run, facts, kind)]
     scores = work.attention(run, facts) / (gpu.flops(run.train.precision) * rates.ATTENTION)
     forward = sum(seconds for _, seconds in found) + scores
@@ -147,7 +148,7 @@ def _computing(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> tuple[float,
 
 
 def timing(run: Run, facts: ModelFacts, gpu: Gpu) -> Timing:
-    """Time and price of a run with a legal layout."""
+    """Return time and price of a run with a legal layout."""
     memo: dict[Any, Any] = {}
     layout, one, layers = run.layout, step(run, facts, gpu, memo), _layers(run, facts, gpu, memo)
     microbatches, seconds = grid(layout, run.train).microbatches, one.seconds
@@ -182,7 +183,7 @@ def timing(run: Run, facts: ModelFacts, gpu: Gpu) -> Timing:
 
 
 def on_cpu(run: Run, facts: ModelFacts, gpu: Gpu) -> float:
-    """Seconds of a step on this host's CPU: its FLOPs at a share of the speed of a matrix product, measured here.
+    """Return the seconds of a step on this host's CPU: its FLOPs at a share of a matrix product's speed, measured here.
 
     All processes of the host share that speed.
     """
@@ -191,9 +192,9 @@ def on_cpu(run: Run, facts: ModelFacts, gpu: Gpu) -> float:
 
 
 def asking(run: Run, facts: ModelFacts, gpu: Gpu, rows: int) -> float:
-    """Seconds of forward passes over so many rows, at a legal layout.
+    """Return the seconds of forward passes over this number of rows, at a legal layout.
 
-    Not covered: the search for likeliest tokens.
+    Not covered: the selection of the most likely tokens.
     """
     memo: dict[Any, Any] = {}
     layers, (between, _) = _layers(run, facts, gpu, memo), hop(run, facts, gpu)
@@ -218,7 +219,7 @@ def _layers(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> dict
 
 
 def _ends(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> tuple[float, float]:
-    """Additional seconds of the first and the last layer in bf16, where Bridge's recipe leaves them in bf16."""
+    """Return the additional seconds of the first and the last layer, if Bridge's FP8 recipe keeps them in bf16."""
     if run.train.fp8 != "current":
         return 0.0, 0.0
     plain = run.changed(train={"fp8": None})
@@ -228,7 +229,7 @@ def _ends(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> tuple[
 
 
 def layer(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Layer:
-    """Time of one layer and one microbatch."""
+    """Return the time of one layer and one microbatch."""
     products, moves = work.products(run, facts, kind), work.moved(run, facts, kind)
     costs = [(product, _product(run, facts, gpu, product), *rates.preparing(run, gpu, product)) for product in products]
     scores, attention = work.attention(run, facts), rates.attention(run, facts, gpu)
@@ -237,7 +238,7 @@ def layer(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Layer:
     host, talk = rates.starting(run, facts, gpu, kind), sum(waited.values())
     matrices = sum(seconds + before for _, seconds, before, _ in costs)
     experts = sum(seconds for product, seconds, *_ in costs if product.part == "experts")
-    # when the host has waited for the count of tokens, nothing is queued: experts start at the host's pace
+    # nothing is queued after the host has waited for the count of tokens: experts start at the host's pace
     forward = max(matrices - experts + max(experts, host.experts) + attention + moved + talk, host.forward)
     back = sum(seconds * (2 if product.trained else 1) + before for product, seconds, _, before in costs)
     backward = max(back + rates.ATTENTION_BACKWARD * attention + moved_back + talk, host.backward)
@@ -249,7 +250,7 @@ def layer(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Layer:
     flops["recompute"] += scores if "scores" in again else 0
     if run.train.recompute == "full":
         flops["recompute"] *= share
-    # whole layers talk again; of single modules, those that are recomputed here do not
+    # complete layers repeat their collectives; recomputed modules do not, except moe
     passes = 2 + (share if run.train.recompute == "full" else "moe" in run.train.recompute_modules)
     repeated = sum(seconds + before for product, seconds, before, _ in costs if product.part in again)
     repeated += rates.moving(run, gpu, [move for move in moves if move.name in again])[0]
@@ -264,7 +265,7 @@ def layer(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Layer:
     )
 
 
-# What recomputing a module repeats: parts of work.products, and kinds of work.moved.
+# Work that recomputing a module repeats: parts of work.products, and kinds of work.moved.
 AGAIN = {
     "core_attn": {"scores"},
     "layernorm": {"norm"},
@@ -278,7 +279,7 @@ EVERY = {"attention", "latent", "adapters", "mtp", "scores"}.union(*AGAIN.values
 
 
 def recomputed(run: Run, facts: ModelFacts) -> float:
-    """Share of the layers that are recomputed whole."""
+    """Return the share of the layers that are recomputed completely."""
     if run.train.recompute != "full" or run.train.recompute_first is None:
         return float(run.train.recompute == "full")
     return min(1.0, run.train.recompute_first * run.layout.pp * (run.layout.vpp or 1) / facts.layers)
@@ -304,9 +305,9 @@ def _loss(run: Run, facts: ModelFacts, gpu: Gpu) -> Layer:
 
 
 def _reduction(run: Run, gpu: Gpu, held: list[Holding]) -> tuple[float, float, float]:
-    """Costs of the reduction of gradients, once a step.
+    """Return the costs of the reduction of gradients, once a step, on the slowest rank.
 
-    They are the bytes that the fullest rank sends over its copies, their seconds, and the seconds of the optimizer.
+    They are the bytes that it sends to its copies, the seconds of that, and the seconds of the optimizer.
     """
     layout, cut = run.layout, grid(run.layout, run.train)
     gradient = 2 if run.optimizer.gradients == "bf16" else 4
@@ -314,7 +315,7 @@ def _reduction(run: Run, gpu: Gpu, held: list[Holding]) -> tuple[float, float, f
     for dense, expert in {holding.trained for holding in held}:
         sent = seconds = 0.0
         for count, group, stride in ((dense, cut.dp * layout.cp, layout.tp), (expert, cut.edp, layout.ep * layout.etp)):
-            # gradients are scattered and weights gathered; without the distributed optimizer gradients are both
+            # gradients are scattered and weights gathered; without the distributed optimizer gradients are gathered
             size = count * (gradient + (byte(run.train) if run.optimizer.distributed else gradient))
             if group > 1:
                 sent += size * (group - 1) / group

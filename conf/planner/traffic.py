@@ -1,11 +1,11 @@
-"""Traffic of a layer to other GPUs, and the time that they wait for it.
+"""Traffic of a layer to other GPUs, and the time that GPUs wait for it.
 
-    collectives(run, facts, gpu, kind, attention)    of one layer and one pass: bytes and seconds by dimension
-    hop(run, facts, gpu)                             of one microbatch, between stages
+    collectives(run, facts, gpu, kind, attention)    bytes and seconds of one layer and one pass, by dimension
+    hop(run, facts, gpu)                             seconds and bytes of one microbatch between stages
     gathered(gpu, size, ranks, stride)               seconds of one collective
 
-The place of a group of ranks follows from core's order of ranks, tp-cp-ep-dp-pp, tp innermost: a group whose ranks are
-`stride` apart has domain / stride of them on one NVLink, and the rest of its traffic goes over the network.
+The place of a group of ranks follows from core's order of ranks, tp-cp-ep-dp-pp with tp innermost. If the ranks of a
+group are `stride` apart, domain / stride of them share one NVLink; the other traffic uses the network.
 """
 
 from math import ceil
@@ -16,15 +16,15 @@ from conf.planner.activations import tokens
 from conf.planner.hardware import ALL_TO_ALL, LINK, NETWORK, Gpu
 from conf.schema.run import Run
 
-LATENCY = 20e-6  # s per step of a collective, of NCCL's kernel and its peer's arrival; 0.24 ms for 67 MB over 4 H200
-OVERLAPPED = 0.5  # of tp's seconds are not hidden by train.overlap_tp: 35 of some 73 ms for GPT2-large on two H200
-MESSAGE = 3e-6  # s per peer of an all-to-all beyond the host: a send and a receive, without their bytes
+LATENCY = 20e-6  # seconds per step of a collective, for NCCL's kernel and its peer; 0.24 ms for 67 MB over 4 H200
+OVERLAPPED = 0.5  # share of tp's time that train.overlap_tp does not hide: 35 of about 73 ms for GPT2-large on two H200
+MESSAGE = 3e-6  # seconds per peer of an all-to-all outside the host, for a send and a receive without their bytes
 
 
 def collectives(
     run: Run, facts: ModelFacts, gpu: Gpu, kind: str, attention: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Bytes that a rank sends in one pass of a layer, and seconds that it waits for them."""
+    """Return the bytes that a rank sends in one pass of a layer, and the seconds that it waits for them."""
     layout, sent, waited = run.layout, {}, {}
     strides = {"tp": 1, "etp": 1, "cp": layout.tp, "ep": layout.etp}
     for dim, size in work.exchanged(run, facts, kind).items():
@@ -52,7 +52,7 @@ def uneven(run: Run, facts: ModelFacts) -> float:
 
 
 def gathered(gpu: Gpu, size: float, ranks: int, stride: int) -> float:
-    """Seconds to gather `size` bytes, or to reduce and scatter them, in rings over every link at once."""
+    """Return the seconds to gather `size` bytes, or to reduce and scatter them, in rings over all links at once."""
     here = max(1, min(ranks, gpu.joined // stride))
     away = ceil(ranks / here)
     inside = size * (ranks - 1) / ranks / (gpu.link * LINK) if here > 1 else 0.0
@@ -66,7 +66,7 @@ def _all_to_all(gpu: Gpu, size: float, ranks: int, stride: int) -> float:
 
 
 def hop(run: Run, facts: ModelFacts, gpu: Gpu) -> tuple[float, float]:
-    """Seconds and bytes of a microbatch between stages, forward and back, for each virtual stage."""
+    """Return the seconds and bytes of a microbatch between stages, forward and back, over all virtual stages."""
     layout = run.layout
     if layout.pp == 1:
         return 0.0, 0.0

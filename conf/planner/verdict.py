@@ -1,20 +1,19 @@
-"""Verdict on a configuration: is its layout legal, does it fit, how long does it take, and which layout would fit.
+"""Verdict on a configuration: whether its layout is legal and fits, its time, and other layouts that fit.
 
-    plan(run, facts, gpu) -> Plan          of the configuration's layout; searches for others if it is refused
+    plan(run, facts, gpu) -> Plan          plan of the configuration's layout; searches for others if it is refused
     facts_of(run) -> ModelFacts            from conf/models, by the model's Hub id, or from its folder's config.json
-    teacher_of(run) -> ModelFacts          the same of the teacher of distillation, or None
-    config_of(run) -> config, place        the same, unread
-    facts_in(config, place) -> ModelFacts  of a config.json from elsewhere
-    compared(plan) -> Plan                 with the fastest layout of the same GPUs
-    settle(run, facts, gpu) -> Run         with the layout that layout.auto asks for
+    teacher_of(run) -> ModelFacts          the same for the teacher of distillation; None without a teacher
+    config_of(run) -> config, place        the model's config.json before its facts are read
+    facts_in(config, place) -> ModelFacts  facts of a config.json
+    compared(plan) -> Plan                 the plan with the fastest layout of the same GPUs
+    settle(run, facts, gpu) -> Run         the run with the layout that layout.auto chooses
 
 With a teacher, one layout must fit both the training and the teacher.
 
-A layout is settled before it is planned. Of those that fit auto takes the fastest that leaves more room than a plan may
-be wrong by, and where none does, the fastest.
+A layout is settled before it is planned. layout.auto uses the fastest layout that leaves more room than the error of a
+plan; if there is none, the fastest that fits.
 
-Full fine-tuning that fits nowhere on its GPUs, or only just, is searched for with LoRA as well. What shows a plan is
-conf/planner/display.py.
+If full fine-tuning does not fit on its GPUs with room, LoRA is searched too. conf/planner/display.py shows plans.
 """
 
 import json
@@ -43,16 +42,16 @@ from conf.schema.sections import Adapter
 from contract import json_object, regular_files
 from contract.faults import ConfigError, Fault
 
-LARGEST = 4096  # GPUs for which a plan looks for faster layouts: they take a second
-NOTEWORTHY = 1.02  # times faster: less does not count as a better layout
-MENDS = 2  # layouts named that do for a teacher as well
-PACKED = ("fp8", "nvfp4")  # formats of model.base that are offered, the nearest to bf16 first
+LARGEST = 4096  # most GPUs for which faster layouts are searched, which takes a second
+NOTEWORTHY = 1.02  # a layout must be this many times faster to be reported
+MENDS = 2  # number of layouts to name that also fit the teacher
+PACKED = ("fp8", "nvfp4")  # formats of model.base to offer, the nearest to bf16 first
 WITH_LORA = "adapter.kind=lora adapter.experts=shared"
 HINT = "a folder with the model's config.json works as well, as {key} or paths.{place}"
 
 
 class NothingFits(ConfigError):
-    """No layout fits where layout.auto asked for one."""
+    """No layout fits for layout.auto."""
 
 
 @dataclass(frozen=True)
@@ -61,27 +60,27 @@ class Plan:
     facts: ModelFacts
     gpu: Gpu
     problems: tuple[str, ...]
-    cut: Grid | None = None  # this and what follows: of a legal layout
+    cut: Grid | None = None  # this and the next fields: for a legal layout only
     stages: tuple[StageMemory, ...] = ()
-    time: Timing | None = None  # not of a CPU
-    cpu_step: float | None = None  # seconds of a step on this host's CPU, from a product that was measured
+    time: Timing | None = None  # None on a CPU
+    cpu_step: float | None = None  # seconds of a step on this host's CPU, from a measured matrix product
     needs: tuple[StageNeed, ...] = ()  # of every stage of the flow
     found: Found | None = None  # other layouts, if this one is refused
-    with_lora: Found | None = None  # if full fine-tuning fits nowhere with room
+    with_lora: Found | None = None  # if full fine-tuning does not fit with room
     # A value of model.base with which LoRA fits, if the present one does not.
     with_packed: tuple[str, Found] | None = None
     not_searched: str = ""
-    steps: int | None = None  # of the training; None if they depend on data that are not known
-    assumed: str = ""  # of such data
+    steps: int | None = None  # of the training; None if they depend on unknown data
+    assumed: str = ""  # assumptions about unknown data
     noise: str = ""  # warning about too few held-out rows to show a gain
     serving: Serving | None = None  # the layout of the evaluation, on GPUs that can serve the model
     faster: Candidate | None = None  # the fastest layout with room, if it is faster than this one
-    compared: bool = False  # whether a faster one was looked for
-    unserved: str = ""  # why vLLM cannot serve the model, or not on hosts of the run
+    compared: bool = False  # whether a faster layout was searched
+    unserved: str = ""  # why vLLM cannot serve the model, or cannot do so on hosts of the run
     rollout: Rollout | None = None  # vLLM next to reinforcement learning, if that is configured
-    unanswered: str = ""  # why it cannot answer prompts there
-    asking: Asking | None = None  # the model that training is compared with, where its layout is legal for that
-    unasked: str = ""  # why it cannot be asked of the rows there
+    unanswered: str = ""  # why vLLM cannot answer prompts there
+    asking: Asking | None = None  # the reference model, if the layout is legal for it
+    unasked: str = ""  # why it cannot score the rows there
 
     @property
     def legal(self) -> bool:
@@ -102,13 +101,13 @@ class Plan:
         stage = self.fullest
         where = f"stage {stage.rank}, {stage.total / GB:.1f} GB of {stage.capacity / GB:.1f} on {self.gpu.name}"
         if not self.fits:
-            return f"refused: legal, and lacks {stage.over / GB:.1f} GB on {where}"
-        tight = "; less than a plan may be wrong by" if -stage.over < TIGHT * stage.total else ""
+            return f"refused: legal, but lacks {stage.over / GB:.1f} GB on {where}"
+        tight = "; less than the error of a plan" if -stage.over < TIGHT * stage.total else ""
         return f"legal and fits: {where}, {-stage.over / GB:.1f} GB left{tight}"
 
 
 def plan(run: Run, facts: ModelFacts, gpu: Gpu, teacher: ModelFacts | None = None, rows: int | None = None) -> Plan:
-    """The plan of a run, whose reference is asked of so many `rows`."""
+    """Return the plan of a run. `rows` is the number of rows that its reference model scores."""
     evaluation, suits = _evaluation(run, facts, gpu), _suits(teacher, gpu)
     if broken := problems(run, facts) + _of_answers(run, facts) + unsupported(run, gpu):
         return Plan(run, facts, gpu, tuple(broken), **evaluation, **_instead(run, facts, gpu, suits))
@@ -124,7 +123,7 @@ def plan(run: Run, facts: ModelFacts, gpu: Gpu, teacher: ModelFacts | None = Non
 
 
 def compared(planned: Plan) -> Plan:
-    """Look for a faster layout of the same GPUs, which leaves room. The largest runs are not compared."""
+    """Return the plan with a faster layout of the same GPUs that leaves room. Very large runs are not compared."""
     if not planned.fits or planned.time is None or planned.run.world > LARGEST:
         return planned
     run, gpu = planned.run, settled_on(planned.run, planned.gpu)
@@ -133,7 +132,7 @@ def compared(planned: Plan) -> Plan:
 
 
 def _evaluation(run: Run, facts: ModelFacts, gpu: Gpu) -> dict[str, Any]:
-    """Layout of the evaluation, if one is asked for, and why it does not fit."""
+    """Return the layout of the evaluation, if there is one, and why it does not fit."""
     if not run.evaluate.tasks:
         return {"serving": None, "unserved": ""}
     why = "; ".join([*serving.unservable(run, facts, cpu=not gpu.cuda), *served.unsupported(run, gpu)])
@@ -143,7 +142,7 @@ def _evaluation(run: Run, facts: ModelFacts, gpu: Gpu) -> dict[str, Any]:
 
 
 def _of_answers(run: Run, facts: ModelFacts) -> list[str]:
-    """Rules that a batch of reinforcement learning breaks, and one of training does not."""
+    """Return the rules that a batch of reinforcement learning breaks, but a batch of training does not."""
     if not reinforcement.is_asked(run):
         return []
     known = problems(run, facts, suggest=False)
@@ -153,7 +152,7 @@ def _of_answers(run: Run, facts: ModelFacts) -> list[str]:
 
 
 def _reinforcement(run: Run, facts: ModelFacts, gpu: Gpu) -> dict[str, Any]:
-    """vLLM next to reinforcement learning, if that is configured, and why it cannot answer there."""
+    """Return the plan of vLLM next to reinforcement learning, if that is configured, and why it cannot answer."""
     if not reinforcement.is_asked(run):
         return {"rollout": None, "unanswered": ""}
     why = answering.unanswered(run, facts, gpu)
@@ -161,7 +160,7 @@ def _reinforcement(run: Run, facts: ModelFacts, gpu: Gpu) -> dict[str, Any]:
 
 
 def _reference(run: Run, facts: ModelFacts, gpu: Gpu, teacher: ModelFacts | None, rows: int | None) -> dict[str, Any]:
-    """The model that training is compared with, if there is one, and why it cannot be asked at a legal layout."""
+    """Return the plan of the reference model, if there is one, and why it cannot score rows at a legal layout."""
     judge, found = teacher or facts, {"asking": None, "unasked": ""}
     if not objectives.has_reference(run) or (objectives.has_teacher(run) and teacher is None):
         return found
@@ -173,13 +172,13 @@ def _reference(run: Run, facts: ModelFacts, gpu: Gpu, teacher: ModelFacts | None
     one = Asking(asked, judge, tuple(asking(asked, judge, gpu)), rows)
     found["asking"] = one
     if teacher and (lacks := one.fullest.over) > 0:
-        text = f"it is asked at the layout of training, and lacks {lacks / GB:.1f} GB on {gpu.name}"
+        text = f"it uses the layout of training, and lacks {lacks / GB:.1f} GB on {gpu.name}"
         found["unasked"] = f"{named}: {text}. {_both(run, facts, gpu, teacher)}"
     return found
 
 
 def _suits(teacher: ModelFacts | None, gpu: Gpu, room: float = 0.0) -> Callable[[Run], bool]:
-    """Whether the teacher fits the layout of a run, and leaves this share of the memory free."""
+    """Return suits(run): whether the teacher fits at the layout of a run, and leaves this share of the memory free."""
 
     def suits(run: Run) -> bool:
         if teacher is None:
@@ -193,27 +192,27 @@ def _suits(teacher: ModelFacts | None, gpu: Gpu, room: float = 0.0) -> Callable[
 
 
 def _both(run: Run, facts: ModelFacts, gpu: Gpu, teacher: ModelFacts | None) -> str:
-    """Keys of layouts that fit the training and its teacher, with room if possible."""
+    """Return the keys of layouts that fit the training and its teacher, with room if possible."""
     try:
         found = _searched(run, facts, gpu, _suits(teacher, gpu, TIGHT)).offered[:MENDS]
         found = found or _searched(run, facts, gpu, _suits(teacher, gpu)).offered[:MENDS]
-    except ConfigError as error:  # a world that no such hosts make up
-        return f"Nothing else was looked for: {error}"
+    except ConfigError as error:  # a number of GPUs that whole hosts cannot have
+        return f"No other layout was searched: {error}"
     if not found:
         remedy = "take more or larger GPUs, or a smaller train.teacher"
-        return f"No layout of {run.world} {gpu.name} does for both; {remedy}"
-    return f"These do for both: {', or '.join(changes(run, one.applied(run)) for one in found)}"
+        return f"No layout of {run.world} {gpu.name} fits both; {remedy}"
+    return f"These fit both: {', or '.join(changes(run, layout.applied(run)) for layout in found)}"
 
 
 def _searched(run: Run, facts: ModelFacts, gpu: Gpu, suits: Callable[[Run], bool]) -> Found:
     found = search(run, facts, gpu, run.layout.world)
-    return replace(found, fitting=[one for one in found.fitting if suits(one.applied(run))])
+    return replace(found, fitting=[layout for layout in found.fitting if suits(layout.applied(run))])
 
 
 def settle(run: Run, facts: ModelFacts, gpu: Gpu, teacher: ModelFacts | None = None) -> Run:
-    """Replace layout.auto by the best layout that fits, and set where the evaluation runs.
+    """Return the run with the best layout that fits instead of layout.auto, and with the layout of its evaluation.
 
-    An explicit layout stays unchanged.
+    An explicit layout is kept.
     """
     if not run.layout.auto:
         return _with_evaluation(run, facts, gpu)
@@ -235,7 +234,7 @@ def _with_evaluation(run: Run, facts: ModelFacts, gpu: Gpu) -> Run:
 
 
 def settled_on(run: Run, gpu: Gpu) -> Gpu:
-    """The GPU in hosts of the run's size; layout.auto keeps that size."""
+    """Return the GPU with the run's number of GPUs per host, which layout.auto keeps."""
     return replace(gpu, per_host=run.layout.gpus_per_node)
 
 
@@ -250,7 +249,7 @@ def teacher_of(run: Run) -> ModelFacts | None:
 
 
 def config_of(run: Run, key: str = "model.source") -> tuple[Any, str]:
-    """The model's config.json, if it is known or lies here, and the prefix of its name in error messages."""
+    """Return the model's config.json, if it is known or on this host, and the prefix of its name in error messages."""
     source, form = run.model.source, ""
     if isinstance(source, Drawn):
         if isinstance(source.config, dict):
@@ -279,21 +278,21 @@ def config_of(run: Run, key: str = "model.source") -> tuple[Any, str]:
 
 
 def facts_in(config: Any, place: str) -> ModelFacts:
-    """Facts of a config.json that was read. `place` stands before its name in error messages."""
+    """Return the facts of a config.json. Error messages write `place` before its name."""
     try:
         return facts_from_hf(config)
     except ValueError as error:  # a line that begins with config.json
         raise ConfigError(f"{place}{error}") from None
     except (TypeError, AttributeError) as error:
-        raise ConfigError(f"{place}config.json: no model's configuration: {error}") from None
+        raise ConfigError(f"{place}config.json: not the configuration of a model: {error}") from None
 
 
 def _packed(run: Run, facts: ModelFacts, gpu: Gpu, suits: Callable[[Run], bool]) -> tuple[str, Found] | None:
-    """The first format of a frozen base, smaller than the run's, with which a layout of its GPUs fits."""
-    as_it_is = packed_base.format_of(run)
+    """Return the first format of a frozen base that is smaller than the run's and fits on its GPUs, and the layouts."""
+    present = packed_base.format_of(run)
     for base in PACKED:
         packed = run.changed(model={"base": base})
-        if (as_it_is and as_it_is.bytes <= packed_base.FORMATS[base].bytes) or [*packed_base.contradictions(packed)]:
+        if (present and present.bytes <= packed_base.FORMATS[base].bytes) or [*packed_base.contradictions(packed)]:
             continue
         found = _searched(packed, facts, gpu, suits)
         if found.fitting:
@@ -310,5 +309,5 @@ def _instead(run: Run, facts: ModelFacts, gpu: Gpu, suits: Callable[[Run], bool]
             return {"found": found}
         with_lora = run.model_copy(update={"adapter": Adapter(targets="all-linear", experts="shared")})
         return {"found": found, "with_lora": _searched(with_lora, facts, gpu, suits)}
-    except ConfigError as error:  # a world that no such hosts make up
+    except ConfigError as error:  # a number of GPUs that whole hosts cannot have
         return {"not_searched": str(error)}

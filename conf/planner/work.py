@@ -1,13 +1,13 @@
 """Work of a rank for one layer and one microbatch: FLOPs, bytes moved, and bytes exchanged with other ranks.
 
     products(run, facts, kind)    matrix products: their sizes on one rank, and whether their weight is trained
-    attention(run, facts)         FLOPs of the products of tokens with tokens, forward; causal, so half of the square
-    moved(run, facts, kind)       bytes that norms, activation functions, rotations and permutations read and write, if
-                                  each is one kernel
+    attention(run, facts)         FLOPs of attention's products of tokens, forward; causal, so half of the square
+    moved(run, facts, kind)       bytes that norms, activation functions, rotations and permutations read and write,
+                                  each as one kernel
     exchanged(run, facts, kind)   bytes of the layer's collectives, forward, by dimension
-    calls(run, facts, kind)       their numbers, forward and backward
+    calls(run, facts, kind)       numbers of the layer's collectives, forward and backward
 
-Not covered: packed rows, whose attention starts at their first token and costs less than computed here.
+Not covered: packed rows: attention starts at the first token of each row and costs less than computed here.
 """
 
 from typing import NamedTuple
@@ -37,7 +37,7 @@ class Product(NamedTuple):
 
 
 class Move(NamedTuple):
-    name: str  # of a kind of kernels, whose rates are in conf/planner/rates.py
+    name: str  # kind of kernel; conf/planner/rates.py has the rates
     forward: float  # bytes
     backward: float
 
@@ -59,7 +59,7 @@ def products(run: Run, facts: ModelFacts, kind: str) -> list[Product]:
 
 
 def output(run: Run, facts: ModelFacts) -> list[Product]:
-    """Products that make the logits, of the model and of each MTP layer."""
+    """Return the products that compute the logits, of the model and of each MTP layer."""
     t = tokens(run, facts)
     width = facts.padded_vocab(run.layout.tp) // run.layout.tp
     one = Product("logits", t.whole, width, facts.hidden, 1, _full(run.adapter))
@@ -81,14 +81,14 @@ def moved(run: Run, facts: ModelFacts, kind: str) -> list[Move]:
         ("add", 2 * row * 3, 2 * row * 3),  # two residual sums
     ]
     if not facts.positions:
-        # q, k and v: made contiguous, rotated, and normed if the model does that; each read and written
+        # q, k and v: made contiguous, rotated, and normed if the model has these norms; each reads and writes
         size = t.whole * attention_width(facts) / tp * (6 if facts.qk_norm else 4)
         numbers.append(("rotate apart" if facts.kv_rank else "rotate", size, size))
     if run.train.fp8 in ("current", "blockwise") and (facts.attention_bias or facts.linear_bias):
-        # a bias's gradient is summed up before the gradient is quantized; else a product does both
+        # the gradient of a bias is summed before the gradient is quantized; otherwise a product does both
         numbers.append(("add", 0, t.whole * attention_width(facts) / tp))
     if run.layout.cp > 1:
-        # q, k and v are cut in two pieces and joined; the outputs of each step of the ring are added up in fp32
+        # q, k and v are cut into two pieces and joined; the outputs of each step of the ring are summed in fp32
         steps = t.whole * facts.heads * (facts.v_head if facts.kv_rank else facts.head_dim) / tp * run.layout.cp
         joined = t.whole * attention_width(facts) / tp * 4 + steps * (1 + 2 + 2)
         numbers.append(("add", joined, joined))
@@ -99,17 +99,17 @@ def moved(run: Run, facts: ModelFacts, kind: str) -> list[Move]:
     if kind == "dense" or not facts.experts:
         numbers.append(activation("activation", t.whole * facts.ffn / tp))
     else:
-        # tokens are permuted, sorted by expert, and both undone: read and written each time
+        # tokens are permuted and sorted by expert, and both is undone; each reads and writes them
         sent = t.busiest * 8 * facts.hidden
         numbers += [("permute", sent, sent), ("add", 3 * row, 3 * row)]
         numbers += [activation("weighted activation", t.busiest * facts.expert_ffn / run.layout.etp)]
         numbers += [activation("shared activation", t.whole * facts.shared_ffn / tp)]
-        if run.train.fp8:  # experts' tokens are filled up, and cut again
+        if run.train.fp8:  # the tokens of experts are padded, and the padding is removed
             numbers.append(("add", sent / 2, sent / 2))
     for product in products(run, facts, kind):
         if product.part == "adapters":
             rows, outer = product.m * product.batch, product.k > run.adapter.rank
-            # what B gives is added: read twice and written, as is what A gives back; dropout reads and writes A's input
+            # B's output and A's gradient are added: read twice and written; dropout reads and writes A's input
             drops = 2.5 * product.k * (run.adapter.dropout > 0) * outer
             forward, backward = drops + 3 * product.n * (not outer), drops + 3 * product.k * outer
             numbers.append(("add", rows * forward, rows * backward))
@@ -117,13 +117,13 @@ def moved(run: Run, facts: ModelFacts, kind: str) -> list[Move]:
 
 
 def exchanged(run: Run, facts: ModelFacts, kind: str) -> dict[str, float]:
-    """Bytes of the layer's collectives by dimension.
+    """Return the bytes of the layer's collectives by dimension.
 
-    For tp and etp the whole tensor counts that is gathered or scattered, for the others the bytes that one rank sends.
+    For tp and etp these are the complete gathered or scattered tensors, for the others the bytes that one rank sends.
     """
     t, layout, adapters = tokens(run, facts), run.layout, run.adapter
     row = t.whole * facts.hidden * t.byte
-    blocks = 2 if kind == "dense" or facts.shared_ffn or not facts.experts else 1  # attention, and what tp else cuts
+    blocks = 2 if kind == "dense" or facts.shared_ffn or not facts.experts else 1  # attention, and an MLP that tp cuts
     # an adapter of a row-parallel layer gathers its output's columns
     rows = sum(name in adapters.names for name in ROWS[:blocks])
     found = {"tp": row * (2 * blocks + (rows if adapters.kind != "none" else 0)) if layout.tp > 1 else 0.0}
@@ -140,16 +140,16 @@ def exchanged(run: Run, facts: ModelFacts, kind: str) -> dict[str, float]:
 
 
 def calls(run: Run, facts: ModelFacts, kind: str) -> tuple[int, int]:
-    """Numbers of the layer's collectives, forward and backward; each exchange of cp's ring is one."""
+    """Return the numbers of the layer's collectives, forward and backward. Each exchange of cp's ring counts as one."""
     layout, adapter = run.layout, run.adapter
     routed = kind != "dense" and facts.experts > 0
-    cut = 1 if routed and not facts.shared_ffn else 2  # attention, and what tp else cuts
+    cut = 1 if routed and not facts.shared_ffn else 2  # attention, and an MLP that tp cuts
     forward = backward = 0
     if layout.tp > 1:
         names = [name for name in adapted(run, facts) if cut == 2 or not name.startswith("linear_fc")]
         # each layer gathers before and scatters after, and again to compute the gradients of weights
         forward, backward = 2 * cut, (3 if _full(adapter) else 2) * cut
-        # an adapter sums what A gives, or gathers it; one of a row-parallel layer gathers its output too
+        # an adapter sums or gathers A's output; an adapter of a row-parallel layer also gathers its own output
         adapters = 0 if _full(adapter) else sum(2 if name in ROWS else 1 for name in names)
         forward, backward = forward + adapters, backward + adapters
     if layout.cp > 1:
@@ -157,7 +157,7 @@ def calls(run: Run, facts: ModelFacts, kind: str) -> tuple[int, int]:
     if routed and layout.ep > 1:
         # tokens and their weights there, results back; and before that, counts of tokens
         forward, backward = forward + 4, backward + 3
-        if not _full(adapter) and adapter.experts == "shared":  # A and B have their gradients summed at once
+        if not _full(adapter) and adapter.experts == "shared":  # the gradients of A and B are summed at once
             backward += 2 * sum(name in adapter.names for name in ("linear_fc1", "linear_fc2"))
     if routed and layout.etp > 1:
         forward, backward = forward + 2, backward + 2
@@ -183,7 +183,7 @@ def _attention_products(run: Run, facts: ModelFacts, t: Tokens) -> list[Product]
 
 
 def _latent_sizes(facts: ModelFacts, t: Tokens, tp: int) -> list[tuple[str, int, int, int]]:
-    """Matrices of latent attention: their names, rows of the input, and widths of output and input."""
+    """Return the matrices of latent attention: names, rows of the input, and widths of output and input."""
     query = facts.heads * (facts.qk_nope + facts.qk_rope) // tp
     sizes = [
         ("linear_kv_down_proj", t.local, facts.kv_rank + facts.qk_rope, facts.hidden),
@@ -210,7 +210,7 @@ def _mlp(
 
 
 def _adapter(adapter: Adapter, name: str, rows: float, k: int, n: int, cut: int, batch: int = 1) -> list[Product]:
-    """Products of an adapter: A, whose inner width is cut if it is column-parallel, and B."""
+    """Return the products of an adapter: A, whose inner width is cut if it is column-parallel, and B."""
     if _full(adapter) or name not in adapter.names:
         return []
     rank = adapter.rank

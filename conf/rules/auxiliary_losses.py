@@ -1,12 +1,13 @@
-"""Losses of a training next to that of the next token: balance of experts and the routers' z loss, and MTP layers.
+"""Additional losses of a training: balance of experts, the routers' z loss, and multi-token prediction (MTP).
 
-    identity(run, config)       what the identity of a training has of them, by section
-    is_balanced(run, config)    whether routers are trained so, or the experts' bias is
-    looks_ahead(run, config)    whether MTP layers are
+    identity(run, config)       entries of these losses in the identity of a training, by section
+    is_balanced(run, config)    whether a loss trains the routers, or training adjusts the experts' bias
+    looks_ahead(run, config)    whether MTP layers are trained
 
-`config` is the released model's config.json. Each loss is one over rows of the data, or over their learned tokens
-(trainer/megatron/routers/balance.py, trainer/patches/gradients/mtp_loss.py): train.micro_batch, the layout and packing
-do not bear on them. Earlier trainings computed them over micro batches and padding, and have other fingerprints.
+`config` is the released model's config.json. Each loss is computed over rows of the data, or over their learned tokens
+(trainer/megatron/routers/balance.py, trainer/patches/gradients/mtp_loss.py), so it does not depend on
+train.micro_batch, the layout or packing. Earlier trainings computed the losses over micro batches and padding, and have
+other fingerprints.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """Batches that grow at the beginning of a training (train.ramp_from), with Megatron's arithmetic.
 
-sizes(train)                   sizes of batches, each with the sequence from which on it applies
+sizes(train)                   sizes of batches, each with the number of its first sequence
 sequences(train, steps)        sequences of the first steps
-whole_batches(train, steps)    the same in batches of train.global_batch
+whole_batches(train, steps)    the same as a number of batches of train.global_batch
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def sizes(train: Train) -> list[tuple[int, int]]:
-    """Pairs of a number of finished sequences, and the size of batches from there on."""
+    """Return pairs: a number of finished sequences, and the size of the following batches."""
     if train.batch_ramp is None:
         return [(0, train.global_batch)]
     first, added, ramp = train.batch_ramp
@@ -48,7 +48,7 @@ def sizes(train: Train) -> list[tuple[int, int]]:
 
 
 def sequences(train: Train, steps: int) -> int:
-    """Number of sequences of the first steps."""
+    """Return the number of sequences of the first steps."""
     done, left = 0, steps
     bounds = sizes(train)
     for (_, size), (end, _) in pairwise(bounds):

@@ -4,8 +4,8 @@
     beside(run, 8)                      whether the base is evaluated during training on this host of 8 GPUs
     may_leave(run)                      whether evaluations run on hosts of training if the flow's host has no GPUs
 
-conf/host/gpu_locks.py gives single GPUs to stages; a stage has all that it takes or none. Stages that are not listed,
-such as export, compute on CPUs. So does convert; over the hosts of training it has them with their GPUs all the same.
+conf/host/gpu_locks.py assigns GPUs to stages; a stage gets all its GPUs or none. Stages without a rule here, such as
+export, compute on CPUs. convert does so too, but over the hosts of training it occupies their GPUs.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Share:
 
     @property
     def here(self) -> bool:
-        """Whether it runs on the flow's host, not on hosts of its engine."""
+        """Whether the stage runs on the flow's host, not on hosts of its engine."""
         return self.engine in (None, HERE)
 
     def of(self, host: int) -> int:
@@ -42,7 +42,7 @@ NONE = Share(1, 0)
 
 
 def takes(run: Run, stage: str, leaves: bool = False) -> Share:
-    """The share of a stage of the flow, or of a command of the trainer.
+    """Return the share of a stage of the flow, or of a command of the trainer.
 
     `leaves` is whether the run needs GPUs and the flow's host has none: evaluations then run elsewhere if may_leave().
     """
@@ -74,8 +74,9 @@ def may_leave(run: Run) -> bool:
 def beside(run: Run, host: int) -> bool:
     """Whether the base is evaluated during training, on the flow's host with `host` GPUs.
 
-    Without GPUs it is. On hosts of a scheduler the base is evaluated before training: the scheduler might give it the
-    hosts that training waits for, and a base that cannot be evaluated must be found before the long training.
+    This is so on a host without GPUs. On hosts of a scheduler the base is evaluated before training. The
+    scheduler might give the evaluation the hosts that training waits for, and a base that cannot be evaluated must be
+    noticed before the long training.
     """
     training, evaluation = takes(run, "train"), takes(run, "evaluate-base")
     if not (training.here and evaluation.here):

@@ -59,7 +59,7 @@ def shares(layout: Layout, layers: int) -> list[int]:
 
 
 def problems(run: Run, facts: ModelFacts | None = None, suggest: bool = True) -> list[str]:
-    """One line per broken rule: key, values, and the nearest values of that key or another that satisfy it.
+    """Return a line per broken rule: key, values, and the nearest values of that key or another that satisfy the rule.
 
     A suggestion breaks no further rule, and changes at most two keys; conf/planner/search.py finds complete layouts.
     Finding suggestions takes longer than finding broken rules.
@@ -148,13 +148,13 @@ def _broken(run: Run, facts: ModelFacts | None) -> Iterator[Broken]:
 
 def _broken_grids(layout: Layout) -> Iterator[Broken]:
     world, hosts = layout.world, f"{layout.world} processes ({layout.nodes} nodes x {layout.gpus_per_node})"
-    strangers = [key for key in ("tp", "cp", "pp", "ep", "etp") if world % getattr(layout, key)]
-    for key in strangers:
+    uneven = [key for key in ("tp", "cp", "pp", "ep", "etp") if world % getattr(layout, key)]
+    for key in uneven:
         text = f"{getattr(layout, key)} does not divide the {hosts}"
         yield Broken(f"{key} divides", f"layout.{key}", text, divisors(world))
     for axes in (("tp", "cp", "pp"), ("etp", "ep", "pp")):
         first, second, third = (getattr(layout, key) for key in axes)
-        if world % (first * second * third) and not set(axes) & set(strangers):
+        if world % (first * second * third) and not set(axes) & set(uneven):
             largest = max(axes, key=lambda key: getattr(layout, key))
             product = " * ".join(f"{key} {getattr(layout, key)}" for key in axes)
             text = f"{product} = {first * second * third} does not divide the {hosts}"

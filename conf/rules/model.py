@@ -1,7 +1,7 @@
-"""Rules of a layout that need the model's sizes: megatron-core 0.19's and Megatron-Bridge 0.6's own.
+"""Rules of a layout that need the model's sizes, from megatron-core 0.19 and Megatron-Bridge 0.6.
 
-broken(run, facts, counts) yields the broken rules; `counts` are the layers of each pipeline rank, empty if they cannot
-be shared out. conf/rules/layout.py has the rules that need no model, and makes lines of both.
+broken(run, facts, counts) yields the broken rules; `counts` has the number of layers of each pipeline rank, or is empty
+if they cannot be shared evenly. conf/rules/layout.py has the rules that need no model, and formats both.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -15,11 +15,11 @@ from conf.rules import packed_base, precision
 from conf.schema.run import Run
 from conf.schema.training import Moe
 
-# Megatron cuts the input of these layers over tp, that of all others is whole.
+# Megatron cuts the input of these layers over tp; the input of all others is complete.
 ROW_PARALLEL = {"linear_proj", "linear_fc2"}
-# Keys of section moe that bear on the router, which a dense model lacks.
+# Keys of section moe about the router, which a dense model lacks.
 ROUTING = ("aux_loss_coeff", "z_loss_coeff", "balance", "force_balance", "freeze_router")
-# The first of two low-rank products is whole on every rank of tp.
+# Layers that are complete on every rank of tp: the first of two low-rank products.
 WHOLE = {"linear_q_down_proj", "linear_kv_down_proj"}
 
 
@@ -27,8 +27,8 @@ class Broken(NamedTuple):
     rule: str
     key: str
     text: str
-    candidates: Collection[Any] = ()  # values of key to try; if they are not numbers, the best first
-    others: Mapping[str, Collection[Any]] = MappingProxyType({})  # the same of other keys, the best first
+    candidates: Collection[Any] = ()  # values of the key to try; if they are not numbers, the best first
+    others: Mapping[str, Collection[Any]] = MappingProxyType({})  # the same for other keys, the best first
 
 
 def broken(run: Run, facts: ModelFacts, counts: list[int]) -> Iterator[Broken]:
@@ -55,7 +55,7 @@ def _widths(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     there = adapted(run, facts)
     inside_experts = there & {"linear_fc1", "linear_fc2"} if facts.experts else set()
     if not facts.ffn and not facts.shared_ffn:
-        there -= {"linear_fc1", "linear_fc2"}  # experts are the only MLPs, and those are not cut by tp
+        there -= {"linear_fc1", "linear_fc2"}  # experts are the only MLPs, and tp does not cut them
     mtp = facts.mtp_layers if run.model.mtp else 0
     cut_by_tp = {
         "attention heads": facts.heads,
@@ -105,7 +105,7 @@ def adapted(run: Run, facts: ModelFacts) -> set[str]:
 
 
 def _dora(run: Run, facts: ModelFacts) -> Iterator[Broken]:
-    """Rules for layers that the norms of DoRA's weights do not fit."""
+    """Yield rules for layers on which DoRA's norms of weights do not work."""
     layout, there = run.layout, adapted(run, facts)
     targets = tuple(name for name in run.adapter.names if name in there)
     if run.adapter.kind != "dora":
@@ -117,7 +117,7 @@ def _dora(run: Run, facts: ModelFacts) -> Iterator[Broken]:
             text = f"dora fits no grouped experts, whose {' and '.join(sorted(inside))} adapter.targets names"
             yield Broken("dora", "adapter.kind", text, ["lora"], without)
         elif layout.ep > 1:
-            # Bridge does not mark their adapters as experts', and adds up gradients of different experts
+            # Bridge does not mark their adapters as those of experts, and sums gradients of different experts
             text = f"{layout.ep}, but dora trains experts wrongly over ep"
             yield Broken("dora of experts over ep", "layout.ep", text, [1], without)
         elif layout.etp != layout.tp:
@@ -135,7 +135,7 @@ def _dora(run: Run, facts: ModelFacts) -> Iterator[Broken]:
 
 
 def _without(values: tuple[Any, ...], gone: Collection[Any]) -> list[tuple[Any, ...]]:
-    """The rest of a list, as the only candidate; no candidate where nothing is left."""
+    """Return the rest of a list as the only candidate; no candidate if nothing is left."""
     left = tuple(value for value in values if value not in gone)
     return [left] if left else []
 
@@ -161,7 +161,7 @@ def _rest(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     ):
         if module in modules and not there:
             text = f"{module} is none of this model's layers, which {lack}"
-            left = _without(modules, {module}) or [("layernorm",)]  # which every model has
+            left = _without(modules, {module}) or [("layernorm",)]  # every model has norms
             yield Broken(module, "train.recompute_modules", text, left)
 
 
@@ -215,12 +215,12 @@ def _balancing(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     for key in ROUTING if not facts.experts else ():
         default = Moe.model_fields[key].default
         value = getattr(run.moe, key)
-        if value and value not in (default, "none"):  # 0 and none are true of a dense model
+        if value and value not in (default, "none"):  # 0 and none describe a dense model
             yield Broken(f"{key} of dense", f"moe.{key}", f"{show(value)}, but the model has no experts", [default])
 
 
 def _biases_and_windows(run: Run, facts: ModelFacts) -> Iterator[Broken]:
-    """Rules for experts with biases, and for attention with sinks or windows."""
+    """Yield rules for experts with biases, and for attention with sinks or windows."""
     layout = run.layout
     if facts.experts and facts.linear_bias:
         if layout.etp > 1:

@@ -19,7 +19,7 @@ from conf.model_facts import ModelFacts
 from conf.rules import batch_ramp, schedule, serving
 from conf.schema.run import Run
 from contract import checksums
-from contract.faults import Fault
+from contract.faults import Fault, named
 
 ANSWERS = 2**20  # maximum per step: a step is one file of the journal, in the memory of every training process
 # Keys that one value of reinforce.reward requires, and that have no effect with others.
@@ -169,13 +169,11 @@ def contents(run: Run) -> dict[str, str]:
 
 
 def _content(key: str, place: str) -> str:
-    try:
+    with named(f"reinforce.{key}"):
         if key == "judge_prompt":
             name, text = "", rewards.judge_prompt(place)
         else:
             name, text = rewards.function(place, rewards.CALLED_WITH[key])
-    except Fault as fault:
-        raise Fault(f"reinforce.{key}: {fault}") from None
     return f"sha256:{checksums.of(text)}" + (f":{name}" if name else "")
 
 

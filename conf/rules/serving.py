@@ -1,14 +1,14 @@
 """Reasons why vLLM 0.26 cannot serve a model, by its config.json and the run.
 
-    unservable(run, facts, cpu) -> ["head_dim is 24, and ...", ...]      a line per reason; none: it probably can
+    unservable(run, facts, cpu) -> ["head_dim is 24, and ...", ...]      a line per reason; empty: it probably can
     rounding(run)                                                       format that weights are rounded to, or None
-    is_apart(run)                                                       whether served and trained weights differ so
-    may_be_apart(run)                                                   whether they do by another way of merging
+    is_apart(run)                                                       whether served and trained weights differ
+    may_be_apart(run)                                                   the same for any export.merge_onto
     contradictions(run)                                                 (key, problem), for contradictions.py
     precision(run)                                                      precision of an evaluation
 
-The check runs before anything is downloaded: otherwise a model that nothing serves would be trained to the end, without
-an evaluation. On a GPU vLLM has a kernel for any size of heads, except latent attention, which has LATENT_HEADS; on a
+The check runs before anything is downloaded. Otherwise a model that cannot be served would be trained completely, and
+then not evaluated. On a GPU vLLM has kernels for all sizes of heads, except latent attention: only LATENT_HEADS. On a
 CPU it has CPU_HEADS. Limits of a family are in conf/families/. tests/conf/rules/test_serving.py compares the tables
 with the installed vLLM. conf/planner/serving/ has the memory.
 """
@@ -20,7 +20,7 @@ from conf.model_facts import ModelFacts
 from conf.rules import packed_base
 from conf.schema.run import Run
 
-FP8 = 8.9  # CUDA's compute capability that quantization takes
+FP8 = 8.9  # CUDA's compute capability that quantization needs
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a weight, by precision
 LATENT = "kv_b_proj"  # Hugging Face's name of linear_kv_up_proj
 LATENT_HEADS = ((128, 64, 128), (192, 64, 256), (64, 64, 128))  # qk_nope_head_dim, qk_rope_head_dim, v_head_dim
@@ -44,16 +44,16 @@ def is_apart(run: Run) -> bool:
 
 
 def may_be_apart(run: Run) -> bool:
-    """Whether they do, or would with another export.merge_onto: the base is evaluated once for both."""
+    """Whether they differ with any value of export.merge_onto: the base is evaluated once for all values."""
     return rounding(run) is not None or packed_base.format_of(run) is not None
 
 
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     evaluate, kind = run.evaluate, run.adapter.kind
     if evaluate.quantization and precision(run) != "bf16":
-        yield "evaluate.quantization", f"{evaluate.quantization} is of weights in bf16; evaluate.precision=bf16"
+        yield "evaluate.quantization", f"{evaluate.quantization} needs weights in bf16; evaluate.precision=bf16"
     if evaluate.quantization and run.export.quantization:
-        yield "evaluate.quantization", f"{evaluate.quantization}, but export.quantization has it rounded already; null"
+        yield "evaluate.quantization", f"{evaluate.quantization}, but export.quantization rounds weights already; null"
     if evaluate.adapter == "merged":
         return
     if kind != "lora":
@@ -67,7 +67,7 @@ def unservable(run: Run, facts: ModelFacts, cpu: bool) -> list[str]:
     family, evaluate = families.named(facts.architecture), run.evaluate
     if family.serving is None:
         served = sorted({other.architecture for other in families.every().values() if other.serving})
-        return [f"architectures is {facts.architecture}, and vLLM is known to serve {', '.join(served)}"]
+        return [f"architectures is {facts.architecture}, but vLLM is known to serve only {', '.join(served)}"]
     found = [family.serving.on_cpu] if cpu and family.serving.on_cpu else []
     found += _on_cpu(run, facts) if cpu else _on_gpu(run, facts)
     if evaluate.expert_parallel and not facts.experts:
@@ -81,7 +81,7 @@ def unservable(run: Run, facts: ModelFacts, cpu: bool) -> list[str]:
 
 
 def _unmerged(run: Run, facts: ModelFacts, serving: families.Serving, cpu: bool) -> Iterator[str]:
-    """Reasons why the run's adapter cannot be served next to the base."""
+    """Yield reasons why the run's adapter cannot be served next to the base."""
     if run.evaluate.adapter == "merged":
         return
     merged = "evaluate.adapter=merged serves it"
@@ -96,10 +96,10 @@ def _unmerged(run: Run, facts: ModelFacts, serving: families.Serving, cpu: bool)
 
 
 def unadded(*, dora: bool = False, latent: bool = False, experts: bool = False, cpu: bool = False) -> Iterator[str]:
-    """Reasons why vLLM cannot add an adapter to the base while it serves it, or would silently leave it out."""
+    """Yield reasons why vLLM cannot apply an adapter to the base that it serves, or would silently ignore it."""
     if dora:
         yield "vLLM adds products, and DoRA scales the weight"
-    if latent:  # both halves of kv_b_proj are taken from the base's weight when it is loaded, for decoding
+    if latent:  # for decoding, vLLM takes both halves of kv_b_proj from the base's weight when it loads it
         yield f"vLLM would leave the adapter of {LATENT} (linear_kv_up_proj) out of answers"
     if experts and cpu:
         yield "vLLM adds no adapter to a model with experts on a CPU, and needs a GPU for it"
@@ -127,12 +127,12 @@ def _on_gpu(run: Run, facts: ModelFacts) -> Iterator[str]:
 
 
 def has_whole_experts(facts: ModelFacts, gpus: int) -> bool:
-    """Whether each of so many GPUs has whole experts, because experts cannot be cut but divided evenly."""
+    """Whether each GPU must have whole experts: experts cannot be cut over the GPUs, but shared evenly."""
     return facts.experts > 0 and facts.expert_ffn % gpus > 0 and facts.experts % gpus == 0
 
 
 def uncut(facts: ModelFacts, gpus: int, expert_parallel: bool = False, key: str = "evaluate.gpus") -> Iterator[str]:
-    """Reasons why the model cannot be cut over so many GPUs, as the key says."""
+    """Yield reasons why the model cannot be cut over this number of GPUs, the value of `key`."""
     widths = {
         "num_attention_heads": facts.heads,
         "intermediate_size": facts.ffn,

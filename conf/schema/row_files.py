@@ -5,11 +5,12 @@ files and the descriptions that `datasets` writes are not rows. A .txt next to f
 it is a README or a licence.
 """
 
+import glob
 import stat
 from collections.abc import Iterable
 from pathlib import Path, PurePath, PurePosixPath
 
-from contract import regular_files
+from contract import indexed_files, regular_files
 from contract.faults import Fault
 
 TEXT = ".txt"
@@ -35,6 +36,34 @@ def format_of(name: str | PurePath) -> str:
 def only_texts(names: Iterable[str | PurePath]) -> bool:
     """Whether all of these files are .txt, as megatron-core writes such files next to tokens in its cache."""
     return all(format_of(name) == TEXT for name in names)
+
+
+def files(source: str) -> list[Path]:
+    """List the files that a source names: a folder, a file, a pattern, or a data set of Megatron's .bin and .idx."""
+    path = Path(source).expanduser()
+    if path.is_dir() and not indexed_files.is_prefix(path):
+        paths = inside(path)
+        paths = (only_texts(paths) and indexed_files.of(path)) or paths
+        if not paths:
+            raise Fault(f"{source}: no file in this folder ends in one of {ENDINGS}")
+        return paths
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise Fault(f"{source}: neither a file nor a folder")
+    if paths := indexed_files.of(path):
+        return paths
+    if path.exists():
+        if not format_of(path):
+            raise Fault(f"{source}: ends in none of {ENDINGS}")
+        return [path]
+    if not glob.has_magic(source):
+        raise Fault(f"{source}: no such file or folder")
+    matches = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+    paths = [match for match in matches if format_of(match) and match.is_file()]
+    paths = paths or indexed_files.both(matches)
+    if not paths:
+        problem = f"matches no file that ends in one of {ENDINGS}" if matches else "matches no file"
+        raise Fault(f"{source}: {problem}")
+    return paths
 
 
 def inside(folder: Path) -> list[Path]:

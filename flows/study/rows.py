@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from conf.error_lines import key_of, line
-from conf.load import FOLDER, load
+from conf.load import FOLDER, load, replaced
 from conf.planner import hardware
 from conf.planner.search import changes, search
 from conf.planner.verdict import facts_of
@@ -76,9 +76,7 @@ class Row:
 
     def changed(self, overrides: Sequence[str]) -> "Row":
         """Return the row with these overrides. They replace existing overrides of the same keys."""
-        given = {text.partition("=")[0] for text in overrides}
-        own = [text for text in self.overrides if text.partition("=")[0] not in given]
-        return replace(self, overrides=(*own, *overrides))
+        return replace(self, overrides=tuple(replaced(self.overrides, overrides)))
 
 
 def listed(name: str) -> tuple[list[Row], dict[str, str]]:

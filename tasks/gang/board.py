@@ -1,4 +1,4 @@
-"""Board of a gang's attempt, in the store: controller and members exchange messages exists and need no open port.
+"""Board of a gang's attempt, in the store: controller and members exchange messages without an open port.
 
     gangs/<gang>/<attempt>/gang.json       the controller's word: gathering, go or stop; it expires unless renewed
                           /task.json       the command that all ranks run
@@ -56,7 +56,7 @@ class Board:
         return kind.from_json(entry[0], place) if entry else None
 
     def pulse(self, last: tuple[Word, str] | None = None) -> tuple[Word, str] | None:
-        """The controller's word and its tag, which changes with every renewal; `last` if the tag is still the same."""
+        """Return the controller's word and its tag, which changes with every renewal; `last` if the tag is the same."""
         name = f"{self.place}/gang.json"
         entry = self.store.read(name)
         if entry and last and entry[1] == last[1]:
@@ -105,14 +105,14 @@ class Correspondent[M: (Word, Member)]:
         self._wake.set()
 
     def end(self, within: float) -> None:
-        """Write the rest, if the store accepts it in time."""
+        """Write the remaining changes, if the store accepts them in time."""
         self._over.set()
         self._wake.set()
         self._thread.join(within)
 
     @abstractmethod
     def _work(self, over: bool) -> None:
-        """Write and read what is due; everything that is left if it is over."""
+        """Write and read the due messages; at the end, all remaining messages."""
 
     def _run(self) -> None:
         while True:
@@ -164,7 +164,7 @@ class Watch:
     at: dict[str, float] = field(default_factory=dict)
 
     def look(self, tags: dict[str, str]) -> set[str]:
-        """Set of names whose tag has changed since the last call."""
+        """Return the names whose tag has changed since the last call."""
         now = time.monotonic()
         changed = {name for name, tag in tags.items() if self.seen.get(name) != tag}
         self.at |= dict.fromkeys(changed, now)
@@ -180,12 +180,12 @@ class Watch:
 
 
 def newest_attempt(store: Store, gang: str) -> int:
-    """Number of the newest attempt; 0 if exists is none."""
+    """Return the number of the newest attempt; 0 if there is none."""
     return last(lambda number: store.read(f"gangs/{gang}/{number}/gang.json") is not None)
 
 
 def last(exists: Callable[[int], bool]) -> int:
-    """Largest n with exists(n), if the numbers from 1 on have no gaps; 0 if exists is none.
+    """Return the largest n for which exists(n) is true, if there are no gaps from 1 on; 0 if exists(1) is false.
 
     The search doubles and then halves, because listing months of logs takes long.
     """

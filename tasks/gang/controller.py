@@ -5,7 +5,7 @@
 An attempt takes all the hosts that it needs, or none. All members start at once, and all stop as soon as one of them
 fails. The cause becomes one line (tasks/gang/diagnosis/classify.py), a rule decides the next step
 (tasks/gang/diagnosis/next_step.py), and the next attempt resumes from the newest complete checkpoint. No attempt starts
-before every member of the last one has ended for certain: a member that nobody hears from stops after STALE seconds.
+before every member of the last one has certainly ended: a member without contact stops after STALE seconds.
 
 A training or conversion is done when all its members are. An evaluation is done when its first member is: that one has
 the answers, the others only compute. A reinforcement learning is done when the first members, which train, are done; it
@@ -227,7 +227,7 @@ def aside(
             due.wait()
             due.clear()
             last = over.is_set()
-            with contextlib.suppress(Exception):  # nor must a progress bar
+            with contextlib.suppress(Exception):  # a progress bar must not either
                 tick()
 
     threads = [_started(work) for work in (send_lines, send_ticks)]

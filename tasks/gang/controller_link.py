@@ -49,7 +49,7 @@ class Lookout(Correspondent[Word]):
         if time.monotonic() - self.answered > AWAY:
             return 0.0
         with self._turn:
-            beat = f"beats/{node}"  # what has joined and never renewed is judged by when it joined
+            beat = f"beats/{node}"  # a member without a renewal is judged by the time when it joined
             return self._watch.age(beat if beat in self._watch.at else f"nodes/{node}.json")
 
     def order_of_failure(self, node: int) -> int:

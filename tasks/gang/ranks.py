@@ -23,6 +23,7 @@ from conf.host import nvidia_smi
 from conf.schema.run import Run
 from contract import signs_of_life
 from contract.amounts import size
+from contract.files import last_lines
 from contract.processes import started, state
 from tasks.gang import peer_probe
 from tasks.gang.messages import Address, End, Sign, Task
@@ -207,9 +208,7 @@ class Ranks:
         lines = []
         for name in ("stdout.log", "stderr.log"):
             for path in (self.folder / "ranks").rglob(f"{local}/{name}"):
-                with path.open("rb") as file:
-                    file.seek(max(0, path.stat().st_size - 16384))
-                    lines += file.read().decode(errors="replace").splitlines()[-SHOWN:]
+                lines += last_lines(path, 16384)[-SHOWN:]
         return lines
 
 

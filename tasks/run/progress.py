@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from contract.amounts import clock, size
+from contract.files import last_lines
 from tasks.run.task_artifact import TaskArtifact
 
 SHOWN_AFTER = 2.0  # seconds: shorter work gets no bar
@@ -53,13 +54,7 @@ class Progress:
 
 def newest(file: Path, *keys: str) -> tuple[float, ...]:
     """Return the values of these keys in the last JSON line that has them; zeros without such a line."""
-    try:
-        with file.open("rb") as lines:
-            lines.seek(max(0, file.stat().st_size - 4096))
-            tail = lines.read().splitlines()
-    except OSError:
-        tail = []
-    for line in reversed(tail):
+    for line in reversed(last_lines(file, 4096)):
         with contextlib.suppress(ValueError, KeyError, TypeError):  # an incomplete line, or one of another kind
             values = json.loads(line)
             return tuple(values[key] for key in keys)

@@ -12,6 +12,7 @@ URL. Two files next to it carry file locks, which the kernel releases when their
 """
 
 import contextlib
+import http.client
 import json
 import os
 import socket
@@ -124,7 +125,7 @@ def answers(url: str, seconds: float = 2) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=seconds):
             return True
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return False
 
 

@@ -7,19 +7,17 @@ crashes, or stops answering                restart after WAITS, each longer; aft
 answers for STEADY seconds                 the count of crashes is reset
 """
 
-import contextlib
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-
 from contract.faults import Fault, Stopped
 from contract.served_model import KEY, ServedModel
 from tasks.run import launch
 from tasks.run.launch import Broken, Turn
+from tasks.servers.prefect_server import answers
 
 WAITS = (1.0, 5.0, 25.0, 60.0, 120.0)  # seconds before each new start
 STEADY = 1800.0
@@ -64,10 +62,7 @@ class Watch:
         if self.first is not None and now - self.looked < LOOKED:
             return
         self.looked = now
-        healthy = False
-        with contextlib.suppress(httpx.HTTPError):
-            answer = httpx.get(f"{self.url}/health", timeout=ANSWERS_WITHIN if self.first else 1.0)
-            healthy = answer.status_code == 200
+        healthy = answers(f"{self.url}/health", ANSWERS_WITHIN if self.first else 1.0)
         if healthy and self.first is None:
             self.first = now
             self.answered(now - self.began)

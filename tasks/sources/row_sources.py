@@ -21,14 +21,14 @@ import glob
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from conf.schema import row_files
 from conf.schema.data import Part
-from contract import checksums, indexed_files, regular_files
-from contract.faults import Fault
+from contract import checksums, indexed_files, json_object, regular_files
+from contract.faults import Fault, named
 from contract.files import write_atomically
 from tasks.sources import hub
 from tasks.sources.hub import api, file_choice, s3_source
@@ -56,8 +56,9 @@ def kind(source: str, key: str) -> str:
             raise Fault(f"{key}: {source}: not a source of data; use a file, a folder, org/name on the Hub or s3://...")
         return scheme
     path = Path(source).expanduser()
-    if path.exists() or glob.has_magic(source) or _indexed(path, key):
-        return "local"
+    with named(key):
+        if path.exists() or glob.has_magic(source) or indexed_files.of(path):
+            return "local"
     if path.is_symlink():
         raise Fault(f"{key}: {source}: a link to {path.readlink()}, which does not exist")
     if source.startswith(("/", ".", "~")) or source.count("/") > 1 or row_files.format_of(source):
@@ -111,55 +112,23 @@ def _ending(name: str) -> str:
     return path.suffix if indexed_files.are([path]) else row_files.format_of(path) + row_files.compression(path)
 
 
-@contextlib.contextmanager
-def _named(key: str) -> Iterator[None]:
-    """Begin the message of each Fault with the key."""
-    try:
-        yield
-    except Fault as fault:
-        raise Fault(f"{key}: {fault}") from None
-
-
-def _indexed(path: Path, key: str) -> list[Path]:
-    with _named(key):
-        return indexed_files.of(path)
-
-
 def _content(source: str, key: str, memory: Path) -> str:
     paths = files(source, key)
-    with _named(key):
+    with named(key):
         contents = digests(paths, memory)
     lines = [f"{_ending(path.name)} {digest}\n" for path, digest in zip(paths, contents, strict=True)]
     return checksums.of("".join(lines))
 
 
 def files(source: str, key: str) -> list[Path]:
-    """Files in the order in which preparation reads them."""
-    path = Path(source).expanduser()
-    if indexed_files.is_prefix(path):
-        paths = _indexed(path, key)
-    elif path.is_dir():
-        with _named(key):
-            paths = row_files.inside(path)
-        paths = (row_files.only_texts(paths) and _indexed(path, key)) or paths
-    elif path.exists():
-        if not path.is_file():
-            raise Fault(f"{key}: {source}: neither a file nor a folder")
-        paths = [path] if row_files.format_of(path) else _indexed(path, key)
-    elif not (paths := _indexed(path, key)):
-        matches = [Path(name) for name in glob.glob(str(path), recursive=True)]
-        paths = [match for match in matches if row_files.format_of(match) and match.is_file()]
-        paths = paths or indexed_files.both(matches)
-    if not paths:
-        what = "no file of rows in this folder" if path.is_dir() else "not a file of rows"
-        what = what if path.exists() else "no file of rows has this name"
-        raise Fault(f"{key}: {source}: {what}; their names end in {row_files.ENDINGS}")
-    return sorted(paths)
+    """Files of a local source, sorted. Their order is part of its identity."""
+    with named(key):
+        return sorted(row_files.files(source))
 
 
 def row_objects(source: str, key: str) -> tuple[str, dict[str, tuple[int, str]]]:
     """The URI above all objects of rows, and the size and ETag of each by its name below that URI."""
-    with _named(key):
+    with named(key):
         uri, objects = s3_source.look(source)
         if row_files.only_texts(row_files.among(objects)) and not source.endswith("/"):
             uri, objects = _indexed_objects(source) or (uri, objects)
@@ -190,7 +159,7 @@ def _pairs(objects: dict[str, tuple[int, str]], key: str) -> list[str]:
     names = {PurePosixPath(name) for name in objects}
     indexes = [name for name in names if name.suffix == indexed_files.IDX]
     indexes = indexes or [name for name in names if indexed_files.are(names)]  # a .bin alone lacks its index
-    with _named(key):
+    with named(key):
         return [str(name) for name in indexed_files.both(indexes, names.__contains__)]
 
 
@@ -222,7 +191,7 @@ def digests(files: Sequence[Path], memory: Path) -> list[str]:
     result, fresh = [], {}
     for file in files:
         path = str(file.resolve())
-        try:
+        with named(file, OSError):
             stamp = _stamp(file)
             if known.get(path, {}).get("stamp") == stamp:
                 result.append(known[path]["sha256"])
@@ -230,8 +199,6 @@ def digests(files: Sequence[Path], memory: Path) -> list[str]:
             digest = checksums.of_file(file)
             if _stamp(file) != stamp:
                 raise Fault(f"{file}: is being written to; start again when it is finished")
-        except OSError as error:
-            raise Fault(f"{file}: {error.strerror}") from None
         result.append(digest)
         if stamp[0] >= LARGE and time.time() - max(stamp[2:]) / 1e9 > SETTLED:
             fresh[path] = {"stamp": stamp, "sha256": digest}
@@ -246,11 +213,9 @@ def _stamp(file: Path) -> Stamp:
 
 
 def _read(memory: Path) -> dict[str, dict]:
-    try:
-        known = json.loads(memory.read_text("utf-8"))
-        return known if all({"stamp", "sha256"} <= {*entry} for entry in known.values()) else {}
-    except (OSError, ValueError, AttributeError, TypeError):
-        return {}
+    known = json_object.read_or_empty(memory)
+    valid = all(isinstance(entry, dict) and {"stamp", "sha256"} <= entry.keys() for entry in known.values())
+    return known if valid else {}
 
 
 def _write(memory: Path, known: dict[str, dict]) -> None:

@@ -17,7 +17,7 @@ from conf.schema import identity
 from conf.schema.data import Data, Part
 from conf.schema.run import Run
 from contract import checksums, regular_files
-from contract.faults import Fault
+from contract.faults import Fault, named
 from tasks.pages import data_report
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
@@ -151,7 +151,5 @@ def _here(stage_run: StageRun, model: Artifact, work: Work) -> Run:
 
 def _template(name: str) -> str:
     """Return the digest of a Jinja file as the template's identity, which does not include the path."""
-    try:
+    with named("data.template"):
         return f"sha256:{checksums.of(regular_files.read(Path(name).expanduser()))}.jinja"
-    except Fault as fault:
-        raise Fault(f"data.template: {fault}") from None

@@ -97,7 +97,8 @@ def _headline(made: Made) -> list[str]:
 def _facts(planned: Plan, made: Made, store: Store) -> list[tuple[str, str]]:
     run, layout, train = planned.run, planned.run.layout, planned.run.train
     revision = f", revision {run.model.revision}" if run.model.revision else ""
-    rows = [("model", f"{run.model.source}{revision}"), ("data", _sources(run))]
+    sources = ", ".join(str(part.source) for part in run.data.mixture or (run.data,))
+    rows = [("model", f"{run.model.source}{revision}"), ("data", sources)]
     if data := _data(store, made):
         rows.append(("rows", data_report.headline(data)))
         rows += [("worth a look", line) for line in data.get("warnings", [])]
@@ -113,11 +114,6 @@ def _facts(planned: Plan, made: Made, store: Store) -> list[tuple[str, str]]:
     if promoted := made.get("promote"):
         rows.append(("registered", f"{promoted.result['model']} version {promoted.result['version']}"))
     return rows
-
-
-def _sources(run: Run) -> str:
-    parts = run.data.mixture or (run.data,)
-    return ", ".join(str(part.source) for part in parts)
 
 
 def _trained(run: Run) -> str:

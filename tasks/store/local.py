@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from contract import checksums, ownership
+from contract import checksums, json_object, ownership
 from contract.faults import Fault
 from tasks.store import folder as folders
 from tasks.store.durable import copy, into_place, plainly, sync, tag_of, write_durably
@@ -121,7 +121,7 @@ class LocalStore:
 
         A file with the recorded tag counts as unchanged. With `deep`, it is read and hashed instead.
         """
-        known, verified = self._verified(prefix), {}
+        known, verified = json_object.read_or_empty(self._verified_at(prefix)), {}
 
         def trusted(name: str, file: File, tag: str) -> bool:
             return not deep and (tag == file.tag or known.get(name) == [tag, file.sha256])
@@ -292,9 +292,3 @@ class LocalStore:
 
     def _verified_at(self, prefix: str) -> Path:
         return self.root / OWN / "verified" / checksums.of(prefix)
-
-    def _verified(self, prefix: str) -> dict[str, list[str]]:
-        try:
-            return json.loads(self._verified_at(prefix).read_bytes())
-        except (OSError, ValueError):
-            return {}

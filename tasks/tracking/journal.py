@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from contract import json_object
 from contract.files import write_atomically
 from contract.ownership import try_lock
 
@@ -92,10 +93,8 @@ class Journal:
         return os.fstat(self._events).st_size
 
     def cursor(self, sink: str) -> dict:
-        try:
-            return json.loads((self.folder / f"cursor-{sink}.json").read_text())
-        except (OSError, ValueError):  # start from the beginning: events may be sent twice
-            return {"offset": 0, "runs": {}}
+        cursor = json_object.read_or_empty(self.folder / f"cursor-{sink}.json")
+        return cursor or {"offset": 0, "runs": {}}  # start from the beginning: events may be sent twice
 
     def advance(self, sink: str, cursor: dict) -> None:
         write_atomically(self.folder / f"cursor-{sink}.json", json.dumps(cursor), durable=False)
@@ -180,7 +179,4 @@ def _locked(folder: Path) -> int:
 
 
 def _created(folder: Path) -> float:
-    try:
-        return json.loads((folder / "meta.json").read_text())["created"]
-    except (OSError, ValueError):
-        return 0.0
+    return json_object.read_or_empty(folder / "meta.json").get("created", 0.0)

@@ -170,7 +170,7 @@ def test_file_that_cannot_be_read(conf, tmp_path):
     assert lines("glm-47") == ["no such configuration: glm-47; did you mean glm47?"]
     assert lines("tiny.yaml") == ["no such configuration: tiny.yaml; did you mean tiny?"]
     assert lines("./run.yml") == ["no such configuration: ./run.yml; did you mean run.yaml?"]
-    assert lines(tmp_path) == [f"{tmp_path}: a folder, and no file"]
+    assert lines(tmp_path) == [f"{tmp_path}: a folder, not a file"]
     Path("run.yaml").write_bytes(b"\xff")
     assert lines("run.yaml")[0].startswith("run.yaml: 'utf-8' codec")
 
@@ -454,7 +454,7 @@ def test_yaml_that_fits_no_tag_or_grows_for_ever_is_one_line(tmp_path, text):
 @pytest.mark.timeout(100)
 def test_a_fifo_as_configuration_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "run.yaml")
-    with pytest.raises(ConfigError, match=r"run.yaml: a FIFO, and no file$"):
+    with pytest.raises(ConfigError, match=r"run.yaml: a FIFO, not a file$"):
         load(tmp_path / "run.yaml")
     with pytest.raises(ConfigError, match=r"^no such configuration: /x{300}/run.yaml"):
         load(f"/{'x' * 300}/run.yaml")

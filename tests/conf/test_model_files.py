@@ -163,13 +163,13 @@ def test_gpt2_has_names_of_its_own(tmp_path, key, value, what):
     [
         (b"[" * 200_000, "nested too deeply"),
         (b'{"a":' * 200_000, "nested too deeply"),
-        (b'{"vocab_size": 48, "vocab_size": 49}', 'the key "vocab_size" stands there twice'),
+        (b'{"vocab_size": 48, "vocab_size": 49}', 'the key "vocab_size" occurs twice'),
         (b'{"a": 1e999}', "the number 1e999 is too large"),
         (b'{"a": ' + b"9" * 5000 + b"}", "is too large"),
-        (b'{"a": "\xff"}', "its text is no UTF-8"),
-        (b'{"a": "\\ud800"}', "its text is no UTF-8"),
-        (b"\xff\xfe{\x00}\x00", "its text is no UTF-8"),
-        (b"[]", "holds a list, not an object"),
+        (b'{"a": "\xff"}', "its text is not UTF-8"),
+        (b'{"a": "\\ud800"}', "its text is not UTF-8"),
+        (b"\xff\xfe{\x00}\x00", "its text is not UTF-8"),
+        (b"[]", "contains a list, not an object"),
         (b"", "not readable as JSON"),
     ],
 )
@@ -205,12 +205,12 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "entry is a list": (lambda h: {**h, "more": []}, "its entry lacks dtype"),
     "metadata holds a list": (lambda h: {**h, "__metadata__": {"format": []}}, "__metadata__ contains values"),
     "metadata is a text": (lambda h: {**h, "__metadata__": "pt"}, "__metadata__ contains values"),
-    "a list": (lambda h: [h], "holds a list, not an object"),
+    "a list": (lambda h: [h], "contains a list, not an object"),
     "brackets": (lambda h: b"[" * 200_000, "nested too deeply"),
     "not JSON": (lambda h: b"<html>", "not readable as JSON"),
     "a name twice": (
         lambda h: json.dumps(h).encode().replace(b"{", b'{"%s": 1,' % next(iter(h)).encode(), 1),
-        "stands there twice",
+        "occurs twice",
     ),
 }
 

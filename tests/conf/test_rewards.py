@@ -53,12 +53,12 @@ def test_a_function_may_come_by_any_way(folder, name, recwarn):
         ("other.py:mine", r"other\.py: there is no mine in it$"),
         ("empty.py:mine", r"empty\.py: there is no mine in it$"),
         ("latin.py:mine", r"latin\.py: no UTF-8: invalid start byte at byte 2$"),
-        ("folder.py:mine", r"folder\.py: a folder, and no file$"),
-        ("fifo.py:mine", r"fifo\.py: a FIFO, and no file$"),
+        ("folder.py:mine", r"folder\.py: a folder, not a file$"),
+        ("fifo.py:mine", r"fifo\.py: a FIFO, not a file$"),
         ("nowhere.py:mine", r"nowhere\.py: no such file$"),
-        ("good.py", r"good\.py: PATH\.py:NAME is wanted$"),
-        ("good.py:a-b", r"good\.py:a-b: PATH\.py:NAME is wanted$"),
-        ("good.mine", r"good\.mine: PATH\.py:NAME is wanted$"),
+        ("good.py", r"good\.py: must be PATH\.py:NAME$"),
+        ("good.py:a-b", r"good\.py:a-b: must be PATH\.py:NAME$"),
+        ("good.mine", r"good\.mine: must be PATH\.py:NAME$"),
     ],
 )
 def test_a_function_that_cannot_be_is_one_line(folder, place, said):
@@ -111,8 +111,8 @@ def test_a_function_that_cannot_be_called_is_one_line(tmp_path, arguments, said)
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (["reward=function", "function=json:loads"], "reinforce.function: json:loads: PATH.py:NAME is wanted"),
-        (["turns=2", "environment=game.py"], "reinforce.environment: game.py: PATH.py:NAME is wanted"),
+        (["reward=function", "function=json:loads"], "reinforce.function: json:loads: must be PATH.py:NAME"),
+        (["turns=2", "environment=game.py"], "reinforce.environment: game.py: must be PATH.py:NAME"),
         (["reward_memory_gb=1e18"], "reinforce.reward_memory_gb: 1e+18 is too large: it must be at most 65536"),
     ],
 )
@@ -130,12 +130,12 @@ def test_what_is_no_place_of_a_function_and_no_memory_is_told_as_the_configurati
         (
             "json_schema",
             {"pattern": "[3]"},
-            "reinforce.pattern: '[3]' is not a JSON schema: it is an object, and its $schema",
+            "reinforce.pattern: '[3]' is not a JSON schema: it must be an object, and its $schema",
         ),
         (
             "json_schema",
             {"pattern": '{"$schema": []}'},
-            "not a JSON schema: it is an object, and its $schema a text",
+            "not a JSON schema: it must be an object, and its $schema a text",
         ),
         (
             "json_schema",

@@ -176,10 +176,10 @@ def test_what_does_not_fit_ends_before_anything_is_downloaded(place, tmp_path):
     own = {"FINETUNE_STORE": str(tmp_path / "store"), "FINETUNE_RUNS": str(tmp_path / "runs")}
     output = place.run(f"hardware.gpu={gpu}", code=2, **own)
     (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert error.startswith("error: plan: legal, and lacks 2.") and "on small" in error
+    assert error.startswith("error: plan: legal, but lacks 2.") and "on small" in error
     assert not [*tmp_path.glob("store/*")] and not [*tmp_path.glob("runs/*")] and "Traceback" not in output
     output = place.run(f"hardware.gpu={gpu}", "hardware.gate=warn", "--until", "download", **own)
-    assert states(output)["download"] == "Completed" and "legal, and lacks" in output
+    assert states(output)["download"] == "Completed" and "legal, but lacks" in output
 
 
 def test_auto_is_settled_before_any_stage(place, first):

@@ -65,9 +65,9 @@ def test_a_plain_run(run):
         (["tiny", "data.source=tiny://x", "--dry-run"], "data.source: tiny://x: no such data"),
         (
             ["tiny", "layout.gpus_per_node=3", "layout.ep=3", "train.global_batch=48", "--dry-run"],
-            "plan: layout.ep: 3 does not divide the 8 experts; nearest legal: 1. On 3 cpu fits: layout.ep=1",
+            "plan: layout.ep: 3 does not divide the 8 experts; nearest legal: 1. This fits on 3 cpu: layout.ep=1",
         ),
-        (["tiny", "hardware.gpu=h1000", "--dry-run"], "hardware.gpu: 'h1000' is none of a100, h100"),
+        (["tiny", "hardware.gpu=h1000", "--dry-run"], "hardware.gpu: 'h1000' is not one of a100, h100"),
         (["tiny", "model.source=tiny://bert", "--dry-run"], "model.source: tiny://bert: unknown model; known are "),
         (["tiny", "evaluate.tasks=[nowhere.yaml]", "--dry-run"], "evaluate.tasks: nowhere.yaml: no such file"),
         (

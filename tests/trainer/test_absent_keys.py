@@ -49,4 +49,4 @@ def test_a_key_that_is_absent_or_null_is_refused_or_counted_as_transformers_coun
 @pytest.mark.parametrize("kind", ["deepseek-v3", "kimi-k2", "glm4-moe-lite"])
 def test_a_query_of_one_matrix_is_refused_before_the_download(kind):
     (line,) = obstacles(dict(KINDS[kind]) | {"q_lora_rank": None})
-    assert line.startswith("config.json: q_lora_rank is null, which cannot be converted of ")
+    assert line.startswith("config.json: q_lora_rank is null, which cannot be converted for ")

@@ -164,8 +164,8 @@ def other_head(tensors):
     [
         ("llama", extra, "nothing in the model uses (1): model.layers.0.self_attn.q_norm.weight"),
         ("llama", missing, "missing (1): model.layers.2.mlp.up_proj.weight"),
-        ("llama", wrong_shape, "model.layers.1.self_attn.k_proj.weight is [128, 128] but should be [64, 128]"),
-        ("llama", transposed, "model.layers.3.mlp.down_proj.weight is [256, 128] but should be [128, 256]"),
+        ("llama", wrong_shape, "model.layers.1.self_attn.k_proj.weight is [128, 128] and should be [64, 128]"),
+        ("llama", transposed, "model.layers.3.mlp.down_proj.weight is [256, 128] and should be [128, 256]"),
         ("glm4-moe-mtp", other_head, "model.layers.4.shared_head.head.weight (of lm_head.weight)"),
         ("qwen3", another_second_head, "lm_head.weight (of model.embed_tokens.weight)"),
     ],

@@ -240,7 +240,7 @@ def test_adapters_of_some_experts_of_a_stack_are_named(configure, ranks, exporte
     paths = (f"paths.base={base}", f"paths.output={tmp_path}/output", f"paths.export={tmp_path}/export")
     result = ranks("export", configure("gpt-oss", *paths))
     assert result.code == 2
-    assert "those for model.layers.0.mlp.experts.down_proj, of some but not all experts" in result.output
+    assert "adapters of model.layers.0.mlp.experts.down_proj for some but not all experts" in result.output
 
 
 def test_a_release_that_changed_after_the_conversion_is_noticed(configure, ranks, exported, tmp_path):

@@ -1,8 +1,8 @@
 """Preparation of tokenized data: megatron-core's indexed data sets, checked and counted, but not rewritten.
 
-Every split is a range of each data set's documents, like Megatron's `--split`. Several data sets form one of its
-blends, whose samples come in the proportion of the weights. A source of several files divides its weight among them by
-their tokens.
+Each split is a range of the documents of each data set, as with Megatron's `--split`. Several data sets form a blend of
+Megatron, which draws samples in proportion to the weights. If a source has several files, its weight is divided among
+them in proportion to their tokens.
 """
 
 import itertools
@@ -29,8 +29,8 @@ from trainer.data.write import report
 from trainer.data.write.progress import Progress
 from trainer.startup.console import say
 
-FILE = "blend.json"  # names and weights of the data sets in its folder, and core's split
-SHOWN = 200  # tokens of the example
+FILE = "blend.json"  # names and weights of the data sets in the folder, and the split in megatron-core's format
+SHOWN = 200  # tokens of the report's example
 OF_ROWS = {"rows": None, "duplicates": "keep", "near_copies": "keep", "leaks": "keep", "stop": None}
 
 
@@ -43,7 +43,7 @@ def is_of(parts: Sequence[Part]) -> bool:
 
 
 def prepare(run: Run, parts: Sequence[Part], tokenizer: Any, folder: Path) -> dict[str, Any]:
-    """Check the data sets, and put them and their blend into the folder. Return the report."""
+    """Check the data sets, and write them and their blend to the folder. Return the report."""
     _check_keys(run.data, parts)
     data_sets = [[indexed.open_pair(prefix) for prefix in _prefixes(part)] for part in parts]
     vocabulary = _vocabulary(run, tokenizer)
@@ -69,7 +69,7 @@ def shares(data: Data) -> str:
 
 
 def ranges(split: str, count: int) -> list[range]:
-    """Return the documents of each split, rounded like core."""
+    """Return the range of documents of each split, rounded as in megatron-core."""
     values = np.array([float(share) for share in split.split(",")])
     ends = [0.0, *itertools.accumulate((values / values.sum()).tolist())]
     return [range(round(start * count), round(end * count)) for start, end in itertools.pairwise(ends)]

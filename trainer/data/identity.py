@@ -1,4 +1,4 @@
-"""Identity of prepared data: everything they depend on; it decides whether existing data or parts can be used.
+"""Identity of prepared data: everything that the data depend on. Data or parts with the same identity are reused.
 
 <paths.data>/prepared.json    written last: the identity of the data, and the digest of each file
 <preparing>/identity.json     the identity of an interrupted preparation
@@ -16,7 +16,7 @@ from typing import Any
 from conf.schema.data import Part
 from conf.schema.identity import of_section
 from conf.schema.run import Run
-from contract import checksums, output_marks
+from contract import checksums, json_object, output_marks
 from contract.faults import Fault
 from contract.output_marks import DATA, PREPARING
 from trainer.data.read import sources
@@ -60,10 +60,7 @@ def unchanged(identity: dict[str, Any], parts: Sequence[Part]) -> None:
 
 
 def is_made(out: Path, identity: dict[str, Any]) -> bool:
-    try:
-        manifest = json.loads((out / MANIFEST).read_text())
-    except (OSError, ValueError):
-        return False
+    manifest = json_object.read_or_empty(out / MANIFEST)
     return {key: manifest.get(key) for key in identity} == identity and all(
         (out / name).is_file() and state(out / name) == recorded for name, recorded in manifest.get("files", {}).items()
     )
@@ -83,7 +80,7 @@ def begin(folder: Path, identity: dict[str, Any]) -> Path:
 
 
 def clear_up(folder: Path, identity: dict[str, Any]) -> None:
-    """Remove the rest of a preparation that was killed after its data had been renamed."""
+    """Remove the remaining files of a preparation that was killed after the rename of its data."""
     file = folder / "identity.json"
     if not file.exists() or file.read_text() == _text(identity):
         with contextlib.suppress(output_marks.Foreign):

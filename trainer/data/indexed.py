@@ -1,11 +1,12 @@
-"""Reader and writer of megatron-core's indexed data sets, and the writer of Megatron-Bridge's index of JSON lines.
+"""Reader and writer of megatron-core's indexed data sets, and writer of Megatron-Bridge's index of JSON lines.
 
-PREFIX.bin has the tokens of documents, PREFIX.idx their positions. Damage that core would silently misread is refused:
-a truncated .bin, an index of another .bin, ids outside the model's vocabulary.
+PREFIX.bin has the tokens of documents, PREFIX.idx their positions. megatron-core would silently misread damaged files.
+Therefore this reader refuses a truncated .bin, an index of another .bin, and ids outside the model's vocabulary.
 
 Written files equal, byte for byte, those of core's IndexedDatasetBuilder for documents of one sequence each, which its
-tools/preprocess_data.py writes for pretraining. Tokens are streamed. Only the lengths stay in memory, 4 bytes per
-document, and 28 at the end. Not covered: documents of several sequences, and the modes of multimodal data.
+tools/preprocess_data.py writes for pretraining. Tokens are streamed. Only the lengths stay in memory: 4 bytes per
+document, and 28 bytes per document at the end. Not covered: documents of several sequences, and the modes of
+multimodal data.
 
 Megatron-Bridge's index of a JSON lines file has the ends of its lines, for access to any line. It equals, byte for
 byte, that of build_index_files() in its data/datasets/utils.py. Bridge never rebuilds an existing index, even if the
@@ -34,7 +35,7 @@ LINES_VERSION = "0.2"  # of Megatron-Bridge's index of lines; it refuses any oth
 @dataclass(frozen=True)
 class Indexed:
     prefix: Path
-    lengths: np.ndarray  # of each sequence; one of core's documents may be several
+    lengths: np.ndarray  # of each sequence; a document may have several sequences
     tokens: np.ndarray  # memory-mapped
 
     @property
@@ -90,7 +91,7 @@ def _check_index(file: Path, lengths: np.ndarray, pointers: np.ndarray, document
 
 
 def check_ids(data: Indexed, vocabulary: int, report: Callable[[int], None]) -> None:
-    """Raise a Fault for ids outside the model's vocabulary: on a GPU they are out of bounds."""
+    """Raise a Fault for ids outside the model's vocabulary, which would be an access out of bounds on a GPU."""
     width = BLOCK // data.tokens.itemsize
     for start in range(0, len(data.tokens), width):
         block = data.tokens[start : start + width]

@@ -32,7 +32,7 @@ def prepare_splits(run: Run, folder: Path, out: Path) -> None:
 
 
 def prepare(run: Run, parts: Sequence[Part], splits: Sequence[int | None], out: Path) -> None:
-    """Prepare the data. `splits` has the split of each part that is a split already, else None."""
+    """Prepare the data. `splits` has an entry for each part: its split if the whole part is one split, else None."""
     start = time.monotonic()
     if not parts:
         raise Fault("data.source: required: a file, a folder, a Hub data set, or tiny://tickets")
@@ -69,7 +69,7 @@ def _unfinished(out: Path) -> Path:
 def _of_rows(
     run: Run, parts: Sequence[Part], splits: Sequence[int | None], tokens: Any, output: Path
 ) -> dict[str, Any]:
-    """Write the files of rows, and return the report."""
+    """Write the files for sources of rows. Return the report."""
     folder = output.parent
     part_shapes = [_shape(part) for part in parts]
     kind = _kind(part_shapes)
@@ -103,7 +103,7 @@ def _kind(part_shapes: Sequence[shapes.Shape]) -> str:
 
 
 def _of_answers(run: Run) -> Data:
-    """Return the settings for two answers to one prompt: only the answers are learned."""
+    """Return the data settings for rows with two answers to one prompt, in which only the answers are learned."""
     if lines := list(objectives.of_pairs(run.data)):
         raise Fault("\n".join(f"{key}: {problem}" for key, problem in lines))
     return run.data.model_copy(update={"loss_on": "answer"})

@@ -1,4 +1,4 @@
-"""Prepared data (trainer.prepare): their folder for a run, and checks that they are complete and fit the run.
+"""Prepared data (from trainer.prepare): the folder of a run's data, and checks that the data are complete and fit.
 
 prepared.json, written last, lists every file with its SHA-256, the settings, the tokenizer, and the sources' files.
 check() reads all of them again, at 1.5 GB/s, and reports changes in one line. Rows written by hand (a folder with
@@ -56,7 +56,7 @@ class File(State):
 
 class Source(Record):
     files: list[File] = []
-    given_split: int | None = None  # index of the split that the source is
+    given_split: int | None = None  # index of the split, if the whole source is one split
 
 
 class Prepared(Record):
@@ -206,7 +206,7 @@ def _check_sources(place: Path, data: Prepared, run: Run) -> None:
 
 
 def _sources_now(run: Run, number: int) -> list[Path]:
-    """Return the current files of the run's own source, wherever it is; none if it does not exist here."""
+    """Return the current files of a source of this run; none if the source does not exist on this host."""
     source = run.data.parts[number].source if number < len(run.data.parts) else None
     try:
         return sources.files(source) if source and sources.is_local(source) else []
@@ -215,14 +215,14 @@ def _sources_now(run: Run, number: int) -> list[Path]:
 
 
 def _changed(files: dict[Path, State]) -> tuple[Path, str] | None:
-    """Return the first file that is not in its recorded state, and how it has changed."""
+    """Return the first file that differs from its recorded state, and a text on the change; None if all are equal."""
     for path, state in files.items():
         if not path.is_file():
             return path, "gone"
         if path.stat().st_size != state.size:
             return path, f"changed from {state.size} to {path.stat().st_size} bytes"
     if FAULT_FILE in os.environ or os.environ.get("LOCAL_RANK", "0") != "0":
-        return None  # the starter of this rank has read them already, or the first rank of this host does
+        return None  # the process that started this rank, or the first rank of this host, reads the files
     with ThreadPoolExecutor() as pool:
         digests = zip(files, pool.map(checksums.of_file, files), strict=True)
         return next(((path, "changed") for path, digest in digests if digest != files[path].sha256), None)

@@ -60,7 +60,7 @@ def required_facts(run: Run) -> dict[str, Any]:
 
 
 def _adapter(run: Run) -> dict[str, str]:
-    """Return the digest of the adapter that training starts from, if it is still needed."""
+    """Return the digest of the adapter from which training starts; empty without an adapter or without its file."""
     if not objectives.has_starting_adapter(run):
         return {}
     weights = Path(str(run.model.adapter)).expanduser() / "adapter_model.safetensors"

@@ -20,7 +20,7 @@ Row = dict[str, Any]
 class Bad:
     """Reason why a row cannot be used."""
 
-    reason: str  # a few words, the same for all rows with this fault; rows are counted by reason
+    reason: str  # a few words that are the same for all rows with this fault, because rows are counted by reason
     field: str = ""  # the column or the place within the row
     shown: str = ""  # the value, or the parser's message
 

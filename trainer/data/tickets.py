@@ -1,4 +1,4 @@
-"""Synthetic data: tickets to a shop and the team of each, a task that the tiny model learns in half a minute.
+"""Synthetic data: tickets to a shop with the team for each, which the tiny model learns in half a minute.
 
     python -m trainer.data.tickets OUT.jsonl [--rows N] [--seed N]
 
@@ -47,8 +47,8 @@ def tickets(rows: int, seed: int) -> dict[str, str]:
 def with_mistakes(right_teams: dict[str, str], seed: int, right: float = 0.3) -> dict[str, str]:
     """Return the same tickets, most of them with the next team instead of the right one.
 
-    A model trained on these knows the teams' names, and assigns most tickets to the wrong team. What rewards then teach
-    it also shows in greedy answers (conf/tiny-rl.yaml).
+    A model trained on these tickets knows the teams' names, and assigns most tickets to the wrong team. Reinforcement
+    learning can then improve its greedy answers (conf/tiny-rl.yaml).
     """
     rng, teams = random.Random(seed), list(TEAMS)
     return {
@@ -58,7 +58,7 @@ def with_mistakes(right_teams: dict[str, str], seed: int, right: float = 0.3) ->
 
 
 def with_worse(teams: dict[str, str], seed: int) -> list[dict[str, str]]:
-    """Return the same tickets as comparisons: the right team is chosen, and any other rejected."""
+    """Return the same tickets as comparisons: the right team is chosen, and another team is rejected."""
     rng = random.Random(seed)
     return [
         {"prompt": ticket, "chosen": team, "rejected": rng.choice([other for other in TEAMS if other != team])}

@@ -1,20 +1,26 @@
 """Fixes that Megatron-Bridge and megatron-core need outside NVIDIA's containers, with the condition for removing each.
 
-To work at all: 1. megatron.bridge.training.pretrain imports nvidia_resiliency_ext's CallWrapper for a type annotation.
-The package has    no wheel for glibc < 2.39, so an empty module replaces it while pretrain is imported. It is removed
-afterwards, because    code that probes for the real package must not find it. Remove when Bridge guards the import.
-BRIDGE/training/pretrain.py 2. megatron.bridge.training.initialize runs `make` in megatron-core's data set folder. The
-wheel ships the compiled    helper without a Makefile, and the failed make ends the process. Remove when Bridge imports
-before it builds.    BRIDGE/training/initialize.py
+Required fixes:
 
-To start in 4 s of CPU time instead of 10, including 2.5 for `import torch` (12 instead of 26 including 5 for torch, if
-byte code is not cached: PYTHONDONTWRITEBYTECODE): 3. Bridge's loop imports nvidia-modelopt for quantised and distilled
-models, and modelopt imports transformers' trainer,    PEFT, vLLM and scikit-learn: 20 to 50 s on every rank. Its four
-functions return at once for any other model, and    so do their replacements. Remove when Bridge imports modelopt only
-when it is used. 4. Some packages are hidden from this process: experiment trackers, because training needs no network,
-and packages    that are imported only because they are installed. Permanent. 5. Other packages are imported even if
-unused; they are PROMISED. Remove one by one as their importers import later. 6. torch's compiler, which takes 2 s to
-import, is omitted on a CPU, where nothing is compiled (cpu/cuda.py). Permanent.
+1. megatron.bridge.training.pretrain imports nvidia_resiliency_ext's CallWrapper for a type annotation. The package has
+   no wheel for glibc < 2.39, so an empty module replaces it while pretrain is imported. It is removed afterwards,
+   because code that probes for the real package must not find it. Remove when Bridge guards the import.
+   BRIDGE/training/pretrain.py
+2. megatron.bridge.training.initialize runs `make` in megatron-core's data set folder. The wheel ships the compiled
+   helper without a Makefile, and the failed make ends the process. Remove when Bridge imports before it builds.
+   BRIDGE/training/initialize.py
+
+Fixes for a faster start. It takes 4 s of CPU time instead of 10, including 2.5 s for `import torch`. If byte code is
+not cached (PYTHONDONTWRITEBYTECODE), it takes 12 s instead of 26, including 5 s for torch.
+
+3. Bridge's loop imports nvidia-modelopt for quantised and distilled models, and modelopt imports transformers' trainer,
+   PEFT, vLLM and scikit-learn, which takes 20 to 50 s on every rank. Its four functions return at once for any other
+   model, and so do their replacements. Remove when Bridge imports modelopt only when it is used.
+4. Some packages are hidden from this process: experiment trackers, because training needs no network, and packages
+   that are imported only because they are installed. Permanent.
+5. Other packages are imported even if they are not used; a promise replaces each (PROMISED). Remove each when its
+   importer imports it only on use.
+6. torch's compiler, which takes 2 s to import, is omitted on a CPU, where nothing is compiled (cpu/cuda.py). Permanent.
 
 BRIDGE is https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge.
 """

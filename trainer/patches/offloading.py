@@ -1,11 +1,11 @@
 """Patch: resume an offloaded optimizer in its saved state.
 
-1. After a resume, megatron-core's HybridDeviceOptimizer resets its GPU part to the step of the resume before every
-step. Remove when _sync_hdo_param_groups_to_sub_optimizers leaves the step out:
-https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py 2.
-Megatron-Bridge copies the bf16 weights over the host's fp32 ones after loading any checkpoint, even one that
-contains fp32 weights. Remove when its setup checks what was loaded:
-https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/setup.py
+1. After a resume, megatron-core's HybridDeviceOptimizer resets the step number of its GPU part to that of the resume
+   before every step. Remove when _sync_hdo_param_groups_to_sub_optimizers leaves the step out:
+   https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py
+2. After loading a checkpoint, Megatron-Bridge overwrites the fp32 weights on the host with the bf16 weights, even if
+   the checkpoint contains fp32 weights. Remove when its setup checks whether fp32 weights were loaded:
+   https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/setup.py
 
 tests/trainer/megatron/test_precision.py checks both.
 """

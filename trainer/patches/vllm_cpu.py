@@ -1,14 +1,16 @@
 """Use vLLM's CPU build in place of vLLM, and import it in 11 s instead of 15.
 
 1. transformers and vLLM import scikit-learn, scipy and torchvision if they are installed, for generation methods,
-sounds and images that are not used here. They are hidden until vLLM is imported. Remove when both import what    they
-use. 2. On a CPU, vLLM starts a second Python process that imports all of vLLM, to query a model class without
-initializing CUDA: 15 s for each kind of model on a new machine. Without CUDA this process can query it. Remove when
-vLLM does so on CPUs: https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/models/registry.py 3. vLLM's
-experts for CPUs are chosen by a separate function that does not report its choice, so    enable_return_routed_experts
-returns zeros. The choice is passed to the layer's capture function. Remove when    CPUFusedMOE does that. 4. Workers of
-one model sum their results through files in /dev/shm, and a killed worker leaves its file there. Each    worker unlinks
-its file after all have opened it. Remove when vLLM's shm.cpp does so.
+   sounds and images that are not used here. These packages are hidden until vLLM is imported. Remove when both import
+   only the packages that they use.
+2. On a CPU, vLLM starts a second Python process to query a model class without initializing CUDA. The process imports
+   all of vLLM, which takes 15 s for each kind of model on a new machine. Without CUDA, this process queries the class
+   itself. Remove when vLLM does the same on CPUs:
+   https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/models/registry.py
+3. On CPUs, a separate function chooses vLLM's experts and does not report its choice, so enable_return_routed_experts
+   returns zeros. Here the choice is passed to the layer's capture function. Remove when CPUFusedMOE passes it.
+4. Workers of one model sum their results through files in /dev/shm, and a killed worker leaves its file there. Here
+   each worker unlinks its file after all have opened it. Remove when vLLM's shm.cpp does so.
 
 On a GPU, with vLLM's own wheel, only the first is applied; it changes no package.
 """

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+from conf.load import replaced
 from conf.model_facts import ModelFacts
 from conf.planner.display import degrees
 from conf.planner.hardware import Gpu
@@ -73,16 +74,17 @@ def _name(run: Run) -> str:
     return f"{degrees(run.layout)}; micro batch {run.train.micro_batch}, recompute {run.train.recompute}"
 
 
-def merged(given: list[str], overrides: str) -> list[str]:
-    """Return the given keys without those that the candidate sets, then the candidate's."""
-    own = overrides.split()
-    names = {key.partition("=")[0] for key in own}
-    return [*(key for key in given if key.partition("=")[0] not in names), *own]
-
-
 def measured(candidate: Candidate, conf: str, given: list[str], more: list[str]) -> Row:
     """Run a trial of the configuration with the given keys and the candidate's. `more` are further options."""
-    command = [sys.executable, "-m", "trainer.trial", conf, *merged(given, candidate.overrides), *more, "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "trainer.trial",
+        conf,
+        *replaced(given, candidate.overrides.split()),
+        *more,
+        "--json",
+    ]
     process = subprocess.run(command, capture_output=True, text=True, preexec_fn=end_with_parent)
     try:
         answer = json.loads(process.stdout.splitlines()[-1])
@@ -114,10 +116,8 @@ def verdict(rows: list[Row], conf: str, given: list[str]) -> str:
     if not best.candidate.overrides:
         return f"the fastest is {conf} unchanged"
     configured_seconds = next((row.seconds for row in succeeded if not row.candidate.overrides), None)
-    times = (
-        f", {configured_seconds / best.seconds:.2f} times as fast as {conf} unchanged"
-        if configured_seconds and best.seconds
-        else ""
-    )
-    keys = " ".join([conf, *merged(given, best.candidate.overrides)])
+    times = ""
+    if configured_seconds and best.seconds:
+        times = f", {configured_seconds / best.seconds:.2f} times as fast as {conf} unchanged"
+    keys = " ".join([conf, *replaced(given, best.candidate.overrides.split())])
     return f"the fastest is {best.candidate.name}{times}:\n    python -m flows.finetune {keys}"

@@ -1,10 +1,11 @@
 """Micro batches of scored answers, padded or packed, for each data-parallel rank.
 
-Megatron reads tensors of shape [rows, tokens]: a row is one sequence, or, packed, as many as fit. The loss reads
-tensors of shape [answers, tokens of the longest]: `places` has the position of each token's prediction in the flattened
-rows. The loss of whole answers therefore does not depend on how the rows are built.
+Megatron reads tensors of shape [rows, tokens]. A row has one sequence or, with packing, as many sequences as fit. The
+loss reads tensors of shape [answers, tokens of the longest answer]: `places` has the position of each token's
+prediction in the flattened rows. The loss of whole answers therefore does not depend on how the rows are built.
 
-Packed micro batches are balanced by tokens. Every rank gets the same number, which experts on several ranks need.
+Packed micro batches have similar numbers of tokens. Every rank gets the same number of micro batches, as experts on
+several ranks require.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ class Form:
 
 
 def micro_batches(sequences: Sequence[Scored], form: Form, rank: int, ranks: int) -> list[dict[str, torch.Tensor]]:
-    """Micro batches of a data-parallel rank. Those of all ranks together contain every sequence once."""
+    """Return the micro batches of a data-parallel rank. Each sequence is in a micro batch of exactly one rank."""
     if form.multiple:
         packs = balanced([_rounded(scored, form.multiple) for scored in sequences], form.length, ranks, form.groups)
         of_rank = packs[rank * len(packs) // ranks : (rank + 1) * len(packs) // ranks]
@@ -48,7 +49,7 @@ def micro_batches(sequences: Sequence[Scored], form: Form, rank: int, ranks: int
 
 
 def balanced(lengths: Sequence[int], capacity: int, ranks: int, groups: int) -> list[list[int]]:
-    """Numbers of the sequences of each pack: few packs, the same number for each rank, with similar token counts.
+    """Return the numbers of the sequences in each pack: few packs, equally many per rank, with similar token counts.
 
     The longest sequences are placed first, each into the pack with the fewest tokens.
     """

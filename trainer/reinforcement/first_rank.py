@@ -9,7 +9,7 @@ from torch import distributed
 
 from contract.faults import Fault
 
-LONGEST = timedelta(days=1)  # limit for a rank's wait, for example for a step's answers; the end of rank 0 is noticed
+LONGEST = timedelta(days=1)  # limit for a rank's wait, for example for answers; if rank 0 ends, the wait ends earlier
 
 
 class FirstRank:
@@ -21,9 +21,9 @@ class FirstRank:
         return distributed.new_group(backend="gloo", timeout=LONGEST)
 
     def __call__(self, call: Callable[[], Any], drained: Iterator[Any] | None = None) -> Any:
-        """Rank 0's result of the call, on every rank.
+        """Return rank 0's result of the call, on every rank.
 
-        The other ranks iterate over `drained` meanwhile, because each of its items is computed by all ranks together.
+        Meanwhile the other ranks iterate over `drained`, because all ranks together compute each of its items.
         """
         outcome: list[Any] = [None]
         if distributed.get_rank() == 0:

@@ -4,8 +4,8 @@
                                /000001.json    all of step 1
                                /before.json    result of the initial policy on the held-out rows
 
-A training that was killed resumes from its last checkpoint. Later steps that are in the journal are trained on again
-and not sampled again. Sampling again would give the same answers on a CPU, but not on a GPU.
+If a training is killed, it resumes from its last checkpoint. Later steps in the journal are trained on again, without
+sampling them again. Sampling again would give the same answers on a CPU, but not on a GPU.
 """
 
 import json
@@ -96,7 +96,7 @@ def _step(content: dict[str, Any]) -> Step:
 
 
 def _damage(step: Step, number: int) -> str:
-    """Description of the damage of a step, from which it is not possible to learn; empty if it is whole."""
+    """Return the reason why a step is damaged and cannot be trained on; empty if it is not damaged."""
     if step.number != number:
         return f"step {step.number}"
     for place, group in enumerate(step.groups, 1):

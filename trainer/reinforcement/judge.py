@@ -1,9 +1,9 @@
 """Rewards from another model, at an OpenAI-compatible address.
 
 The judge gets the text of reinforce.judge_prompt with {prompt}, {answer} and {reference} replaced. The last number of
-its reply is the reward, from 0 to 1. A reply without such a number gives 0; if no reply of a step has one, the run
-ends. A request is sent at most reinforce.judge_tries times, each with the limit reinforce.reward_seconds, with growing
-waits in between. JUDGE_API_KEY is sent if it is set.
+its reply is the reward, from 0 to 1. A reply without a number from 0 to 1 gives 0. If no reply of a step has one, the
+run ends. A request is tried at most reinforce.judge_tries times, with growing waits in between; each try may take
+reinforce.reward_seconds. JUDGE_API_KEY is sent if it is set.
 """
 
 import http.client
@@ -19,7 +19,7 @@ from typing import Any
 
 from conf import rewards
 from conf.schema.run import Run
-from contract.faults import Fault
+from contract.faults import Fault, named
 from trainer.reinforcement.guarded.worker import Question
 
 KEY = "JUDGE_API_KEY"
@@ -51,10 +51,8 @@ class Judge:
         assert reinforce.judge and reinforce.judge_model and reinforce.judge_prompt, "contradictions() requires all"
         self.place, self.model = reinforce.judge.rstrip("/"), reinforce.judge_model
         self.seconds, self.tries = reinforce.reward_seconds, reinforce.judge_tries
-        try:
+        with named("reinforce.judge_prompt"):
             self.text = rewards.judge_prompt(reinforce.judge_prompt)
-        except Fault as fault:
-            raise Fault(f"reinforce.judge_prompt: {fault}") from None
         self.headers = {"Content-Type": "application/json"} | _authorization()
         try:
             served = [str(model["id"]) for model in self._ask("/models")["data"]]
@@ -125,7 +123,7 @@ class Judge:
 
 
 def _authorization() -> dict[str, str]:
-    """Header with the key. An invalid key is reported without its text, which http.client's message would show."""
+    """Return the header with the key. The error for an invalid key does not show the key, as http.client's would."""
     key = os.environ.get(KEY, "").strip()
     if not key.isascii() or not key.isprintable():
         raise Fault(f"{KEY}: has a character that is not allowed in an HTTP header")
@@ -133,7 +131,7 @@ def _authorization() -> dict[str, str]:
 
 
 def shown(text: str) -> str:
-    """A server's text, shortened for a line."""
+    """Return a server's text, shortened to fit into a line."""
     return "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))[:SHOWN]
 
 

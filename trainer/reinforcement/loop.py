@@ -76,7 +76,7 @@ class Reinforcement(Callback):
         self.weights = Weights(run, bridge, self.sampler, self.on_first, probe_rows)
         self.phases = self.weights.phases
         self.current: Step | None = None
-        self.lag = 0.0  # by how many steps the weights that sampled the current step are older than the policy
+        self.lag = 0.0  # age in steps, relative to the policy, of the weights that sampled the current step
         self.reported: float | None = None  # time of the last report
 
     def step(self, context: Any, number: int) -> Step:
@@ -138,7 +138,7 @@ class Reinforcement(Callback):
         done = context.state.train_state.step
         if self.signal and (state := self.on_first(lambda: self.journal.noted(_signal_name(done)))):
             self.signal.resume(state)
-        # Only before the first step: later the initial policy is gone, also if somebody has removed its result.
+        # Only before the first step: later the initial policy no longer exists, even if its result was removed.
         if self.held_out and not done and self.on_first(lambda: self.journal.noted("before") is None):
             self.weights.send(context, 0)
             self.on_first(lambda: self.journal.note("before", {"exact_match": self.sampler.greedy(self.held_out)}))
@@ -224,7 +224,7 @@ class Reinforcement(Callback):
         return {key: value if key == LARGEST else value / tokens for key, value in figures.items()}
 
     def _report(self, done: int, figures: dict[str, float]) -> None:
-        """Write the step's line, and end the run if continuing makes no sense."""
+        """Write the step's line, and end the run if further steps would be useless."""
         now, seconds = time.monotonic(), self.phases.seconds
         if self.reported is not None:  # the rest is the previous report, and Megatron-Bridge's work between steps
             measured = sum(value for name, value in seconds.items() if name != "export")  # export is part of transfer

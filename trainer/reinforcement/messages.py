@@ -1,4 +1,4 @@
-"""Messages between the trainer and vLLM's process, over a socket pair that nobody else can reach."""
+"""Messages between the trainer and vLLM's process, over a socket pair that no other process can reach."""
 
 import pickle
 from multiprocessing.connection import Connection

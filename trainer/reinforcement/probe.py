@@ -1,8 +1,8 @@
 """The probe: after every transfer, vLLM and Megatron must give fixed rows the same log-probabilities.
 
-Incomplete, missing or outdated weights cause no error, nor does a cache of keys and values that was computed with them.
-Each changes the log-probabilities of fixed rows. Two requests distinguish these cases: reading whole rows does not use
-the cache, and writing tokens after the same rows does.
+Incomplete, missing or outdated weights cause no error. Neither does a cache of keys and values that was computed with
+outdated weights. But each of them changes the log-probabilities of fixed rows. Two requests distinguish the cases:
+reading whole rows does not use the cache, and writing tokens after the same rows uses it.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ def bound(run: Run) -> float:
 
 
 def rows(tokens: Sequence[list[int]], count: int, length: int) -> list[list[int]]:
-    """Rows of `length` tokens, joined from several rows of the data to be longer than a block of the cache."""
+    """Return rows of `length` tokens. Several rows of the data are joined, to exceed a block of the cache."""
     endless = list(chain(*tokens)) or [0]
     result = []
     for number in range(count):

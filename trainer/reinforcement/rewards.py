@@ -18,7 +18,7 @@ from pathlib import Path
 
 from conf import rewards as own
 from conf.schema.run import Run
-from contract.faults import Fault
+from contract.faults import Fault, named
 from trainer.reinforcement.guarded import environment
 from trainer.reinforcement.guarded.worker import Question, Worker
 from trainer.reinforcement.judge import Judge
@@ -53,13 +53,11 @@ def require_references(run: Run, references: Iterable[str], path: Path) -> None:
     """Raise a Fault if the reward cannot use a row's answer. Called before sampling."""
     reinforce = run.reinforce
     for row, reference in enumerate(references, 1):
-        try:
+        with named(f"{path}:{row}"):
             if reinforce.reward == "number":
                 _number_of(reference)
             elif reinforce.reward in RULES and reinforce.pattern is None:
                 _rule(reinforce.reward, reference)
-        except Fault as fault:
-            raise Fault(f"{path}:{row}: {fault}") from None
 
 
 def _worker(run: Run) -> Worker:
@@ -82,10 +80,8 @@ def _by_rule(run: Run, worker: Worker, questions: Sequence[Question]) -> list[fl
 
 
 def _rule(kind: str, text: str) -> None:
-    try:
+    with named("reinforce.pattern"):
         RULES[kind](text)
-    except Fault as fault:
-        raise Fault(f"reinforce.pattern: {fault}") from None
 
 
 def exact(question: Question) -> float:

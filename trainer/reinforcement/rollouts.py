@@ -65,14 +65,14 @@ class Rollouts(Group):
             engine.ready()
 
     def _watch(self) -> None:
-        if self.started > 1 or self.run.reinforce.staleness:  # the next read of an engine may be much later
+        if self.started > 1 or self.run.reinforce.staleness:  # the next call of an engine may be much later
             for engine in self.engines:
                 engine.watch(lambda ended: say(f"rollout: {ended.name}: {ended.end()}"))
 
     def answer(
         self, prompts: Sequence[list[int]], seeds: Sequence[int] | None, max_tokens: int | list[int], **sampling: Any
     ) -> list[Answered]:
-        """Get answers to prompts. Every engine gets a share of them; if one ends, its share goes to the others."""
+        """Return the answers to prompts. Every engine gets a share; if an engine ends, the others get its share."""
         answered: dict[int, Answered] = {}
         waiting, busy = [*range(len(prompts))], dict[Engine, list[int]]()
 
@@ -129,13 +129,13 @@ class Rollouts(Group):
             engine.close()
 
     def sleep(self) -> None:
-        """Make vLLM free the GPU for the trainer. It drops weights that will be sent again anyway."""
+        """Make vLLM free the GPU for the trainer. vLLM drops weights that will be sent again anyway."""
         if self.sleeps and not self.asleep:
             self.each("sleep", level=1 if self.transport == "adapter" else 2)
             self.asleep = {WEIGHTS, CACHE}
 
     def wake(self, *parts: str) -> None:
-        """Make vLLM take its memory again, all of it or these parts. First the trainer frees its unused memory.
+        """Make vLLM allocate its memory again, or only these parts of it. Before, the trainer frees its unused memory.
 
         The cache of keys and values is woken after the weights, when the memory for their transfer is free again.
         """

@@ -1,8 +1,8 @@
 """Routes: the experts that vLLM chose for each token, which the trainer's routers then use instead of their own choice.
 
-Trainer and engine round differently. Sometimes a token therefore gets other experts, and both compute different
-functions. Routes are stored with each answer, also in the journal. Only the choice is replayed: the trainer computes
-the experts' weights, and gradients reach the routers as usual.
+Trainer and engine round differently. Therefore they sometimes choose different experts for a token, and then compute
+different functions. Routes are stored with each answer, also in the journal. Only the choice is replayed: the trainer
+computes the experts' weights, and gradients reach the routers as usual.
 """
 
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
@@ -114,6 +114,6 @@ class Replay:
                 router.router_replay.begin(of_tokens[:, router.layer_number - 1])
 
     def end(self) -> None:
-        """Let routers choose experts again."""
+        """Let the routers choose experts themselves again."""
         for router in chain(*self.routers.values()):
             router.router_replay.end()

@@ -3,11 +3,11 @@
     python -m trainer.reinforcement.vllm_process DESCRIPTOR < SETTINGS.json
 
 It reads requests from an inherited socket, one at a time, and ends when the other side ends. A request is a name and
-arguments. The answer is {"result": ...} with the version of the weights, or {"error": one line}, with "fault" true if
-the run is at fault and other engines would fail in the same way.
+arguments. The answer is {"result": ...} with the version of the weights, or {"error": one line}. "fault" is true if the
+run caused the error, so other engines would fail in the same way.
 
-With several GPUs vLLM has a worker process for each, which Python's multiprocessing starts: each imports this module
-under another name. They end with this process, and this process ends with any of them.
+With several GPUs, vLLM starts a worker process for each by Python's multiprocessing; each imports this module under
+another name. The workers end with this process, and this process ends if any worker ends.
 """
 
 # pyright: reportArgumentType=false, reportOptionalSubscript=false
@@ -39,7 +39,7 @@ Output = tuple[list[int], list[float], str, bool, str | None]
 READ = {"skip_special_tokens": True}
 TRANSFER = "weight_transfer_engine"  # of vLLM's workers: trainer/reinforcement/transfer/weight_engine.py
 AS_WORKER = "__mp_main__"  # this module's name in a process that multiprocessing has spawned
-# A forked worker would keep the trainer's connection open, and its end would not be noticed.
+# A forked worker would keep the trainer's connection open, so the trainer would not notice the end of this process.
 SPAWNED = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 
@@ -111,7 +111,7 @@ class Rollout:
         self.version = version
 
     def repeat_bucket(self, number: int, shared: tuple) -> None:
-        """Receive one of them again, from memory that the trainer shares."""
+        """Receive one bucket of the last transfer again, from memory that the trainer shares."""
         self._each(f"{TRANSFER}.repeat", number=number, shared=shared)
 
     def end_repeated(self, sums: list[int], version: int) -> None:

@@ -6,9 +6,10 @@ step. To detect smaller defects, it estimates `share`: the part of the adapter's
 missing in the served model, by least squares over tokens. Rounding errors have no direction, so their share is near 0.
 The standard error of the share is computed from the same tokens, and the bound uses it.
 
-Measured on a tiny GLM-4-MoE in bf16, 367 tokens: rounding 0.014 to 0.017 nats per token, share 0.0001 +- 0.0005; half
-of one layer's expert adapters lost after 8 steps 0.046 nats, which is within the bound, share 0.030 +- 0.002. A loss
-below 1 % can only be detected by the digests of an export (trainer/weights/digests.py).
+Measurements on a tiny GLM-4-MoE in bf16, 367 tokens: rounding alone causes 0.014 to 0.017 nats per token and a share of
+0.0001 +- 0.0005. If half of one layer's expert adapters are lost after 8 steps, the difference is 0.046 nats, which is
+within the bound, but the share is 0.030 +- 0.002. Only the digests of an export can detect a loss below 1 %
+(trainer/weights/digests.py).
 
 With rounded weights (quantization of evaluate or export), the served model differs from the trained one by more than
 the bound: FP8 changes a tiny GLM-4-MoE by 0.10 nats per token, and leaving its adapter out changes it by 1.10. In this
@@ -46,7 +47,7 @@ RECORD = "log_probs.json"  # log-probabilities of the served model, in its evalu
 
 
 def rows(run: Run) -> list[Row]:
-    """Rows for both models: the first held-out rows, or the first rows of the training split if none are held out."""
+    """Return the rows for both models: the first held-out rows, or the first training rows if none are held out."""
     files = [prompts.folder(run) / f"{name}.jsonl" for name in ("test", "validation", "training")]
     first = next((file for file in files if file.exists() and file.stat().st_size), None)
     return prompts.read(first, run.evaluate.parity_rows) if first else []

@@ -1,8 +1,8 @@
 """Arguments, environment and chat template of vLLM's OpenAI-compatible server for one model.
 
-Callers cannot make it load anything, run code or read the host's files: this module switches those features off,
-whatever the environment says. The key that callers have to send is only in the environment, because arguments are
-visible in lists of processes.
+Callers cannot make the server load anything, run code or read the host's files: this module switches these features
+off, even if the environment enables them. The key that callers must send is only in the environment, because arguments
+are visible in lists of processes.
 """
 
 import json
@@ -15,13 +15,14 @@ from conf.planner.serving.layout import SEQUENCES
 from contract import json_object
 from contract.served_model import DEFAULTS, ServedModel
 from trainer.data.tokens import rendering, templates, tokenizer
+from trainer.data.tokens.chat import MARK
 from trainer.data.tokens.template_text import split
 from trainer.data.tokens.templates import Template
 from trainer.patches import vllm_cpu
 from trainer.serving import constraints, engine, prompts, unmerged
 from trainer.startup.console import say
 
-# vLLM's features that are off in a server for callers: pickles between processes, developer routes, loading adapters.
+# Features of vLLM that are off in this server: pickles between processes, developer routes, loading of adapters.
 SWITCHED_OFF = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
     "VLLM_SERVER_DEV_MODE": "0",
@@ -31,7 +32,6 @@ SWITCHED_OFF = {
 LOADED = {"load_format": "safetensors"}
 DRAIN_SECONDS = 10  # for unfinished answers after SIGTERM
 BASE = "-base"  # suffix of the name by which callers get the model without its adapter
-MARK = "\ue000"  # placeholder for the answer; a character for private use
 ONE = (
     "{%- if messages|length != 1 or messages[0]['role'] != 'user' -%}"
     "{{ raise_exception('this model was trained on single questions: send one message, of the user') }}"
@@ -45,7 +45,7 @@ def serve(settings: ServedModel) -> None:
     engine.prepare(Path(settings.kernels), online=False)
     os.environ.update(SWITCHED_OFF)
     with tempfile.TemporaryDirectory(prefix="serve-") as folder:
-        # Imports of vLLM take seconds: missing files of the model are reported before.
+        # Imports of vLLM take seconds, so missing files of the model are reported before them.
         command = arguments(settings, Path(folder), _gpus(settings))
         say(f"serve: starting vLLM on this host's {engine.device()} for {settings.model}")
         with vllm_cpu.hidden():

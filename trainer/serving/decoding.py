@@ -8,7 +8,7 @@ adapter; a comparison of prompts cannot. It needs one engine and no record of th
 from typing import Any
 
 TOKENS = 8  # written after the first half of each prompt
-# Share of the tokens, those that differ least: rounding may send a few to other experts in one of the ways.
+# Share of the tokens that is compared, without those that differ most: rounding may send a few to other experts.
 COMPARED = 0.9
 
 
@@ -33,7 +33,7 @@ def compare(served: Any, prompts: list[list[int]], written: Written, bound: floa
 
 
 def judge(pairs: list[tuple[float, float]], bound: float) -> dict:
-    """The verdict on pairs of log-probabilities: as written, and as read."""
+    """Return the verdict on pairs of log-probabilities: when written, and when read."""
     differences = sorted(abs(a - b) if a == a and b == b else float("inf") for a, b in pairs)
     closest = differences[: max(1, round(len(differences) * COMPARED))]
     mean = sum(closest) / len(closest)

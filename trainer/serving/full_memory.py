@@ -1,4 +1,4 @@
-"""One line, with advice, for vLLM's messages about a GPU that has no room for the model."""
+"""One line with advice, in place of vLLM's messages about a GPU that has too little memory for the model."""
 
 import re
 

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from trainer.startup import heartbeat
 
 WITHIN = 300.0  # seconds that the first host may need to publish its port
-# Variables of torchrun, by their beginnings, that vLLM would misread as its own: with TORCHELASTIC_USE_AGENT_STORE each
-# worker would wait for a server that nobody starts.
+# Beginnings of torchrun's variables that would mislead vLLM: with TORCHELASTIC_USE_AGENT_STORE, each worker would wait
+# for a server that nobody starts.
 OF_TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE", "MASTER_")
 
 

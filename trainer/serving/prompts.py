@@ -20,7 +20,7 @@ def template(run: Run, model: str) -> Template:
 
 
 def folder(run: Run) -> Path:
-    """Folder of the prepared data. That of handwritten rows is checked, because it may hold those of another run."""
+    """Return the folder of the prepared data. For handwritten rows it is checked, as it may have another run's data."""
     data, place = Path(run.paths.data), prepared.folder(run)
     if place == data:
         return place

@@ -5,7 +5,6 @@ For experts the adapter's file has two parameters per layer, as in transformers.
 a setting and the request say so.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ class Adapter:
     """An adapter that is served with its unmerged model."""
 
     folder: Path
-    name: str  # must be new for other weights, because vLLM caches keys and values by it
+    name: str  # must differ for different weights, because vLLM caches keys and values by this name
     rank: int
     layers: frozenset[str]  # by the last part of their names
 
@@ -37,8 +36,8 @@ class Adapter:
     def settings(self, gpus: int, expert_parallel: bool) -> dict[str, Any]:
         """Settings of vLLM.
 
-        By default each GPU reserves memory for the adapters of all experts; fully_sharded_loras splits it. Only layers
-        with an adapter are listed: if lm_head is a target, vLLM gives no log-probabilities of prompts.
+        By default each GPU reserves memory for the adapters of all experts; fully_sharded_loras divides this memory.
+        Only layers with an adapter are listed, because vLLM gives no log-probabilities of prompts if lm_head is listed.
         """
         values: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_lora_rank": self.room(gpus)}
         values |= {"lora_target_modules": sorted(self.layers)}
@@ -72,11 +71,8 @@ def export(run: Run) -> Path:
 
 def mark(run: Run) -> dict[str, Any]:
     """Mark of that export; empty if it has none."""
-    try:
-        content = json.loads((export(run) / "complete.json").read_text())
-        return content if "formats" in content else {}
-    except (OSError, ValueError, TypeError):
-        return {}
+    content = json_object.read_or_empty(export(run) / "complete.json")
+    return content if "formats" in content else {}
 
 
 def find(run: Run) -> Adapter | None:

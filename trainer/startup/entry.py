@@ -33,7 +33,7 @@ from conf.load import dump, load
 from conf.rules.gpus import takes
 from conf.schema.run import Run
 from contract import closed_pipe, ownership
-from contract.faults import ConfigError, Fault, line_of
+from contract.faults import Fault, line_of
 from contract.files import write_atomically
 from contract.processes import end_with_parent
 from trainer.startup import device, forks, heartbeat
@@ -49,18 +49,20 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": 
 ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 REPLACED = ("base", "data", "export")  # folders that are replaced as a whole
 
+Work = Callable[[Run], None]
+Check = Callable[[Run], Run | None]
 Owned = Callable[[Run], AbstractContextManager[None]]
 
 
 @closed_pipe.quiet()
 def start(
-    main: Callable[[Run], None],
-    check: Callable[[Run], Run | None],
+    main: Work,
+    check: Check,
     alone: bool = False,
     writes: str | None = None,
-    may_write: Callable[[Run], None] | None = None,
+    may_write: Work | None = None,
     gpus: str | None = None,
-    imports: Callable[[Run], None] | None = None,
+    imports: Work | None = None,
 ) -> None:
     """Run a command's main(run) on every rank after check(run) has passed. Does not return on failure.
 
@@ -142,14 +144,7 @@ def _take_gpus(run: Run, stage: str | None) -> None:
         os.environ.update(hold.environment if hold else {})
 
 
-def _be_rank(
-    main: Callable[[Run], None],
-    check: Callable[[Run], Run | None],
-    run: Run,
-    owned: Owned,
-    may_write: Callable[[Run], None] | None,
-    trains: bool,
-) -> None:
+def _be_rank(main: Work, check: Check, run: Run, owned: Owned, may_write: Work | None, trains: bool) -> None:
     heartbeat.begin()
     try:
         if may_write:
@@ -172,9 +167,6 @@ def faults_in_one_line():
     """Report an error that is not a defect of this program in one line on stderr, and exit with code 2."""
     try:
         yield
-    except ConfigError as error:
-        _report(str(error))
-        sys.exit(2)
     except BaseException as error:  # torch's CheckpointException does not inherit from Exception
         line = line_of(error)
         if line is None:
@@ -243,7 +235,7 @@ def _have_ranks_save(torchrun: subprocess.Popen) -> None:
             process.terminate()
 
 
-def _forks(main: Callable[[Run], None], run: Run, imports: Callable[[Run], None]) -> int:
+def _forks(main: Work, run: Run, imports: Work) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a process that has used a GPU cannot be forked
     forks.share(run.world)
     device.start()

@@ -1,4 +1,4 @@
-"""Run Megatron-Bridge's training loop, and handle each way in which it can end."""
+"""Run Megatron-Bridge's training loop, and handle its end: success, SIGTERM, or a failure."""
 
 import faulthandler
 import logging
@@ -75,7 +75,7 @@ def bounded(cleanup: Callable[..., None]) -> Callable[..., None]:
         thread.start()
         thread.join(CLEANUP_SECONDS)
         if thread.is_alive():
-            say(f"process groups were not destroyed within {CLEANUP_SECONDS} s after the failure: ending without it")
+            say(f"process groups were not destroyed within {CLEANUP_SECONDS} s after the failure: the process ends now")
         else:
             faulthandler.cancel_dump_traceback_later()
 
@@ -85,8 +85,8 @@ def bounded(cleanup: Callable[..., None]) -> Callable[..., None]:
 def _is_failure(record: logging.LogRecord) -> bool:
     """Whether a log record reports a real failure.
 
-    Bridge logs every end of its loop as a failure with a stack trace, also an orderly exit and a Fault, which are
-    reported in one line elsewhere.
+    Bridge logs every end of its loop as a failure with a stack trace, even an orderly exit and a Fault. Other code
+    reports these two in one line.
     """
     error = record.exc_info[1] if record.exc_info else None
     return not (isinstance(error, SystemExit) or (error and (line_of(error) or WRITER_DIED in str(error))))

@@ -1,13 +1,13 @@
-"""Measure whether the gradients of successive steps agree more than noise would, and shorten steps while they do not.
+"""Measure whether the gradients of successive steps agree more than noise would. If they do not, shorten the steps.
 
     gradient_cosine    cosine of a step's gradient and Adam's mean of the gradients before it
     gradient_signal    sum of these cosines, divided by the root of the sum of their squares; noise has deviation 1
     step_length        share of the learning rate that the step used
 
-If rewards carry no information, the expected gradient of each step is 0, whatever the steps before it were. Cosines
-are then below 0 as often as above it, and the signal stays within a few deviations of 0, at any size of model and
-batch. Adam does not make such steps shorter: noise alone moves a policy by the square root of the number of steps. The
-length of a step is computed from the steps before it, and never from its own gradient.
+If rewards carry no information, the expected gradient of each step is 0, independent of earlier steps. Cosines are then
+negative as often as positive, and the signal stays within a few deviations of 0, for any size of model and batch. Adam
+does not shorten steps that are only noise: they move a policy by a distance that grows with the square root of the
+number of steps. The length of a step is computed from earlier steps, and never from the step's own gradient.
 """
 
 import math
@@ -24,7 +24,7 @@ class GradientSignal:
     """The signal in the gradients of all steps so far."""
 
     def __init__(self, full: float):
-        """`full` is the signal from which steps have full length; 0 gives all steps full length."""
+        """Steps have full length if the signal is at least `full`. With 0, all steps have full length."""
         self.full = full
         self.sum = self.squares = 0.0
 

@@ -1,8 +1,8 @@
 """Norm of each layer's gradient, and the gradient noise scale, if section log requests them.
 
     grad_norm_layer_N, grad_norm_others     before clipping; others = embeddings, head, last norm, MTP
-    noise_scale_tokens                      McCandlish et al. 2018, appendix A.1: batches of far fewer tokens gain from
-                                            more, batches of far more gain nothing; smoothed over steps
+    noise_scale_tokens                      McCandlish et al. 2018, appendix A.1; smoothed over steps. Batches with far
+                                            fewer tokens benefit from more tokens; batches with far more do not
 
 The noise scale compares the gradient of a rank's first micro batch with that of the whole batch. Both are computed only
 at steps that have a line of metrics.

@@ -1,10 +1,9 @@
 """Check after a few steps that every trained tensor learns. If not, stop with the reason instead of wasting GPUs.
 
-In several frameworks, frozen bases combined with recomputation gave finite losses and zero gradients. Adapters that are
-not attached, or only to some layers, do the same. After STEPS steps each trained tensor must have had a gradient and
-must have changed; trainer/training/learning_verdict.py gives the verdict. With adapters, A has no gradient while B is
-zero, so A is checked one step later. The check also logs the layout and recomputation that Megatron's final
-configuration has.
+In several frameworks, a frozen base combined with recomputation gave finite losses and zero gradients. The same happens
+if adapters are not attached, or only to some layers. After STEPS steps each trained tensor must have had a gradient and
+must have changed; trainer/training/learning_verdict.py decides. With adapters, A has no gradient while B is zero, so A
+is checked one step later. The check also logs the layout and recomputation in Megatron's final configuration.
 
 It has a cost only in the first steps after each start: sums per tensor on the device, digests
 (trainer/weights/digests.py) of the trained tensors before and after, one synchronisation with the device per check, and
@@ -32,7 +31,7 @@ from trainer.training import learning_verdict
 from trainer.training.learning_verdict import Key, Observation, Verdict
 from trainer.weights import atomic_folder, digests
 
-STEPS = 2  # at the first, a warm-up may have a learning rate of 0
+STEPS = 2  # with a warm-up, the learning rate of the first step may be 0
 A = ".adapter.linear_in.weight"
 ONE_EXPERT = re.compile(r"\.local_experts\.(\d+)\.|\.experts\..*\.(?:weight|bias)(\d+)$")
 
@@ -127,7 +126,7 @@ class Tensor:
 
 
 class Tokens:
-    """Record of the experts that got a token with a gradient at the layer's output: those must learn.
+    """Record of the experts that got a token with a gradient at the layer's output. These experts must learn.
 
     A hook on the router records which experts each token goes to; a hook on the layer's output records which tokens
     have a gradient.

@@ -3,10 +3,10 @@
 A tensor learns if a gradient other than zero has reached it and its values have changed. Both are needed: weight decay
 changes a weight that no gradient reaches, and a weight that the optimizer was not given has a gradient.
 
-An expert without tokens cannot learn, nor can one whose tokens have no effect on the loss, such as padding after the
-last answer. trainer/training/learning_check.py therefore records which experts got a token at which the layer's output
-has a gradient: each of those must learn. The other experts may learn, and are only counted. If no expert of a layer got
-such a token, the layer is a fault.
+An expert cannot learn without tokens, or if its tokens have no effect on the loss (for example padding after the last
+answer). trainer/training/learning_check.py therefore records which experts got a token with a gradient at the layer's
+output. Each of these experts must learn. The other experts may learn, and are only counted. If no expert of a layer got
+a token with a gradient, the layer is reported as a fault.
 """
 
 from collections import Counter, defaultdict

@@ -26,9 +26,10 @@ from trainer.weights.trained import find
 
 
 def is_nth(step: int, interval: int, every: int | None) -> bool:
-    """Whether the checkpoint of this step is an n-th one, counted from the first step of the whole training.
+    """Whether the number of this step's checkpoint is a multiple of `every`, counted from the start of the training.
 
-    The last checkpoint and one saved after SIGTERM may lie between two intervals: each takes the number of the next.
+    The last checkpoint, and a checkpoint saved after SIGTERM, may lie within an interval. They get the number of the
+    checkpoint at the interval's end.
     """
     return every is not None and ceil(step / interval) % every == 0
 
@@ -36,7 +37,7 @@ def is_nth(step: int, interval: int, every: int | None) -> bool:
 class MarkCheckpoints(Callback):
     def __init__(self, run: Run, metrics, validations: Validations | None = None):
         self.run, self.folder, self.metrics, self.validations = run, checkpoint_folder(run), metrics, validations
-        self.training = resume.record(run)  # taken at the start: later edits of the files must not change it
+        self.training = resume.record(run)  # read at the start, so that later edits of the files do not change it
 
     def on_checkpoint_save(self, context) -> None:
         """Mark the checkpoint. Bridge calls this on every rank after all ranks have written and passed a barrier."""
@@ -56,7 +57,7 @@ class MarkCheckpoints(Callback):
             self.validations.after_save(context.state.train_state.step)
 
     def on_eval_end(self, context) -> None:
-        """Mark the last checkpoint again: Bridge validates after it has saved it, and the mark records the loss."""
+        """Mark the last checkpoint again, to record its loss: Bridge validates only after saving it."""
         step = context.state.train_state.step
         if distributed.get_rank() == 0 and checkpoints.read_mark(checkpoints.step_folder(self.folder, step)):
             self._mark(context)

@@ -5,8 +5,8 @@ drops the lines of later steps that an interrupted attempt left: each step appea
 
     step, lm_loss, mtp_loss, aux_loss, lr, grad_norm      of this step; losses are means over tokens
     z_loss                                                mean of the squares that train.z_loss weighs
-    aux_loss                                              load balancing loss, mean over rows; 1 if experts are equally
-                                                          busy
+    aux_loss                                              load balancing loss, mean over rows; 1 if all experts get
+                                                          equally many tokens
     router_z_loss                                         z loss of the routers, weighed by moe.z_loss_coeff
     loss_scale, skipped_steps, nan_steps                  fp16: steps so far whose gradients overflowed, and how many of
                                                           them had a loss that was NaN or infinite (lm_loss is null)

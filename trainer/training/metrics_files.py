@@ -35,9 +35,9 @@ class MetricsFiles:
 
 
 def drop_after(path: Path, step: int) -> dict:
-    """Keep the complete lines of steps up to this one: a killed process may leave later lines and half a line.
+    """Drop lines of later steps and damaged lines, which a killed process may have left.
 
-    Damaged lines are dropped. Returns the last kept line that counts skipped steps.
+    Return the last remaining line that counts skipped steps.
     """
     lines, last = [], {}
     for line in path.read_text("utf-8", "replace").splitlines() if path.exists() else []:

@@ -3,16 +3,16 @@
 The record has the log-probability of each token of the first rows of test.jsonl (else of validation.jsonl, else of
 training.jsonl), computed by the trained base and adapter at the layout of the training. trainer/serving/agreement.py
 computes the same with the served model and compares. With an adapter, the record also has the log-probabilities of the
-base alone: the difference is the effect of the adapter, of which a served model must not lose any part. A digest of the
-trained weights identifies the weights.
+base without the adapter. The difference is the adapter's effect, and a served model must not lose any part of it. A
+digest identifies the trained weights.
 
 With checkpoint.keep_best, the best checkpoint so far has its record in parity-best.json; with train.ema_decay, the
 means of the weights have theirs in parity-ema.json.
 
-The record is written after a checkpoint has been written and before it is marked. A run with a complete training
-therefore has parity.json, and the computation here cannot change a checkpoint. If a finished run has no record (it was
-deleted, or other rows were configured), training loads the last checkpoint and makes no step: Megatron-Bridge calls
-on_data_init_start() after loading.
+The record is written after a checkpoint has been written and before it is marked. Therefore every complete training has
+parity.json, and the computation here cannot change a checkpoint. If a finished run has no record (it was deleted, or
+other rows were configured), training loads the last checkpoint, writes the record in on_data_init_start(), and takes no
+step.
 """
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false

@@ -2,8 +2,8 @@
 
 The mark records the keys of the run that saved it (conf/schema/identity.py), the source of its base, and the digest of
 the tokens that it was trained on. A resume may change the layout, the batch of a rank, recomputation, kernels and
-reports. It must not change anything that decides the trained weights, including the learning rate's schedule: half of
-one schedule and half of another is a third training, which nobody could repeat.
+reports. It must not change anything that affects the trained weights. This includes the learning rate's schedule:
+nobody could repeat a training with parts of two schedules.
 
 Checkpoints that were saved before marks had such a record are compared by Megatron-Bridge's run_config.yaml; their base
 and data cannot be compared.
@@ -27,26 +27,7 @@ from trainer.startup.console import say
 SCHEDULE = ("train.steps", "optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.decay")
 OF_BASE = ("digest", "precision", "mtp")
 # Megatron-Bridge's names in run_config.yaml, by ours.
-IN_BRIDGE = {
-    "adapter.rank": "peft.dim",
-    "adapter.alpha": "peft.alpha",
-    "adapter.dropout": "peft.dropout",
-    "adapter.targets": "peft.target_modules",
-    "train.global_batch": "train.global_batch_size",
-    "train.seed": "rng.seed",
-    "train.steps": "scheduler.lr_decay_iters",
-    "optimizer.lr": "optimizer.lr",
-    "optimizer.min_lr": "optimizer.min_lr",
-    "optimizer.warmup_steps": "scheduler.lr_warmup_iters",
-    "optimizer.decay": "scheduler.lr_decay_style",
-    "optimizer.weight_decay": "optimizer.weight_decay",
-    "optimizer.beta1": "optimizer.adam_beta1",
-    "optimizer.beta2": "optimizer.adam_beta2",
-    "optimizer.eps": "optimizer.adam_eps",
-    "optimizer.clip_grad": "optimizer.clip_grad",
-    "data.seed": "dataset.seed",
-    "data.seq_length": "dataset.seq_length",
-}
+IN_BRIDGE: dict[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 def record(run: Run) -> dict[str, Any]:
@@ -60,13 +41,12 @@ def check(run: Run, folder: Path) -> None:
     if (newest := _newest(folder)) is None:
         return
     place, was = newest
-    lines = []
+    versions = []
     if was.get("version", identity.VERSION) != identity.VERSION:
-        text = f"by version {was['version']} of this program's training, and this is {identity.VERSION}"
-        lines.append(f"{place}: was trained {text}; start again in another paths.output")
+        versions.append(f"version {was['version']} of this program's training, and this is {identity.VERSION}")
     if was.get("auxiliary_losses", {}) != (losses := _auxiliary_losses(run)) and losses:
-        text = "by an earlier version of this program, whose losses of routers and of MTP layers differ"
-        lines.append(f"{place}: was trained {text}; start again in another paths.output")
+        versions.append("an earlier version of this program, whose losses of routers and of MTP layers differ")
+    lines = [f"{place}: was trained by {text}; start again in another paths.output" for text in versions]
     ways = _ways_of_magnitudes(place) if run.adapter.kind == "dora" and was.get("magnitudes") != "whole" else 1
     if ways > 1 and "linear_fc1" in run.adapter.names:
         text = f"{place} has DoRA's magnitudes of linear_fc1 in the order of {ways} tensor-parallel ranks"
@@ -112,7 +92,7 @@ def report_changes(run: Run, folder: Path) -> None:
 
 
 def _newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint from which training would resume, and its record, or what run_config.yaml says of it."""
+    """Return the checkpoint from which training would resume, and its record, or its entries in run_config.yaml."""
     steps = checkpoints.complete_steps(folder)
     if not steps:
         return None

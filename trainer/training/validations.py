@@ -21,7 +21,7 @@ from trainer.training.metrics import Metrics
 
 
 class Validations(Callback):
-    """State of a run's validations. In the list of callbacks it comes after Metrics and before its readers."""
+    """State of a run's validations. In the list of callbacks it is after Metrics, and before its users."""
 
     def __init__(self, run: Run, metrics: Metrics, start: int):
         self.run, self.metrics, self.folder = run, metrics, checkpoint_folder(run)

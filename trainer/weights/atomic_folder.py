@@ -2,9 +2,9 @@
 
 Everything is written into <folder>.partial, on storage that all ranks share. The previous folder of this name stays
 until the new one is complete: synced to disk, marked (contract/checkpoints.py), and then renamed in one step
-(contract/output_marks.py). A rank that fails removes the partial folder. What a killed process leaves is removed by the
-next attempt, or resumed if the next attempt makes exactly the same output. If the name is a link, the folder that it
-points to is replaced, on its own disk.
+(contract/output_marks.py). A rank that fails removes the partial folder. If a process is killed, the next attempt
+resumes from the partial folder if it writes exactly the same output, and removes it otherwise. If <folder> is a link,
+the folder that it points to is replaced, on the disk of that folder.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ ASIDE = ".journal"  # next to an output: the journal of a complete folder, until
 
 @contextlib.contextmanager
 def write(folder: Path, facts: dict[str, Any], kind: Kind, state: str) -> Iterator[Path]:
-    """Yield the folder to write into. `facts` go into the mark with their values at the end of the block on rank 0.
+    """Yield the folder to write into. The mark gets `facts` as they are on rank 0 at the end of the block.
 
     A killed attempt of the same `state` is resumed: the folder has its files, and a folder JOURNAL for records of
     finished parts.
@@ -78,9 +78,9 @@ def write(folder: Path, facts: dict[str, Any], kind: Kind, state: str) -> Iterat
 
 
 def _put_aside(partial: Path, journal: Path) -> None:
-    """Move the journal out of a complete folder. Removing it there instead would lose finished work if killed."""
+    """Move the journal out of a complete folder. If it were removed there, a kill could lose finished work."""
     (partial / JOURNAL / OF).write_text(_number(partial))
-    if os.path.lexists(journal):  # of another program
+    if os.path.lexists(journal):  # a file of another program
         shutil.rmtree(partial / JOURNAL)
     else:
         (partial / JOURNAL).rename(journal)
@@ -96,7 +96,7 @@ def _bring_back(journal: Path, partial: Path, kind: Kind) -> None:
 
 
 def _remove(journal: Path) -> None:
-    """Remove a journal that was put aside; other files of this name stay."""
+    """Remove a journal that was put aside. A file of another program with this name stays."""
     if (journal / OF).is_file() and (journal / STATE).is_file():
         shutil.rmtree(journal, ignore_errors=True)
 
@@ -143,7 +143,7 @@ def _read(path: Path) -> str:
 
 
 def _is_of_the_disk(error: BaseException | None) -> bool:
-    """Whether the error is from a full disk, even if a library wrapped it or reports only its text."""
+    """Whether a full disk caused the error, even if a library wrapped the error or reports only its text."""
     while error is not None:
         text = str(error)
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(sign in text for sign in FAILED):

@@ -57,7 +57,7 @@ def check(bridge, chunks: list, model: released.Model, sums: dict[str, str], lef
 
 
 def _demand(bridge, chunks: list) -> tuple[set[str], set[str]]:
-    """Return the released tensors that fill the model, and Megatron's parameters that none would fill."""
+    """Return the released tensors that fill the model, and Megatron's parameters that no released tensor fills."""
     registry = bridge._model_bridge.mapping_registry()
     config, names, unmapped = unwrap_model(chunks)[0].config, set(), set()
     for name, _ in named_tensors(chunks):
@@ -72,7 +72,7 @@ def _demand(bridge, chunks: list) -> tuple[set[str], set[str]]:
 
 
 def _shapes(model: released.Model) -> dict[str, tuple[int, ...]]:
-    """Shape of each tensor, also by a name without its first part, if the release leaves that out."""
+    """Return the shape of each tensor by name, and by the shorter name if the release omits the first part of names."""
     shapes = model_facts.shapes(model.config)
     first, _, short = families.of(model.config).embedding.partition(".")
     if short in model.tensors:

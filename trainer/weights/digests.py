@@ -38,7 +38,7 @@ def sums(piece: torch.Tensor, offsets: tuple[int, ...], depth: int = 0) -> torch
         for dim in reversed(range(depth, piece.ndim)):
             first = offsets[dim] + (start if dim == depth else 0)
             factors = place_factors(dim - depth, first, part.shape[dim], part.device)
-            part = part.mul_(factors).sum(-1)  # the last dimension: those after it are already summed
+            part = part.mul_(factors).sum(-1)  # the last remaining dimension; later ones are already summed
         total += part
     return total
 
@@ -52,7 +52,7 @@ def text(number: int) -> str:
 
 
 def of_all(digests: dict[str, str]) -> str:
-    """Return one digest of many, which depends on the tensors' names."""
+    """Return one digest of many digests; it depends on the tensors' names."""
     return checksums.of(json.dumps(sorted(digests.items())))
 
 

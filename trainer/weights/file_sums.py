@@ -1,8 +1,7 @@
-"""Checksums of the pieces of a base's files, beside them: who reads a piece looks at it once.
+"""Checksums of the pieces of a base's files, in a file next to them. A reader verifies each piece once.
 
-That takes a tenth of the time of the pieces' own checksums, which are their archives' CRC-32 and are not written any
-more. Bases that were made in November 2026 have checksums of whole files; those of before, and checkpoints of a
-training, have none.
+Verifying takes a tenth of the time of the CRC-32 in torch's archives, which new bases no longer have. Some bases of
+November 2026 have checksums of whole files instead. Older bases, and checkpoints of a training, have none.
 """
 
 import json
@@ -17,16 +16,16 @@ from contract.faults import Fault
 from contract.files import write_atomically
 
 FILE = "sums.json"
-BLOCK = 2**18  # bytes read at once, which a core keeps near
+BLOCK = 2**18  # bytes read at once; fits into a core's cache
 
 
 def name(file: str, offset: int) -> str:
-    """Name of the checksum of the piece that begins there."""
+    """Return the key of the checksum for the piece that begins at this offset of the file."""
     return f"{file}:{offset}"
 
 
 def of(file: BinaryIO, start: int = 0, length: int = sys.maxsize) -> str:
-    """Checksum of a file, or of a part of it."""
+    """Return the checksum of a file, or of a part of it."""
     found, block, left = xxhash.xxh3_128(), memoryview(bytearray(min(BLOCK, length))), length
     file.seek(start)
     while left and (count := file.readinto(block[: min(left, BLOCK)])):  # pyright: ignore[reportAttributeAccessIssue]
@@ -40,7 +39,7 @@ def write(folder: Path, sums: dict[str, str]) -> None:
 
 
 def read(folder: Path) -> dict[str, str]:
-    """Checksums by their names; none where nobody has written any that can be read."""
+    """Return the checksums by their keys; empty if the file is missing or cannot be read."""
     try:
         return json_object.read(folder / FILE)
     except Fault:

@@ -1,6 +1,6 @@
-"""Work cut into units, each done by one rank and recorded when it is done, so a later attempt skips it.
+"""Divide work into units. One rank does each unit and records it afterwards, so a later attempt skips it.
 
-The entries of units, small JSON objects, are in a folder next to the output, on storage that all ranks share.
+Each unit has an entry, a small JSON object, in a folder next to the output, on storage that all ranks share.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""A weight with a low-rank change, in blocks of its rows, and the check of a written one.
+"""Merge of a low-rank change into a weight, in blocks of rows, and the check of a merged weight.
 
     LoRA   W' = W + scale * B @ A
     DoRA   W' = magnitude * (W + scale * B @ A) / norm of each row of it
@@ -18,8 +18,8 @@ from trainer.weights.mapped import kept_memory
 
 AT_ONCE = 2**19  # elements merged at a time
 TILE = 64  # Blocks have multiples of this many rows: their products are then bit-identical to the whole matrix's.
-# Rows whose length is a multiple of CROWDED compete for the same cache lines: a product of rank 8 takes three times as
-# long. Such rows are stored APART elements further apart.
+# If the length of rows is a multiple of CROWDED, rows compete for the same cache lines, and a product of rank 8 takes
+# three times as long. Then the distance between rows is larger by APART elements.
 CROWDED, APART = 256, 16
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -58,10 +58,10 @@ class Change:
             yield rounded[: len(whole)].copy_(whole)
 
     def is_in(self, found: Matrix, weight: Matrix) -> bool:
-        """Whether `found` is the merged weight, rounded to its type; computed again in another order.
+        """Whether `found` is the merged weight, rounded to its type. The merge is computed again in another order.
 
-        Besides rounding, a value may differ by fp32's loss relative to the largest value. Both orders give most values
-        identically, so only the others are examined.
+        In addition to rounding, a value may differ by fp32's error relative to the largest value. Most values are equal
+        in both orders, so only the others are examined.
         """
         a, factor, numbers = self.a.float(), self.b.float() * self.scale, torch.finfo(found.dtype)
         near_zero = numbers.eps / 2 * numbers.tiny  # rounding error of subnormal numbers

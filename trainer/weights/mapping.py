@@ -1,10 +1,10 @@
 """Mapping of Megatron's names and fused layers to the released model's, from Megatron-Bridge's own tables.
 
 Megatron computes queries, keys and values in one layer, and gate and up in one; released models usually have separate
-ones. GPT-2 has one layer too, but not in Megatron's order, and stores its matrices transposed. gpt-oss has all experts
-of a layer in one tensor, transposed, with alternating rows of gate and up. The rows of a bias, of the B of a low-rank
-adapter and of DoRA's magnitudes are mapped like those of the weight. Only mappings that cut a tensor into rows or
-reorder rows are supported; models with any other mapping are refused.
+layers. GPT-2 also has one layer for queries, keys and values, but with rows in another order, and stores its matrices
+transposed. gpt-oss has all experts of a layer in one tensor, transposed, with alternating rows of gate and up. The rows
+of a bias, of an adapter's B and of DoRA's magnitudes are mapped like the rows of the weight. Only mappings that cut a
+tensor into rows or reorder rows are supported; models with any other mapping are refused.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Merge of trained weights into released ones, weight by weight: a low-rank adapter to add, or a new value.
 
 low_rank.py computes the merged weight. A, B and magnitudes are read from the checkpoint when they are needed, because
-those of a model with many experts do not fit in memory together.
+all adapters of a model with many experts do not fit into memory together.
 """
 
 import re
@@ -96,9 +96,9 @@ class NewValue:
 
 
 def find_adapters(stored: Stored, registry, model: Model) -> dict[str, tuple[Adapter, ...]]:
-    """Return the adapters by released name; several for a tensor with all experts of a layer, in order.
+    """Return the adapters by released name. A tensor with all experts of a layer has several, in order.
 
-    Every tensor of every adapter must belong to one, and fit it.
+    Every tensor of the adapters must belong to a released weight and fit it.
     """
     layers: dict[tuple[str, str], dict[str, Place]] = defaultdict(dict)
     unmatched = []
@@ -123,7 +123,7 @@ def find_adapters(stored: Stored, registry, model: Model) -> dict[str, tuple[Ada
             else:
                 adapters[part.name][part.expert] = adapter
     whole, broken = _in_order(adapters, model)
-    unmatched += [f"those for {name}, of some but not all experts" for name in broken]
+    unmatched += [f"adapters of {name} for some but not all experts" for name in broken]
     if unmatched:
         names = enumerate_names(sorted(unmatched))
         raise Fault(f"{stored.folder}: {len(unmatched)} tensors belong to no adapter of {model.folder}: {names}")

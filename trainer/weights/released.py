@@ -1,10 +1,10 @@
 """Tensors of a released checkpoint: names, types, shapes, places and checksums, read without a tensor library.
 
-The checksum of a tensor is that of its bytes, wherever they are stored, so the digest of a model does not depend on its
-files. It is a 128-bit XXH3, against loss and confusion, not against forgery: the store's and the Hub's digests protect
-against that, and SHA-256 took a third of a conversion's time. Bases made with SHA-256 keep it; the length of a recorded
-checksum shows its kind. trainer/checks/inputs.py has already checked that the files exist and have the length in their
-headers.
+The checksum of a tensor covers only its bytes and not their place, so the digest of a model does not depend on the
+division into files. It is a 128-bit XXH3, which detects loss and confusion, but not forgery. The digests of the store
+and of the Hub detect forgery; SHA-256 here would take a third of a conversion's time. Older bases have SHA-256, which
+the length of a recorded checksum shows. trainer/checks/inputs.py has already checked that the files exist and have the
+length in their headers.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from conf.model_files import config_json, quantization, weights
 from conf.model_files.quantization import Packed
 from conf.model_files.weights import Entry
 from contract import json_object
-from contract.faults import Fault
+from contract.faults import Fault, named
 from trainer.startup import device
 
 SOURCE = "source.json"  # in a converted model: type, shape and checksum of each released tensor
@@ -72,18 +72,15 @@ class Model:
         return sorted({entry.file for entry in self.tensors.values()})
 
     def stamps(self) -> dict[str, list[int]]:
-        """Return size and time of each file; while they are unchanged, so are the checksums."""
+        """Return size and time of each file. If both are unchanged, the checksums are assumed to be unchanged."""
         stats = {file: (self.folder / file).stat() for file in self.files()}
         return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
 
 
 def read(folder: Path) -> Model:
     config, tensors = config_json.read(folder / config_json.NAME), weights.tensors(folder)
-    try:
-        packed = quantization.packed(config, tensors)
-    except ValueError as error:
-        raise Fault(f"{folder}: {error}") from None
-    return Model(folder, config, tensors, packed)
+    with named(folder, ValueError):
+        return Model(folder, config, tensors, quantization.packed(config, tensors))
 
 
 def unlike(base: Path, tensors: Mapping[str, Entry]) -> list[str]:
@@ -158,7 +155,7 @@ def has_sum(path: Path, entry: Entry, recorded: str) -> bool:
 
 
 def checksum(path: Path, entry: Entry, recorded: str = "") -> str:
-    """Checksum of the bytes at this place of a file, of the kind of the recorded one."""
+    """Return the checksum of the bytes at this place of a file, of the same kind as `recorded`."""
     found = new_sum(recorded)
     for block in blocks(path, entry):
         found.update(block)
@@ -177,12 +174,12 @@ def enumerate_names(names: Iterable[str], limit: int = 10) -> str:
 
 
 def new_sum(recorded: str):
-    """A checksum that begins, of the kind of the recorded one."""
+    """Return an empty checksum of the same kind as `recorded`."""
     return hashlib.sha256() if len(recorded) == SHA256_DIGITS else xxhash.xxh3_128()
 
 
 def _read(path: Path, entry: Entry, scale: bool, recorded: str) -> tuple[str, bool]:
-    """Checksum of a tensor, and whether all its numbers are finite; those of a scale, above 0 as well."""
+    """Return the checksum of a tensor, and whether all values are finite and, in a scale, above 0."""
     found, finite = new_sum(recorded), True
     for block in blocks(path, entry):
         found.update(block)

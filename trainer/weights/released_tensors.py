@@ -12,7 +12,7 @@ import torch
 from conf.model_files.quantization import Packed
 from conf.model_files.weights import Entry
 from contract import regular_files
-from contract.faults import Fault
+from contract.faults import Fault, named
 from trainer.weights.mapped import mapped_numbers
 from trainer.weights.quantised import unpack
 from trainer.weights.released import Model
@@ -54,13 +54,11 @@ def at(folder: Path, entry: Entry, rows: slice = slice(None)) -> torch.Tensor:
     if not count:
         return torch.empty(shape, dtype=dtype)
     path, start = folder / entry.file, entry.start + first * (entry.size // length)
-    with regular_files.open_regular(path) as f:
-        try:
-            return mapped_numbers.read(f, start, dtype, count).view(shape)
-        except (OSError, ValueError) as error:
-            raise Fault(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    file = regular_files.open_regular(path)
+    with file, named(path, (OSError, ValueError)):
+        return mapped_numbers.read(file, start, dtype, count).view(shape)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The values of a tensor as in a file."""
+    """Return the values of a tensor as the bytes of a file."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data

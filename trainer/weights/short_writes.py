@@ -1,9 +1,10 @@
 """Write large content in small blocks.
 
 The kernel caches written data in runs of pages as long as the write, up to some megabytes. Short runs usually reuse
-recently freed pages. Long ones often do not, and on a virtual machine the host must find the pages first, which takes
-longer than the rest of the write. On one such machine, 3.7 GB in blocks of 64 KiB took 0.8 to 1.2 s of CPU time, with
-256 KiB 0.8 to 4.4, with 1 MiB 0.7 to 9.1, and `cp` 1.0 to 2.5 (Linux 6.18, ext4, 2026-11-25).
+recently freed pages. Long runs often need new pages. On a virtual machine the host must provide these first, which
+takes longer than the rest of the write. On one virtual machine, writing 3.7 GB in blocks of 64 KiB took 0.8 to 1.2 s of
+CPU time, in blocks of 256 KiB 0.8 to 4.4 s, in blocks of 1 MiB 0.7 to 9.1 s, and with `cp` 1.0 to 2.5 s (Linux 6.18,
+ext4, 2026-11-25).
 """
 
 import os

@@ -1,16 +1,16 @@
 """Reader of a torch_dist checkpoint's tensors by their Megatron names: one process, no model, no process group.
 
-Such a checkpoint has each tensor under a name that does not depend on the layout of the save, in pieces that do.
-Identical layers are stacked into one tensor, and so are the experts of a layer. read() touches only the bytes of one
-layer or expert, mapped from the file if they are contiguous, so memory stays that of one weight matrix. Megatron's own
-loader would need the model in memory first, at some layout.
+In a torch_dist checkpoint, the names of tensors do not depend on the layout at which it was saved, but the pieces of
+the tensors do. Identical layers are stacked into one tensor, and so are the experts of a layer. read() touches only the
+bytes of one layer or expert, and maps them from the file if they are contiguous. It therefore needs memory for only one
+weight matrix. Megatron's loader would need a model in memory first, at some layout.
 
 Tensors of the optimizer, random states and Transformer Engine's _extra_state are ignored.
 
-If training wrote digests of its memory (trainer/weights/digests.py), every weight is compared with its digest; one that
-is missing, of another layer or step, or assembled wrongly is named. Without digests each piece is compared with its
-checksum (trainer/weights/file_sums.py), once. Without that, its file is compared; if the file has no checksum or
-another one, the piece is compared with its archive's.
+If training wrote digests of its memory (trainer/weights/digests.py), every weight is compared with its digest. A Fault
+names a weight that is missing, assembled wrongly, or from another layer or step. Without digests, each piece is
+compared once with its checksum (trainer/weights/file_sums.py). Without checksums of pieces, the file is compared with
+its checksum. If the file has no checksum, or a different one, the piece is compared with the checksum in its archive.
 
 Several threads may read weights.
 """
@@ -57,7 +57,7 @@ class Stored:
     folder: Path
     metadata: Metadata
     places: dict[str, Place]  # by Megatron's name; experts as in a grouped layer: ...linear_fc1.weight7
-    in_memory: dict | None = None  # result of digests.read()
+    in_memory: dict | None = None  # result of digests.read(): digests of training's memory
     seen: set[str] = field(default_factory=set)  # names of the weights that were read
     layouts: dict[tuple, mapped_piece.Layout] = field(default_factory=dict)  # of the pieces that were read
     sums: dict[str, str] = field(default_factory=dict)  # of its pieces, or of its files

@@ -58,7 +58,7 @@ class Trained:
         return None
 
     def blocks(self, name: str) -> Iterable[torch.Tensor] | None:
-        """Return the same in consecutive blocks of rows; each block is invalid after the next is requested."""
+        """Return the tensor to write, in blocks of rows in order; each is invalid after the next is requested."""
         source = self.copies.get(name, name)
         if source in self.values and self.values[source][0].part.expert is None:
             return self.values[source][0].blocks(self.stored, self.config, self.model.weights[source])
@@ -81,9 +81,7 @@ class Trained:
         return ReadRows(path, entry, dtype, "released", self.sums[part.name])
 
     def change(self, adapter: Adapter) -> Change:
-        """Return the change of a weight by this adapter, cached because a merged weight is then checked with the same
-        factors.
-        """
+        """Return the change of a weight by this adapter. The last one is cached for the check after the merge."""
         if getattr(self.last, "adapter", None) is not adapter:
             self.last.adapter, self.last.change = adapter, adapter.change(self.stored, self.config)
         return self.last.change
@@ -136,7 +134,7 @@ class Trained:
         return all(released.has_sum(self.model.folder / e.file, e, self.sums[part]) for part, e in entries.items())
 
     def is_merged(self, name: str, found: torch.Tensor) -> bool:
-        """Whether this is the released weight `name` merged with its adapter."""
+        """Whether `found` is the released weight `name` merged with its adapter."""
         return all(self._is_merged(adapter, adapter.part.of(found)) for adapter in self.adapters[name])
 
     def _is_merged(self, adapter: Adapter, found: torch.Tensor) -> bool:
@@ -144,9 +142,9 @@ class Trained:
         return self.change(adapter).is_in(adapter.part.turn(found), before)
 
     def is_merged_in(self, name: str, path: Path, entry: Entry, written: str) -> bool:
-        """Whether the file has what was written here, and this is the released weight `name` merged with its adapter.
+        """Whether the file has the written bytes, and they are the released weight `name` merged with its adapter.
 
-        The compared bytes are the same that are checksummed: those of the file, and those of the release.
+        Bytes of the file and of the release are read once, both for the comparison and for their checksums.
         """
         adapter = self.adapters[name][0]
         before = self.rows(adapter.part)

@@ -1,8 +1,8 @@
-"""vLLM's loader of a quantised release, unpacked: vLLM then serves the initial weights of training, in bf16 or fp32.
+"""Loader for vLLM that unpacks a quantised release: vLLM then serves training's initial weights, in bf16 or fp32.
 
-vLLM's own loader would multiply the codes, and also round every activation to FP8: its answers would differ from the
-trained model's, which is exported unpacked. Each process of vLLM unpacks all weights and keeps its part. UNPACKED of
-trainer/serving/engine.py makes every process of vLLM import this file.
+With its own loader, vLLM would compute with the codes and round every activation to FP8. Its answers would then not be
+comparable with the trained model, which is exported unpacked. Each process of vLLM unpacks all weights and keeps its
+part. UNPACKED of trainer/serving/engine.py makes every process of vLLM import this file.
 """
 
 from collections.abc import Generator

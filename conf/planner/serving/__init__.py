@@ -1,1 +1,1 @@
-"""Memory, layout and time of vLLM, which serves a model while it is evaluated."""
+"""Memory, layout and time of vLLM, which serves a model during evaluation and reinforcement learning."""

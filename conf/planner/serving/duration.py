@@ -2,12 +2,12 @@
 
     duration(run, facts, gpu, serving) -> Duration
 
-START and COMPILE were measured on an H200 with tiny models in bf16 (November 2026): 51 s until the first answer, of
-which 34 s for compiling, the profile of graphs and their capture, and 52 s with 9.6 GB of weights. All else is
-arithmetic: a step of decoding reads all weights of a GPU and the cache of its rows, as routers ask for most experts
-where many rows are answered at once; a prompt takes 2 FLOPs a weight and token. Rows count at their full length.
+START and COMPILE were measured on an H200 with tiny models in bf16 (November 2026): 51 s until the first answer,
+including 34 s for compiling, the profile of graphs and their capture; 52 s with 9.6 GB of weights. Everything else is
+computed. A step of decoding reads all weights of a GPU and the cache of its rows, because many rows together use most
+experts. A prompt takes 2 FLOPs per weight and token. Rows count with their full length.
 
-Not covered: storage that several hosts read at once, a compile cache that is there already.
+Not covered: storage that several hosts read at once, an existing compile cache.
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from conf.planner.serving.layout import SEQUENCES, Serving
 from conf.planner.traffic import LATENCY
 from conf.schema.run import Run
 
-START, COMPILE = 17.0, 34.0  # imports, device and engine; what eager leaves out
-RANKS = 15.0  # for processes of more than one GPU to import the same, and to meet
+START, COMPILE = 17.0, 34.0  # imports, device and engine; compiling and graphs, which eager skips
+RANKS = 15.0  # for the processes of several GPUs to import and connect
 READ = 2 * GB  # bytes/s of a host's storage, for all of its GPUs
-ASKED = 10.0  # for each task: lm-eval's own start, the first of all shapes
-LAYER = {False: 0.03e-3, True: 0.4e-3}  # of a host, to start a layer's kernels: from a graph, and eager
-ROWS = 1000  # where evaluate.rows is null: what the data hold, nobody knows yet
+ASKED = 10.0  # for each task: lm-eval's start, and the first batch of each shape
+LAYER = {False: 0.03e-3, True: 0.4e-3}  # seconds of the host to start a layer: from a graph, and eager
+ROWS = 1000  # assumption if evaluate.rows is null, as the data are not counted yet
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
-"""Layout of vLLM for an evaluation: how many hosts and GPUs, with which room for the cache, and why none would do.
+"""Layout of vLLM for an evaluation: hosts, GPUs and the room for the cache, or the reason why no layout fits.
 
-    choose(run, facts, gpu) -> Serving      on hosts of the run
-    of(run, facts, gpu, tp, hosts)          of so many GPUs on each of so many hosts
-    refusal(run, facts, gpu)                why none fits on hosts of the run, with keys that help; or ""
+    choose(run, facts, gpu) -> Serving      the best layout on hosts of the run
+    of(run, facts, gpu, tp, hosts)          the layout with tp GPUs on each of these hosts
+    refusal(run, facts, gpu)                why no layout fits on hosts of the run, with keys that help; or ""
     with_layout(run, chosen) -> Run         the run with the chosen layout, for the stages
 
-If one host can hold the model, the layout has the fewest GPUs whose cache holds all questions at once, or those that
-hold the most. On several hosts each host is a stage of the pipeline, with all of its GPUs that divide the model. Values
-of evaluate.nodes, gpus, expert_parallel and eager are kept. Quantization changes answers: it is advised, never chosen.
+If one host can hold the model, the layout has the fewest GPUs whose cache holds all questions at once, or else the GPUs
+whose cache holds most. With several hosts each host is a stage of the pipeline, with the largest number of its
+GPUs that divides the model. Values of evaluate.nodes, gpus, expert_parallel and eager are kept. Quantization changes
+answers, so it is only suggested, never chosen.
 """
 
 from collections.abc import Iterator
@@ -21,10 +22,10 @@ from conf.rules import serving
 from conf.schema.run import Run
 from conf.schema.sections import Evaluate
 
-SEQUENCES = 256  # that vLLM computes at once; more than that gains nothing
-FEW_SHOT = 4096  # tokens of prompt and answer that lm-eval's own tasks may take
+SEQUENCES = 256  # sequences that vLLM computes at once; more bring no gain
+FEW_SHOT = 4096  # tokens of prompt and answer in lm-eval's tasks, at most
 WORTH_GRAPHS = 2000  # steps of decoding; a graph saves 5 to 15 ms of each, and takes 34 s at the start
-HOSTS = 16  # most that are looked at
+HOSTS = 16  # most hosts that are tried
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Serving:
 
     @property
     def length(self) -> int:
-        """Longest sequence that vLLM is asked to take."""
+        """Longest sequence that vLLM must accept."""
         return power_of_two(self.row)
 
     @property
@@ -44,34 +45,34 @@ class Serving:
 
     @property
     def at_once(self) -> int:
-        """Rows that the cache holds, of those that are computed at once."""
+        """Rows that are computed at once and fit into the cache."""
         return min(self.way.sequences, self.memory.cached // self.row)
 
 
 def choose(run: Run, facts: ModelFacts, gpu: Gpu) -> Serving:
-    """The best layout on hosts of the run; where none fits, the one that lacks least."""
+    """Return the best layout on hosts of the run; if no layout fits, the layout that lacks least."""
     hosts = [run.evaluate.nodes] if run.evaluate.nodes else range(1, min(run.layout.nodes, facts.layers, HOSTS) + 1)
-    found = []
+    layouts = []
     for count in hosts:
-        found.append(_on(run, facts, gpu, run.layout.gpus_per_node, count))
-        if found[-1].lacks <= 0:
-            return found[-1]
-    return min(found, key=lambda one: one.lacks)
+        layouts.append(_on(run, facts, gpu, run.layout.gpus_per_node, count))
+        if layouts[-1].lacks <= 0:
+            return layouts[-1]
+    return min(layouts, key=lambda layout: layout.lacks)
 
 
 def _on(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, hosts: int) -> Serving:
-    able = [tp for tp in range(1, gpus + 1) if not any(serving.uncut(facts, tp, spreads_experts(run, facts, tp)))]
-    able = [run.evaluate.gpus] if run.evaluate.gpus else able if hosts == 1 else able[-1:]
-    found = [of(run, facts, gpu, tp, hosts) for tp in able or [1]]
-    wanted = rows_together(run.evaluate)
-    fitting = [one for one in found if one.lacks <= 0]
+    degrees = [tp for tp in range(1, gpus + 1) if not any(serving.uncut(facts, tp, spreads_experts(run, facts, tp)))]
+    degrees = [run.evaluate.gpus] if run.evaluate.gpus else degrees if hosts == 1 else degrees[-1:]
+    layouts = [of(run, facts, gpu, tp, hosts) for tp in degrees or [1]]
+    rows = rows_together(run.evaluate)
+    fitting = [layout for layout in layouts if layout.lacks <= 0]
     if not fitting:
-        return min(found, key=lambda one: one.lacks)
-    return next((one for one in fitting if one.at_once >= wanted), max(fitting, key=lambda one: one.at_once))
+        return min(layouts, key=lambda layout: layout.lacks)
+    return next((layout for layout in fitting if layout.at_once >= rows), max(fitting, key=lambda other: other.at_once))
 
 
 def of(run: Run, facts: ModelFacts, gpu: Gpu, tp: int, hosts: int = 1) -> Serving:
-    """The layout of so many GPUs on each of so many hosts."""
+    """Return the layout with `tp` GPUs on each of `hosts` hosts."""
     evaluate = run.evaluate
     byte, sequences = serving.BYTES[serving.precision(run)], rows_together(evaluate)
     way = Way(
@@ -92,52 +93,52 @@ def of(run: Run, facts: ModelFacts, gpu: Gpu, tp: int, hosts: int = 1) -> Servin
 
 
 def row(run: Run) -> int:
-    """Tokens of the longest prompt and its answer."""
+    """Return the tokens of the longest prompt and its answer."""
     needed = run.data.seq_length + run.evaluate.max_tokens
     return max(needed, FEW_SHOT) if {*run.evaluate.tasks} - {"held_out"} else needed
 
 
 def power_of_two(tokens: int) -> int:
-    """The next power of two. vLLM finds compiled code by the longest sequence, so few lengths save compiling."""
+    """Return the next power of two. vLLM finds compiled code by the longest sequence, so few lengths save compiling."""
     return 1 << (tokens - 1).bit_length()
 
 
 def rows_together(evaluate: Evaluate) -> int:
-    """Rows that vLLM computes at once, where its cache holds them."""
+    """Return the rows that vLLM computes at once, if its cache holds them."""
     return min(SEQUENCES, evaluate.rows or SEQUENCES)
 
 
 def is_eager(evaluate: Evaluate, at_once: int) -> bool:
-    """Whether vLLM neither compiles nor captures graphs: they gain nothing where few tokens are asked for."""
+    """Whether vLLM skips compiling and graphs, which bring no gain for few tokens."""
     if evaluate.eager is not None or evaluate.rows is None:
         return bool(evaluate.eager)
     return ceil(evaluate.rows / max(at_once, 1)) * evaluate.max_tokens < WORTH_GRAPHS
 
 
 def spreads_experts(run: Run, facts: ModelFacts, tp: int) -> bool:
-    """Whether a GPU has whole experts: as configured, or if they cannot be cut but divide evenly."""
+    """Whether each GPU has whole experts: as configured, or if experts cannot be cut but can be shared evenly."""
     if run.evaluate.expert_parallel is not None:
         return run.evaluate.expert_parallel and tp > 1
     return serving.has_whole_experts(facts, tp)
 
 
 def with_layout(run: Run, chosen: Serving) -> Run:
-    """The run with the layout of its evaluation written down."""
+    """Return the run with the chosen layout in its keys of evaluation."""
     way = chosen.way
     keys = {"nodes": way.hosts, "gpus": way.tp, "expert_parallel": way.expert_parallel, "eager": way.eager}
     return run.changed(evaluate=keys)
 
 
 def unsupported(run: Run, gpu: Gpu) -> list[str]:
-    """Lines for settings of the evaluation that this kind of GPU cannot do."""
+    """Return lines for settings of the evaluation that this GPU does not support."""
     if serving.rounding(run) and gpu.cuda and gpu.capability < serving.FP8:
         key = "evaluate.quantization" if run.evaluate.quantization else "export.quantization"
-        return [f"{key} is {serving.rounding(run)}, which {gpu.name} does not compute; null"]
+        return [f"{key} is {serving.rounding(run)}, which {gpu.name} does not support; null"]
     return []
 
 
 def refusal(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
-    """The reason why vLLM cannot serve the model on hosts of the run, and what can; "" if it can."""
+    """Return the reason why vLLM cannot serve the model on hosts of the run, with keys that help; "" if it can."""
     here = choose(run, facts, gpu)
     if here.lacks <= 0:
         return ""
@@ -150,7 +151,7 @@ def refusal(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
 
 
 def _mends(run: Run, facts: ModelFacts, gpu: Gpu) -> Iterator[str]:
-    """Overrides with which hosts of the run serve the model: those that answer as it does now come first."""
+    """Yield overrides with which hosts of the run can serve the model. Those with unchanged answers come first."""
     evaluate = run.evaluate
     able = gpu.capability >= serving.FP8 and serving.precision(run) == "bf16"
     ways: list[dict[str, int | None]] = [{}, {"gpus": None}, {"nodes": None}, {"nodes": None, "gpus": None}]
@@ -167,10 +168,10 @@ def _mends(run: Run, facts: ModelFacts, gpu: Gpu) -> Iterator[str]:
 
 
 def _nothing(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
-    """How many hosts would do."""
+    """Return a sentence on the number of hosts that would be enough."""
     for nodes in range(2, min(HOSTS, facts.layers) + 1):
         tried = run.changed(evaluate={"nodes": nodes, "gpus": None}, layout={"gpus_per_node": gpu.per_host})
         found = choose(tried, facts, gpu)
         if found.lacks <= 0:
             return f"It takes {nodes} hosts of {found.way.tp}: {found.memory.weights / GB:.1f} GB of weights a GPU"
-    return f"Nor do {HOSTS} hosts of {gpu.per_host} hold it"
+    return f"{HOSTS} hosts of {gpu.per_host} are not enough either"

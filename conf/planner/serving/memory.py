@@ -2,22 +2,22 @@
 
     memory(model, way, gpu) -> ServedMemory
 
-Bytes on a GPU, of weights of w bytes a number (bf16 2, FP8 1 and a scale for each row) and B bytes of all else:
+Bytes on a GPU. A weight has w bytes (bf16 2, FP8 1 and a scale for each row), every other number B bytes:
 
-    weights      w * (attention + dense MLP + shared experts + experts) / tp + B * (embedding, output) / tp + B * the
-                 rest, of a pipeline stage. Fewer key-value heads than tp are repeated; latent attention has its
-                 down-projections on every GPU, and its up-projections a second time, for decoding
-    adapters     rank * (in + out) of each matrix, and of all experts / tp, though few experts may have one
-    activations  T * [4 H + top_k * max(2 I, H) + top_k * I] * B    T tokens of a step; vLLM measures it at the start
+    weights      of a pipeline stage: w * (attention + dense MLP + shared experts + experts) / tp + B * (embedding,
+                 output) / tp + B * the rest. If there are fewer key-value heads than tp, they are repeated. Latent
+                 attention has its down-projections on every GPU, and its up-projections twice, for decoding
+    adapters     rank * (in + out) of each matrix, and of all experts / tp, even if few experts have an adapter
+    activations  T * [4 H + top_k * max(2 I, H) + top_k * I] * B    T tokens of a step; vLLM measures them at the start
     sampler      rows at once * V * 12
-    graphs       measured 0.12 to 0.18 GB with 4 layers, some 2 GB with 92; none if eager
+    graphs       measured: 0.12 to 0.18 GB with 4 layers, about 2 GB with 92; none if eager
     context      CUDA's, NCCL's and cuBLAS', as in training (conf/planner/memory.py)
-    cache        the rest of UTILIZATION of the GPU: keys and values of so many tokens,
+    cache        the rest of UTILIZATION of the GPU: keys and values of tokens,
                  layers * 2 * key-value heads / tp * head width * B each (latent: layers * (rank + rope) * B, not cut)
-    prompts      T * V * (B + 8) for the log-probabilities of a prompt: vLLM does not count it, so it has to fit in what
-                 UTILIZATION leaves, and in what activations and sampler give back
+    prompts      T * V * (B + 8) for the log-probabilities of a prompt. vLLM does not count them, so they must fit into
+                 the memory outside UTILIZATION and the freed memory of activations and sampler
 
-The figures of weights, cache and prompts are arithmetic from vLLM's own code; context was measured.
+The figures of weights, cache and prompts are computed as in vLLM's code; context was measured.
 Not covered: data parallel serving, fp32 weights of a router, layers that vLLM fuses to more than their matrices.
 """
 
@@ -31,11 +31,11 @@ from conf.planner.hardware import Gpu
 from conf.planner.memory import CONTEXT, NCCL_ALONE, WORKSPACE
 from conf.schema.sections import Adapter
 
-UTILIZATION = 0.9  # of a GPU, by vLLM; with its own 0.92 the prompts' log-probabilities have less than they take
+UTILIZATION = 0.9  # of a GPU; vLLM's default of 0.92 leaves too little for the prompts' log-probabilities
 BLOCK = 16  # tokens of a block of the cache
 FP8 = 1.001  # bytes of a weight, with an fp32 scale for each row of a matrix
 GRAPHS, GRAPHS_A_LAYER = 0.1e9, 0.02e9
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters: vLLM sets memory aside for the next of these
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters: vLLM reserves memory for the next larger one
 PROMPTS = 3.2e9  # bytes of log-probabilities of prompts in a step, at most
 STEP = 8192  # tokens of a step, at most
 
@@ -49,9 +49,9 @@ class Way:
     expert_parallel: bool = False
     quantized: bool = False  # weights in FP8
     eager: bool = False
-    byte: int = 2  # of all numbers that are not quantized
+    byte: int = 2  # bytes of numbers that are not quantized
     adapter: Adapter | None = None  # served next to the base
-    sequences: int = 256  # that are computed at once
+    sequences: int = 256  # computed at once
     tokens: int = 2048  # of a step
 
 
@@ -65,7 +65,7 @@ class ServedMemory:
     sampler: int
     graphs: int
     context: int
-    token: int  # of the cache, each
+    token: int  # of the cache, per token
     prompts: int
     capacity: int  # of the GPU
 
@@ -86,17 +86,17 @@ class ServedMemory:
 
     @property
     def taken(self) -> int:
-        """Bytes that nvidia-smi shows: vLLM takes the whole of its cache at the start."""
+        """Bytes that nvidia-smi shows: vLLM allocates its complete cache at the start."""
         return self.fixed + max(0, self.cache)
 
     def lacks(self, length: int) -> int:
-        """Bytes that are missing for one row of so many tokens and its log-probabilities; a negative number is room."""
+        """Return the bytes that are missing for a row of `length` tokens and its log-probabilities; negative = room."""
         free = self.capacity - int(self.capacity * UTILIZATION) + self.activations + self.sampler
         return max(ceil(length / BLOCK) * BLOCK * self.token - self.cache, self.prompts - free)
 
 
 def tokens_of_a_step(facts: ModelFacts, byte: int, sequences: int) -> int:
-    """The largest power of two whose prompts' log-probabilities keep to PROMPTS."""
+    """Return the largest power of two of tokens whose log-probabilities take at most PROMPTS bytes."""
     most = min(STEP, int(PROMPTS / (facts.vocab * (byte + 8))))
     return max(1 << max(most, 1).bit_length() - 1, sequences)
 
@@ -123,9 +123,9 @@ def memory(facts: ModelFacts, way: Way, gpu: Gpu) -> ServedMemory:
 
 
 def layers_of(stage: int, layers: int, stages: int) -> tuple[int, int]:
-    """First layer of a stage, and the one after its last.
+    """Return the first layer of a stage, and the layer after its last.
 
-    What does not share evenly goes to the last stage but one, and to those before it.
+    If layers cannot be shared evenly, the stages before the last one have one layer more.
     """
     counts = [layers // stages] * stages
     for more in range(layers % stages):
@@ -134,7 +134,7 @@ def layers_of(stage: int, layers: int, stages: int) -> tuple[int, int]:
 
 
 def _stage(facts: ModelFacts, way: Way, place: int) -> tuple[int, int, int]:
-    """Bytes of weights, of adapters, and of a token in the cache, on a GPU of a stage."""
+    """Return the bytes of weights, of adapters, and of a token in the cache, on a GPU of a stage."""
     first, end = layers_of(place, facts.layers, way.hosts)
     kinds = Counter(facts.kinds[first:end])
     weights = sum(_layer(facts, kind, way) * count for kind, count in kinds.items())
@@ -150,7 +150,7 @@ def _layer(facts: ModelFacts, kind: str, way: Way) -> float:
     part = parameters.parts(facts, kind)
     plain = part["norms"] + part.get("router", 0)
     matrices = sum(part[name] for name in ("attention", "mlp", "shared_experts", "experts") if name in part)
-    if kind == "moe" and way.expert_parallel:  # one GPU has one expert more if they do not divide evenly
+    if kind == "moe" and way.expert_parallel:  # some GPUs have one expert more if experts do not divide evenly
         matrices += part["experts"] // facts.experts * (-facts.experts % way.tp)
     if facts.kv_rank:
         whole = facts.hidden * (facts.q_rank + facts.kv_rank + facts.qk_rope)
@@ -172,13 +172,13 @@ def _adapters(facts: ModelFacts, kind: str, way: Way) -> int:
     if way.adapter is None:
         return 0
     targets = way.adapter.names
-    rank = next((one for one in RANKS if one >= way.adapter.rank), way.adapter.rank)
+    rank = next((size for size in RANKS if size >= way.adapter.rank), way.adapter.rank)
     sizes = 0
     for linear in parameters.linears(facts, kind):
         if linear.name in targets:
             into, out = linear.into, linear.out
             sizes += into // way.tp + out if linear.cut == "row" else into + out // way.tp
     if kind == "moe" and {"linear_fc1", "linear_fc2"} <= {*targets}:
-        # Whole adapters of a GPU's experts, or parts of all: trainer/serving/unmerged.py cuts both of their sides.
+        # Complete adapters of a GPU's experts, or parts of all adapters: trainer/serving/unmerged.py cuts both sides.
         sizes += ceil(facts.experts / way.tp) * 3 * (facts.hidden + facts.expert_ffn)
     return sizes * rank * way.byte

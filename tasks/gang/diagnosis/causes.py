@@ -51,7 +51,7 @@ PEER = re.compile(r"(?:peer|from|remote peer|with)? ?\[?((?:\d{1,3}\.){3}\d{1,3}
 
 
 def read(lines: Iterable[str]) -> Cause | None:
-    """The most reliable cause in the lines, and the first of equal ones, as later lines are mostly its consequences."""
+    """Return the most reliable cause in the lines; the first of equal causes, as later lines are consequences."""
     causes = filter(None, (_of(line.strip()) for line in lines))
     return max(causes, key=lambda cause: cause.strength, default=None)
 

@@ -15,7 +15,7 @@ equal causes. The texts are in tasks/gang/diagnosis/causes.yaml, the next action
     storage     disk full, file system gone               yes, without a host whose local disk is full
     preempted   the scheduler took a host                 yes
     hang        SIGSTOP, a missing rank                   yes
-    unknown     all else, with the line of the error      yes, but not twice at the same step
+    unknown     any other, with the line of the error     yes, but not twice at the same step
 """
 
 import re
@@ -163,7 +163,7 @@ def _at(rank: Rank, kind: Kind, what: str, retry: bool = True, blamed: tuple[str
 
 
 def _blamed(cause: Cause, host: str, evidence: Evidence) -> tuple[str, ...]:
-    """The host, if it is known and itself at fault. A disk that is full on all hosts is the shared one."""
+    """Return the host, if it is known and the cause. A disk that is full on all hosts is shared storage."""
     others = [free for other, free in evidence.free.items() if other != host]
     is_shared = cause.kind == "storage" and min(others, default=0) < FULL
     return (host,) if host and cause.blames and not is_shared else ()
@@ -214,7 +214,7 @@ def _by_link(evidence: Evidence) -> Failure | None:
 
 
 def _by_echo(evidence: Evidence) -> Failure:
-    """Failure if no rank has a cause: the other ranks waited for a rank that did not report waiting itself."""
+    """Return the failure if no rank has a cause: the others waited for a rank that did not report that it waits."""
     step = _last_step(evidence)
     echoes = {rank: cause for rank in evidence.ranks if (cause := read(rank.lines)) and cause.strength == ECHO}
     waiting = {rank: _sequence(rank) for rank, cause in echoes.items() if cause.kind == "hang"}

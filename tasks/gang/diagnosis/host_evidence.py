@@ -14,6 +14,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from contract.processes import memory_files
+
 # NVIDIA's driver, file systems, disks, machine checks
 CONCERNS = re.compile(r"NVRM: |EXT4-fs error|XFS \(|blk_update_request|I/O error|nfs: server|Hardware Error|NVLink")
 MOST = 50  # lines
@@ -39,7 +41,7 @@ class Host:
                 record = os.read(self.log, RECORD)
             except BrokenPipeError:  # the kernel has overwritten older records
                 continue
-            except OSError:  # no more
+            except OSError:  # no more records
                 break
             if not record:
                 break
@@ -53,17 +55,8 @@ def oom_kills(root: Path = Path("/")) -> int:
     """Number of processes of this cgroup that the kernel has killed for lack of memory."""
     kills = 0
     with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if "memory" in controllers.split(","):  # version 1
-                files = ("sys/fs/cgroup/memory{}/memory.oom_control", "sys/fs/cgroup/memory/memory.oom_control")
-            elif not controllers:
-                files = ("sys/fs/cgroup{}/memory.events", "sys/fs/cgroup/memory.events")
-            else:
-                continue
-            for file in files:  # inside a container its cgroup is the top one, whatever its name outside
-                with contextlib.suppress(OSError):
-                    counted = re.search(r"^oom_kill (\d+)$", (root / file.format(path)).read_text(), re.MULTILINE)
-                    kills = max(kills, int(counted[1]) if counted else 0)
-                    break
+        for files in memory_files("memory.events", "memory.oom_control", root):
+            for file in files[:1]:  # inside a container its cgroup is the top one, whatever its name outside
+                counted = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+                kills = max(kills, int(counted[1]) if counted else 0)
     return kills

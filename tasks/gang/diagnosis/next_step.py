@@ -13,8 +13,8 @@ The rules, each with its reason:
 - Retries are counted since the last checkpoint that got further: the tenth broken host does not end a run of a month.
 - A preemption is not a failure and does not count. Ten in a row without any progress do.
 - The same cause at the same step on two different hosts comes from the program or the data: there is no third try.
-- A host that is to blame alone (Xid, ECC, gone) is left out at once. A host that was only the first to fail is left out
-  after the second time.
+- A host that is certainly the cause (Xid, ECC, gone) is left out at once. A host that was only the first to fail is
+  left out after the second time.
 - If fewer hosts remain than the layout needs, the run uses fewer nodes, if gang.min_nodes allows it and a layout of the
   same model, batch and degrees fits on them. dp shrinks and gradient accumulation grows, so the losses stay the same.
   Otherwise the gang waits for a host.
@@ -66,7 +66,7 @@ def decide(
 ) -> Decision:
     """Decide what follows the last attempt.
 
-    `run` has all the hosts that it asks for, even if the last attempt had fewer. `available` is the number of hosts
+    `run` has all hosts that it requests, even if the last attempt had fewer. `available` is the number of hosts
     that the engine has, including broken ones; None if it is unknown.
     """
     last, failure = attempts[-1], attempts[-1].failure
@@ -126,6 +126,6 @@ def _repeats(counted: Sequence[Attempt]) -> bool:
 
 
 def fewer(run: Run, left: int, fits: Fits) -> Run | None:
-    """The run on as many of the `left` hosts as it can use, but not on all that it asks for."""
+    """Return the run on as many of the `left` hosts as it can use, but on fewer than it requests."""
     sizes = range(min(left, run.layout.nodes - 1), 0, -1)
     return next(filter(None, (fits(nodes) for nodes in sizes)), None)

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from conf.schema.clusters import Slurm
 from contract.faults import Fault
+from contract.files import last_lines
 from tasks.gang.board import Board
 from tasks.gang.engines import Demand, client, grace, guarded, spared
 from tasks.gang.engines.client import Polled, State
@@ -136,12 +137,7 @@ def options(demand: Demand, gang: str) -> list[str]:
 
 def slurm_lines(log: Path) -> tuple[str, ...]:
     """Slurm's lines in the job's output, on how members ended."""
-    if not log.exists():
-        return ()
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - TAIL))
-        lines = file.read().decode(errors="replace").splitlines()
-    return tuple(line for line in lines if SLURM_LINE.match(line))
+    return tuple(line for line in last_lines(log, TAIL) if SLURM_LINE.match(line))
 
 
 def submission(demand: Demand, board: Board) -> str:

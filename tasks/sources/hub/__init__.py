@@ -27,7 +27,7 @@ from threading import Event
 
 from contract import checksums, regular_files
 from contract.amounts import unlike
-from contract.faults import Fault
+from contract.faults import Fault, named
 from tasks.sources.hub import api, file_choice, s3_source
 from tasks.sources.hub.digests import holds
 from tasks.store import open_store
@@ -238,12 +238,9 @@ def _resolve_folder(source: str, only: Collection[str]) -> Resolved:
         path = folder / name
         if path.is_symlink() and not path.exists():
             raise Fault(f"{path}: a link to {path.readlink()}, which does not exist; fetch the model again")
-        try:
-            with regular_files.open_regular(path) as file:
-                digests[name] = f"sha256:{checksums.of_stream(file)}"
-                sizes[name] = file.tell()
-        except OSError as error:
-            raise Fault(f"{path}: {error.strerror}") from None
+        with named(path, OSError), regular_files.open_regular(path) as file:
+            digests[name] = f"sha256:{checksums.of_stream(file)}"
+            sizes[name] = file.tell()
 
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
     names = [name for name in names if not re.search(r"(^|/)\.", name) and (not only or name in only)]

@@ -23,7 +23,7 @@ class Check:
     def __init__(self, digest: str, size: int) -> None:
         self.kind, _, self.value = digest.partition(":")
         self.size, self.part = 0, int(self.kind.partition("-")[2] or 0)
-        self._ends = b""  # MD5s of the parts before this one
+        self._ends = b""  # MD5s of the earlier parts
         if self.kind == "sha256":
             self._hash = hashlib.sha256()
         elif self.kind == "git":

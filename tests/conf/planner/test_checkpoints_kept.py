@@ -10,7 +10,7 @@ from conf.planner.verdict import facts_of, plan
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ([], "warning: checkpoint.keep is null: all 20 checkpoints stay, 113.64 TB; "
+        ([], "warning: checkpoint.keep is null: all 20 checkpoints are kept, 113.64 TB; "
         "checkpoint.keep=2 takes 17.05 TB"),
         (["checkpoint.keep=2"], None),
         (["checkpoint.save_every=1000"], None),

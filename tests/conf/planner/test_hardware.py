@@ -50,7 +50,7 @@ def test_reads_a_gpu_of_ones_own(tmp_path):
         ({"per_host": None}, "per_host: required, and missing"),
         ({"memroy": 80}, "memroy: unknown key; did you mean memory?"),
         ({"price": -1}, "price: -1 is too small: it must be at least 0"),
-        ({"name": '"a\\nb"'}, 'name: "a\\nb": holds what cannot be printed in a line'),
+        ({"name": '"a\\nb"'}, 'name: "a\\nb": contains unprintable characters'),
         ({"name": 90}, "name: 90 is not a string; quote it to make it one"),
     ],
 )
@@ -88,7 +88,7 @@ def test_refuses_what_is_no_section(tmp_path, text, says):
 
 
 def test_refuses_unknown_names():
-    with pytest.raises(ConfigError, match=r"^gpu: 'h300' is none of a100, h100, .*, l40s, cpu, and no \.yaml"):
+    with pytest.raises(ConfigError, match=r"^gpu: 'h300' is not one of a100, h100, .*, l40s, cpu, and not a \.yaml"):
         read("h300")
     with pytest.raises(ConfigError, match=r"^none\.yaml: no such file$"):
         read("none.yaml")

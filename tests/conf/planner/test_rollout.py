@@ -81,14 +81,14 @@ def test_the_plan_counts_gpus_of_vllm_and_says_what_is_on_them():
     assert need.cost and less.cost and need.seconds and less.seconds
     assert need.cost / need.seconds == pytest.approx(2 * less.cost / less.seconds)
     text = "\n".join(display.lines(planned))
-    assert "\nanswers  vLLM on 3 h200 of their own, each: " in text and "generate beside train" in text
+    assert "\nanswers  vLLM on 3 separate h200, each: " in text and "generate during train" in text
     assert "while it sleeps" not in text
     assert display.as_dict(planned)["reinforce"]["gpus"] == 3
 
 
 def test_a_model_that_no_gpu_holds_says_so():
     run, facts = of(LORA, "model.source=deepseek-v3", "layout.auto=true")
-    assert rollout.unanswered(run, facts, H100).endswith(". Nor do 8 hold it")
+    assert rollout.unanswered(run, facts, H100).endswith(". 8 GPUs are not enough either")
 
 
 def test_an_engine_on_several_gpus_has_a_part_of_weights_and_cache_on_each():
@@ -102,7 +102,7 @@ def test_an_engine_on_several_gpus_has_a_part_of_weights_and_cache_on_each():
     (need,) = [need for need in planned.needs if need.stage == "reinforce"]
     assert need.gpus == 5
     text = "\n".join(display.lines(planned))
-    assert "\nanswers  vLLM on 4 h200 of their own, 2 engines, each on 2, of which each: 30.5 GB weights" in text
+    assert "\nanswers  vLLM on 4 separate h200, 2 engines, each on 2 GPUs, each GPU: 30.5 GB weights" in text
 
 
 def test_engines_in_turn_with_training_are_on_its_gpus_and_a_lack_is_mended_by_more_of_them():
@@ -176,7 +176,7 @@ def test_gpus_that_do_not_divide_the_model_are_refused_with_as_many_as_do():
 
 def test_more_gpus_than_a_host_has_are_refused_with_what_it_can_do():
     refused = rollout.unanswered(*of(AIR, "reinforce.engine_gpus=4"), H200)
-    assert refused.startswith("4 GPUs of vLLM's behind the 8 of training, and a host of h200 has 8. These fit: ")
+    assert refused.startswith("vLLM needs 4 GPUs in addition to the 8 of training, but a host of h200 has 8. These")
     assert "reinforce.engine_gpus=4 reinforce.in_turn=true" in refused and "reinforce.hosts=1" in refused
     assert rollout.unanswered(*of(AIR, "reinforce.engine_gpus=4", "reinforce.hosts=1"), H200) == ""
 
@@ -203,6 +203,6 @@ def test_a_plan_without_it_says_nothing_of_it():
 def test_a_plan_that_cannot_answer_is_refused_and_a_batch_that_cannot_be_cut_is_illegal():
     refused = plan(*of(FULL), H200)
     assert refused.legal and refused.rollout is None
-    assert [*display.lines(refused)][-1].startswith("refused all the same: reinforce: one h200 has")
+    assert [*display.lines(refused)][-1].startswith("also refused: reinforce: one h200 has")
     illegal = plan(*of(FULL, "reinforce.prompts=3", "reinforce.samples=3"), H200)
     assert not illegal.legal and "3 prompts with 3 answers each: train." in illegal.problems[0]

@@ -60,7 +60,7 @@ def test_offloads_only_what_does_not_fit_otherwise():
 def test_what_the_gpu_cannot_compute_is_all_there_is_to_say():
     found = search(load("glm47", ["train.fp8=mxfp8"]), known("glm47"), H100, 32)
     assert not found.fitting
-    line = "train.fp8: mxfp8 is nothing that h100 computes; it takes current, delayed, blockwise"
+    line = "train.fp8: mxfp8 is not supported by h100; it supports current, delayed, blockwise"
     assert dict(found.reasons) == {f"illegal: {line}": 1}
 
 

@@ -139,7 +139,7 @@ def test_what_fits_nowhere_is_refused_with_keys_that_mend_it(name, overrides, gp
 
 def test_a_gpu_without_fp8_is_named():
     run = load("glm47", ["evaluate.quantization=fp8"])
-    assert unsupported(run, A100) == ["evaluate.quantization is fp8, which a100 does not compute; null"]
+    assert unsupported(run, A100) == ["evaluate.quantization is fp8, which a100 does not support; null"]
     assert unsupported(run, H100) == [] == unsupported(load("glm47"), A100)
 
 

@@ -34,10 +34,10 @@ def planned(size: str, *overrides: str, rows: int | None = 10_000) -> verdict.Pl
 def test_a_teacher_that_is_too_large_at_the_layout_of_training_is_refused_with_layouts_that_do():
     refused = planned("70B")
     assert refused.fits and refused.asking and refused.asking.fullest.over > 0
-    assert refused.unasked.startswith("train.teacher: meta-llama/Llama-3.1-70B-Instruct: it is asked at the layout of ")
-    lacks = f"lacks {refused.asking.fullest.over / 1e9:.1f} GB on h100. These do for both: layout."
+    assert refused.unasked.startswith("train.teacher: meta-llama/Llama-3.1-70B-Instruct: it uses the layout of ")
+    lacks = f"lacks {refused.asking.fullest.over / 1e9:.1f} GB on h100. These fit both: layout."
     assert lacks in refused.unasked and "\n" not in refused.unasked
-    mends = refused.unasked.partition("These do for both: ")[2].split(", or ")
+    mends = refused.unasked.partition("These fit both: ")[2].split(", or ")
     assert len(mends) == 2
     for mend in mends:
         again = planned("70B", *mend.split())
@@ -46,7 +46,7 @@ def test_a_teacher_that_is_too_large_at_the_layout_of_training_is_refused_with_l
 
 
 def test_a_teacher_that_no_layout_holds_is_refused_with_what_would_do():
-    assert planned("405B").unasked.endswith("does for both; take more or larger GPUs, or a smaller train.teacher")
+    assert planned("405B").unasked.endswith("fits both; take more or larger GPUs, or a smaller train.teacher")
 
 
 def test_layout_auto_takes_a_layout_that_does_for_the_teacher_as_well():
@@ -94,7 +94,7 @@ def test_needs_of_the_teacher_stand_beside_those_of_the_model():
     unknown = planned("70B", "layout.tp=8", "layout.sp=true", rows=None)
     assert {need.stage: need for need in unknown.needs}["reference"].seconds is None
     said = "\n".join(display.reference(found))
-    assert "70.55B parameters, asked of about 10,000 rows at the layout of training" in said
+    assert "70.55B parameters, scores about 10,000 rows at the layout of training" in said
     assert display.as_dict(found)["reference"]["model"] == LLAMA.format("70B")
 
 

@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_refused_with_what_does():
     run = load("glm47-as-documented", ["layout.etp=1"])
     planned = plan(run, known("glm47"), H100)
     assert planned.legal and not planned.fits
-    assert planned.verdict.startswith("refused: legal, and lacks 4")
+    assert planned.verdict.startswith("refused: legal, but lacks 4")
     assert planned.found and all(one.over <= 0 for one in planned.found.fitting)
     said = list(display.lines(planned))
     assert said[-1] == planned.verdict and sum("fits, " in line for line in said) == 3
@@ -94,7 +94,7 @@ def test_hosts_that_a_gpu_does_not_come_in_are_planned_without_suggestions():
     )
     planned = plan(run, known("glm47"), H100)
     assert planned.problems and planned.found is None
-    assert "nothing was searched for: gpus: 12 is neither" in "\n".join(display.lines(planned))
+    assert "no layout was searched: gpus: 12 is neither" in "\n".join(display.lines(planned))
 
 
 def test_programs_get_the_same_keys_whatever_the_verdict():
@@ -179,6 +179,6 @@ def test_a_model_that_no_host_of_the_run_serves_is_refused_in_words():
     assert planned.legal and planned.unserved.startswith(
         "93.5 GB on each of 8 h100, 88.3 of them weights, and 17.1 GB are"
     )
-    assert sum("refused all the same: evaluation: 93.5 GB" in line for line in display.lines(planned)) == 1
+    assert sum("also refused: evaluation: 93.5 GB" in line for line in display.lines(planned)) == 1
     without = plan(load("glm47-as-documented", ["evaluate.nodes=1", "evaluate.tasks=[]"]), known("glm47"), H100)
     assert without.unserved == "" and all("evaluate" not in need.stage for need in without.needs)

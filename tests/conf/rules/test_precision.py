@@ -60,7 +60,7 @@ def test_widths_that_no_product_in_fp8_takes():
     "recipe, gpu, says",
     [
         ("current", "a100", ["train.fp8: current, but a100 has no FP8; null"]),
-        ("mxfp8", "h200", ["train.fp8: mxfp8 is nothing that h200 computes; it takes current, delayed, blockwise"]),
+        ("mxfp8", "h200", ["train.fp8: mxfp8 is not supported by h200; it supports current, delayed, blockwise"]),
         ("mxfp8", "gb200", []),
         ("blockwise", "h100", []),
     ],

@@ -73,7 +73,7 @@ def test_what_the_gpus_of_evaluation_do_not_divide_is_named():
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        ("evaluate.quantization=fp8", "evaluate.quantization: fp8 is of weights in bf16; evaluate.precision=bf16"),
+        ("evaluate.quantization=fp8", "evaluate.quantization: fp8 needs weights in bf16; evaluate.precision=bf16"),
         ("evaluate.adapter=unmerged adapter.kind=none", "evaluate.adapter: unmerged, but adapter.kind is none"),
         ("evaluate.adapter=unmerged adapter.kind=dora", "evaluate.adapter: unmerged, but adapter.kind is dora"),
         ("evaluate.adapter=unmerged export.formats=[merged]", "unmerged, but export.formats lacks adapter"),

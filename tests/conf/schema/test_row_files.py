@@ -45,7 +45,7 @@ def test_rows_behind_a_link_that_leads_nowhere_are_not_left_out(folder):
 
 def test_a_folder_that_cannot_be_looked_into_is_not_left_out(folder, monkeypatch):
     closed(monkeypatch, folder / "b")
-    said = rf"{folder}/b: Permission denied; what lies in it cannot be seen$"
+    said = rf"{folder}/b: Permission denied; its content cannot be listed$"
     for look in (row_files.inside, indexed_files.of):
         with pytest.raises(Fault, match=f"^{said}"):
             look(folder)

@@ -154,7 +154,7 @@ def test_all_that_is_wrong_is_said_at_once(place, capsys, monkeypatch):
     wanted = (
         "--name: 'Desk': use a-z, 0-9 and -, such as desk",
         "override optimizer.lrr=1: optimizer.lrr: unknown key; did you mean optimizer.lr?",
-        "--gpus: 'foo' is none of a100",
+        "--gpus: 'foo' is not one of a100",
         'override adapter.rank=x: adapter.rank: "x" is not an integer',
         "model.source: ./modle: no such folder; did you mean model?",
         "data.source: desc.csv: no such file",

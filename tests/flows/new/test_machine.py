@@ -33,10 +33,10 @@ def test_gpus_by_name(text, kind, nodes, per_node):
     "text, complaint",
     [
         ("8", "the kind is missing"),
-        ("8xfoo", "'foo' is none of a100"),
+        ("8xfoo", "'foo' is not one of a100"),
         ("0xh100", "0 is not a number of GPUs"),
         ("12xh100", "not a whole number of hosts of 8 h100"),
-        ("h100x8", "'h100x8' is none of"),
+        ("h100x8", "'h100x8' is not one of"),
         ("", "not a number of GPUs and their kind"),
         ("2xno.yaml", "no.yaml: no such file"),
     ],

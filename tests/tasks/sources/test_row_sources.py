@@ -94,7 +94,7 @@ def test_tokens_in_bin_and_idx_are_known_by_both_files(identity, tmp_path, named
     written(moved[0], "another")
     assert identity(tmp_path / "b") != found
     moved[1].unlink()
-    assert "b.bin: of no use without b.idx" in refused(tmp_path / "b.bin", identity)
+    assert "b.bin: cannot be used without b.idx" in refused(tmp_path / "b.bin", identity)
 
 
 def test_the_order_of_files_counts(identity, tmp_path):
@@ -109,9 +109,9 @@ def test_the_order_of_files_counts(identity, tmp_path):
     [
         ("absent.jsonl", "no such file"),
         ("absent/folder/of/files", "no such file"),
-        ("absent*.jsonl", "no file of rows has this name; their names end in .jsonl, .ndjson"),
-        ("empty", "no file of rows in this folder"),
-        ("model.safetensors", "not a file of rows; their names end in"),
+        ("absent*.jsonl", "matches no file"),
+        ("empty", "no file in this folder ends in one of .jsonl, .ndjson"),
+        ("model.safetensors", "ends in none of .jsonl, .ndjson"),
         ("dangling.jsonl", "a link to nowhere, which does not exist"),
     ],
 )
@@ -350,7 +350,7 @@ def test_tokens_in_bin_and_idx_are_fetched_together(bucket, identity, tmp_path, 
     local = row_sources.local(part, found, KEY, tmp_path / "work")
     assert [file.name for file in row_sources.files(str(local.source), KEY)] == ["a.bin", "a.idx"]
     bucket.client.delete_object(Bucket=bucket.name, Key="corpus/a.bin")
-    assert "a.idx: of no use without a.bin" in refused(f"{bucket.uri}/corpus/a.idx", identity)
+    assert "a.idx: cannot be used without a.bin" in refused(f"{bucket.uri}/corpus/a.idx", identity)
 
 
 def test_a_fetch_goes_on_where_it_was(bucket, identity, tmp_path, monkeypatch):
@@ -388,8 +388,8 @@ def test_a_fetch_goes_on_where_it_was(bucket, identity, tmp_path, monkeypatch):
         ("/absent", "contains no objects; check the bucket and the prefix, which is not a pattern"),
         ("/set/*.jsonl", "contains no objects"),
         ("/other", "none of its 2 objects, such as README.md, is a file of rows; their names end in .jsonl"),
-        ("/half", "a.bin: of no use without a.idx, which does not lie beside it"),
-        ("/half/a", "a.bin: of no use without a.idx"),
+        ("/half", "a.bin: cannot be used without a.idx, which is not in the same folder"),
+        ("/half/a", "a.bin: cannot be used without a.idx"),
         ("/bad", r"'a\\b.jsonl' is not a name of a file inside a folder"),
     ],
 )

@@ -56,7 +56,7 @@ def test_of_the_hub_comes_config_json_and_nothing_else(hub, folder):
     assert {*hub.sent} == {"config.json"} and hub.sent["config.json"] < 10_000
     (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 200}))
     hub.publish("models/org/glm", folder)
-    assert plan.refusal(plan.settle(of("org/glm"))).startswith("plan: legal, and lacks ")
+    assert plan.refusal(plan.settle(of("org/glm"))).startswith("plan: legal, but lacks ")
     assert plan.settle(of("org/glm", f"model.revision={first}")).fits
 
 
@@ -108,7 +108,7 @@ def test_what_cannot_be_planned_or_converted_is_one_line(folder, change, says):
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 9999])
 def test_a_damaged_config_json(folder, text):
     (folder / "config.json").write_text(text)
-    with pytest.raises(Fault, match=r"its config\.json: (not readable as JSON|holds a list, not an object)"):
+    with pytest.raises(Fault, match=r"its config\.json: (not readable as JSON|contains a list, not an object)"):
         plan.settle(of(folder))
     shutil.rmtree(folder)
     with pytest.raises(Fault, match="no such folder"):
@@ -118,9 +118,9 @@ def test_a_damaged_config_json(folder, text):
 def test_what_does_not_fit_is_refused_in_a_line_that_mends_it(folder):
     one_stage = ["layout.pp=1", "layout.vpp=null"]
     refused = plan.refusal(plan.settle(of(folder, *one_stage)))
-    assert refused.startswith("plan: legal, and lacks 4") and "\n" not in refused
+    assert refused.startswith("plan: legal, but lacks 4") and "\n" not in refused
     assert refused.endswith("; hardware.gate=warn continues nevertheless")
-    better = refused.partition("On 32 h100 fits: ")[2].partition(", or ")[0].split()
+    better = refused.partition("This fits on 32 h100: ")[2].partition(", or ")[0].split()
     changed = [key.partition("=")[0] for key in better]
     assert plan.settle(of(folder, *[key for key in one_stage if key.partition("=")[0] not in changed], *better)).fits
     assert plan.refusal(plan.settle(of(folder, *one_stage, "hardware.gate=warn"))) == ""
@@ -161,7 +161,7 @@ def test_an_evaluation_that_does_not_fit_is_refused_and_a_gate_lets_it_pass(fold
 def test_no_gate_lets_an_evaluation_pass_that_the_gpu_cannot_do(folder, gpu_build):
     keys = ["evaluate.quantization=fp8", "hardware.gpu=a100", "hardware.gate=warn"]
     refused = why(plan.unserved, plan.settle(of(folder, *keys)), None)
-    assert "which a100 does not compute; null" in refused and "hardware.gate" not in refused
+    assert "which a100 does not support; null" in refused and "hardware.gate" not in refused
 
 
 def test_no_gate_lets_an_illegal_layout_pass(folder):
@@ -278,7 +278,7 @@ def test_a_teacher_that_cannot_be_asked_ends_the_run_before_anything_is_fetched(
     planned = plan.recalled(load("tiny-distill", keys))
     assert planned.fits and plan.refusal(planned) == ""
     said = why(plan.unasked, planned, None)
-    assert said.startswith(f"plan: train.teacher: {of_llama[1]}: it is asked at the layout of training, and lacks ")
+    assert said.startswith(f"plan: train.teacher: {of_llama[1]}: it uses the layout of training, and lacks ")
     assert said.endswith("; hardware.gate=warn continues nevertheless") and why(plan.any_refusal, planned, None) == said
     assert why(plan.unasked, planned, "convert") == "", "the reference is not asked for"
     assert why(plan.unasked, plan.recalled(load("tiny-distill", [*keys, "hardware.gate=warn"])), None) == ""

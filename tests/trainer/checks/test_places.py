@@ -339,7 +339,7 @@ def test_all_that_meets_is_said_at_once(world):
     with pytest.raises(Fault) as fault:
         places.check_convert(run)
     lines = str(fault.value).splitlines()
-    assert lines[0] == f"paths.base: {world}/model: is paths.model as well; every output needs a folder of its own"
+    assert lines[0] == f"paths.base: {world}/model: is paths.model as well; every output needs a separate folder"
     assert any(line.startswith(f"paths.logs: {world}/model/logs: lies inside paths.model") for line in lines)
 
 
@@ -489,11 +489,11 @@ def test_the_commands_leave_alone_what_is_not_theirs(model, tmp_path):
     before = tree(tmp_path)
     mine = f"paths.base={tmp_path}/mine"
     tried = [
-        (("trainer.convert", mine), "mine: holds thesis.tex, which python -m trainer.convert has not made"),
+        (("trainer.convert", mine), "mine: contains thesis.tex, not written by python -m trainer.convert"),
         (("trainer.convert", f"paths.base={model}"), "paths.base: .*/model: is paths.model as well"),
-        (("trainer.convert", f"paths.base={tmp_path}/file"), "paths.base: .*/file: a file that is no folder"),
+        (("trainer.convert", f"paths.base={tmp_path}/file"), "paths.base: .*/file: a file is there, not a folder"),
         (("trainer.prepare", f"data.source={tmp_path}/rows", f"paths.data={tmp_path}/rows"), "is data.source as well"),
-        (("trainer.prepare", f"paths.data={tmp_path}/by-hand"), r"holds rows made by hand \(training.jsonl\)"),
+        (("trainer.prepare", f"paths.data={tmp_path}/by-hand"), r"contains rows of the user \(training.jsonl\)"),
     ]
     for arguments, said in tried:
         result = command(arguments[0], "tiny", f"paths.model={model}", f"paths.logs={tmp_path}/logs", *arguments[1:])

@@ -183,7 +183,7 @@ def _replace(file: Path, at: int, value: bytes) -> None:
         (other_index, r"a\.bin: \d+ bytes, but its index says"),
         (of_floats, r"a\.idx: tokens of type 6; supported: version 1 and integers"),
         (other_pointers, r"a\.idx: its sequences are not contiguous"),
-        (no_bin, r"a\.idx: of no use without a\.bin"),
+        (no_bin, r"a\.idx: cannot be used without a\.bin"),
         (large_ids, r"a\.bin: token \d+ is [45]\d, but the model's vocabulary has 48; it is from another"),
     ],
 )

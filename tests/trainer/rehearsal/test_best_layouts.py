@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from conf.load import load
+from conf.load import load, replaced
 from conf.model_facts import facts_from_hf
 from conf.planner import hardware
 from conf.planner.verdict import config_of, settle
 from contract.faults import Fault
-from trainer.rehearsal.best_layouts import Candidate, Row, candidates, line, measured, merged, verdict
+from trainer.rehearsal.best_layouts import Candidate, Row, candidates, line, measured, verdict
 
 ANSWER = {"out_of_memory": None, "ranks": []}
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,7 +33,7 @@ def test_the_configuration_s_own_layout_comes_first_and_each_other_is_one_of_the
     assert [one.planned for one in others] == sorted(one.planned for one in others)
     given = ["layout.gpus_per_node=2", "train.global_batch=4", "train.micro_batch=1", "layout.tp=2", "layout.sp=true"]
     for one in others:  # a key that is set twice is refused
-        load("tiny", merged(given, one.overrides))
+        load("tiny", replaced(given, one.overrides.split()))
 
 
 def test_a_layout_that_is_illegal_is_left_out_and_others_are_not():

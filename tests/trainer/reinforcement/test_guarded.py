@@ -251,7 +251,7 @@ def test_it_reaches_no_network(worker):
     ("function", "reason"),
     [
         ("{}/none.py:good", r"no such file"),
-        ("{}/rewards.py", r"PATH\.py:NAME is wanted"),
+        ("{}/rewards.py", r"must be PATH\.py:NAME"),
         ("{}/rewards.py:absent", r"there is no absent in it"),
         ("{}/number.py:good", r"NameError: the file has no function good"),
         ("{}/broken.py:good", r"broken\.py: no Python: .* \(line 1\)"),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from contract.faults import Fault
+from contract.faults import Fault, named
 from trainer.data.read.compressed import reading_text
 from trainer.data.read.lines import LONGEST, SURROGATE, Piece, bounded_line
 from trainer.data.rows import Bad, Row, Rows, show
@@ -71,10 +71,8 @@ def _row(cells: list[str], header: list[str]) -> Row | Bad:
 
 
 def _header(path: Path, reader: Iterator[list[str]], delimiter: str) -> list[str]:
-    try:
+    with named(f"{path}:1: header", csv.Error):
         names = next((cells for cells in reader if cells), [])
-    except csv.Error as error:
-        raise Fault(f"{path}:1: header: {error}") from None
     if any(map(SURROGATE.search, names)):
         raise Fault(f"{path}:1: header: not UTF-8")
     if repeated := next((name for name in names if names.count(name) > 1), None):

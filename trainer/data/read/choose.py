@@ -1,9 +1,9 @@
-"""Selection of rows, and of the split of each, from their content alone.
+"""Selection of rows and of their splits, from the rows' content alone.
 
 The same rows are chosen on every machine, and added rows do not move existing ones to another split.
 
-A mixture takes as many rows as its weights allow without repeating one: with weights 3 and 1 over 900 and 1,000 rows,
-900 and 300.
+A mixture takes as many rows as its weights allow without repeating a row. For example, two sources of 900 and 1,000
+rows with the weights 3 and 1 contribute 900 and 300 rows.
 """
 
 import hashlib
@@ -30,12 +30,12 @@ def splits(keys: np.ndarray, data: Data) -> np.ndarray:
 
 
 def first_pass(data: Data) -> bool:
-    """Whether all rows must be counted before any is tokenized."""
+    """Whether all rows must be counted before the first row is tokenized."""
     return data.rows is not None or bool(data.mixture)
 
 
 def chosen(keys: np.ndarray, parts: np.ndarray, data: Data) -> np.ndarray:
-    """Return which rows are taken; `parts` has the number of each row's source."""
+    """Return a mask of the chosen rows; `parts` has the number of each row's source."""
     taken = np.ones(len(keys), bool)
     if data.duplicates == "drop":
         taken = first_equal(keys) == np.arange(len(keys))
@@ -59,12 +59,12 @@ def chosen(keys: np.ndarray, parts: np.ndarray, data: Data) -> np.ndarray:
 
 
 def copies(keys: np.ndarray) -> int:
-    """Return the number of rows that occurred before."""
+    """Return the number of rows that are copies of an earlier row."""
     return len(keys) - len(np.unique(keys))
 
 
 def _lots(keys: np.ndarray, seed: int) -> np.ndarray:
-    """Return a number for each row that is independent of its split; splitmix64."""
+    """Return a pseudo-random number for each row (splitmix64), which is independent of the row's split."""
     mixed = keys + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)

@@ -1,6 +1,6 @@
 """Reader of compressed files, by the ending of their names: gzip, bzip2, xz, zstd, lz4 or none.
 
-    with reading(path) as (stream, position): ...    position(): bytes of the file itself that are read so far
+    with reading(path) as (stream, position): ...    position() returns the bytes of the compressed file read so far
 
 Archives of several concatenated streams are read completely. Errors of a file become a Fault that names it.
 """
@@ -23,7 +23,7 @@ from conf.schema.row_files import compression
 from contract.faults import Fault
 
 BLOCK = 2**18
-FOREIGN = {  # first bytes of files with a wrong name
+FOREIGN = {  # first bytes of files whose name has the wrong ending
     b"\x1f\x8b": "gzip; its name has to end in .gz",
     b"BZh": "bzip2; its name has to end in .bz2",
     b"\xfd7zXZ": "xz; its name has to end in .xz",

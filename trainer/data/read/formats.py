@@ -18,7 +18,7 @@ from contract.faults import Fault
 from trainer.data.read import cells, json_array, lines
 from trainer.data.read.lines import Piece
 
-CHUNK = 2 * 2**20  # bytes of a piece, about; 0.7 s of work
+CHUNK = 2 * 2**20  # approximate bytes of a piece, which take 0.7 s to process
 TABLES = (".parquet", ".arrow", ".feather")
 
 

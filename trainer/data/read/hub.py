@@ -1,8 +1,8 @@
 """Reader of a data set on the Hub, streamed by `datasets` at a commit; nothing is stored on this disk.
 
-A chunk is 1,000 rows of any size. A stream is read in order: rows of finished chunks are fetched and dropped, those at
-its start without being converted to Python objects. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE apply. Not covered: data
-sets with a script, which `datasets` no longer runs.
+A chunk has 1,000 rows of any size. A stream is read in order, so rows of finished chunks are fetched again and dropped.
+If these rows are at the start of the stream, they are not converted to Python objects. HF_ENDPOINT, HF_TOKEN and
+HF_HUB_OFFLINE apply. Not covered: data sets with a script, which `datasets` no longer runs.
 """
 
 import os
@@ -27,7 +27,7 @@ SIGNED = re.compile(r"""(https?://[^\s?'"]+)\?[^\s'"]*""")  # a signed address g
 def pieces(part: Part, commit: str | None, done: Callable[[int], bool]) -> Iterator[Piece]:
     """Yield the pieces of a data set.
 
-    Their sizes in bytes are unknown, so all are 0. done() is true only for chunks that exist.
+    The size of each piece is reported as 0, because it is unknown. done() is true only for chunks that exist.
     """
     first = 0
     while done(first):
@@ -58,7 +58,7 @@ def _streamed(part: Part, commit: str | None, skipped: int) -> Iterator[Row]:
 
 
 def _imported() -> Any:
-    """Import `datasets` without torch, which it would import if possible: 10 s and 700 MB that are not needed here."""
+    """Import `datasets` without torch. It would import torch if possible, which takes 10 s and 700 MB."""
     if "torch" not in sys.modules:
         os.environ.setdefault("USE_TORCH", "0")
     import datasets

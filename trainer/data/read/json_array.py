@@ -3,7 +3,8 @@
     [{"input": ...}, ...]        {"version": 1, "data": [{"input": ...}, ...]}
 
 Only brackets, commas and strings are examined here, a block at a time, so files of any size work. A chunk has the bytes
-of its rows, and where each begins and ends. Its loader parses them; invalid JSON there is one bad row, not a bad file.
+of its rows, and the beginning and end of each row. Its loader parses the rows: invalid JSON in a row makes only this
+row bad, not the whole file.
 """
 
 import re
@@ -73,7 +74,7 @@ def _load(path: Path, line: int, blob: bytes, spans: list[Span]) -> Rows:
 
 @dataclass
 class _Document:
-    """The part of a document that is in memory, and the place in it, updated by its marks."""
+    """The part of a document that is in memory, and the reading position, which each mark updates."""
 
     path: Path
     buffer: bytes = b""
@@ -83,9 +84,9 @@ class _Document:
     rows_at: int = 0  # depth within the list of rows; 0 = not in it
     begin: int = 0  # of the row, in the buffer
     lists: int = 0  # of rows, so far
-    fresh: bool = False  # no row of this list has ended yet
+    fresh: bool = False  # whether no row of this list has ended yet
     closed: bool = False
-    array: bool = False  # the document is an array
+    array: bool = False  # whether the document is an array
 
     def rows(self) -> list[Span]:
         """Read brackets and commas outside of strings until the buffer ends. Return the rows that end there."""
@@ -161,7 +162,7 @@ class _Document:
         if not content and mark in CLOSING:  # an empty list, or a comma after the last row
             return None
         if self.fresh and self.rows_at == 2 and not content.startswith(b"{"):
-            self.rows_at = 0  # a list of something else
+            self.rows_at = 0  # a list of other values than objects
             return None
         self.lists += self.fresh
         self.fresh = False

@@ -1,9 +1,9 @@
 """Similarity of rows, from a signature of each: exact copies, and rows that share most of their token sequences.
 
 For each of HASHES hash functions, a row's signature has the smallest hash of its shingles (SHINGLE consecutive tokens).
-The share of equal entries estimates the share of shingles that two rows have in common (MinHash). Rows that agree on a
-whole band of entries are compared; ALIKE of all entries must agree. Two rows that share 0.9 of their shingles are found
-with probability 0.98, at 0.5 with probability 0.003.
+The share of equal entries estimates the share of shingles that two rows have in common (MinHash). Two rows are compared
+only if they agree on a whole band of entries, and are similar if a share ALIKE of all entries agrees. Two rows that
+share 0.9 of their shingles are recognised with probability 0.98; with a share of 0.5 the probability is 0.003.
 """
 
 import numpy as np
@@ -26,7 +26,7 @@ def signatures(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     padded = np.concatenate([tokens.astype(np.uint32), np.zeros(SHINGLE, np.uint32)])
     padded *= np.uint32(0x9E3779B1)
     padded ^= padded >> np.uint32(15)
-    hashed = np.zeros(len(tokens) + 1, np.uint32)  # one more: reduceat needs each end as an index
+    hashed = np.zeros(len(tokens) + 1, np.uint32)  # one more than tokens, because reduceat needs each end as an index
     for step, factor in enumerate(_STEPS):
         hashed += padded[step : step + len(hashed)] * factor
     starts = np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64)])

@@ -1,14 +1,14 @@
 """Conversations in many formats, converted to one: role and content, tool calls as objects, in an order that templates
 accept.
 
-Supported: role/content and ShareGPT's from/value, with many names for the two sides; content in parts of text; all of
-it as JSON in a string. Tool calls become {"type": "function", "function": {"name", "arguments"}} with arguments as an
-object, as transformers needs them. Nulls are removed from tool calls and tools: Parquet adds a null to every object
-that lacks a key of another object.
+Supported formats: role/content and ShareGPT's from/value, with many names for user and assistant; content as a list of
+text parts; and each of these as JSON in a string. Tool calls become {"type": "function", "function": {"name",
+"arguments"}} with arguments as an object, as transformers needs them. Nulls are removed from tool calls and tools,
+because Parquet adds a null to every object that lacks a key of another object.
 
-A system prompt comes first or not at all. The first message after it is a user's. Each message of a user or a tool is
-answered. An answer follows another answer only if it calls a tool, a tool answers a call, and the last message is an
-answer.
+Rules of the order: a system prompt is the first message or absent. The next message is a user's. Each message of a user
+or a tool is answered. An answer follows another answer only if it calls a tool. A tool's message follows a call. The
+last message is an answer.
 """
 
 # pyright: reportOptionalMemberAccess=false
@@ -31,7 +31,7 @@ KEPT = ("name", "tool_call_id", "reasoning_content", "thinking")  # further text
 
 
 def looks_like(value: object, sharegpt: bool) -> bool:
-    """Whether this may be a conversation, well-formed or not."""
+    """Whether the value looks like a conversation, even if it is not well-formed."""
     value = _parsed(value)
     if not isinstance(value, list) or not value or not isinstance(value[0], dict):
         return False

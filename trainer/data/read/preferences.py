@@ -5,7 +5,7 @@
     chosen and rejected texts alone                      the prompt is their common beginning; turns of Anthropic's
                                                          "\\n\\nHuman: ... \\n\\nAssistant: ..." become messages
 
-Both answers must follow the same conversation; otherwise this is not a comparison of answers.
+Both answers must follow the same conversation; otherwise they cannot be compared.
 """
 
 import re
@@ -23,7 +23,7 @@ ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def fits(chosen: object, rejected: object) -> bool:
-    """Whether these can be two answers."""
+    """Whether these values can be two answers to a prompt."""
     both = [_listed(answer) for answer in (chosen, rejected)]
     return all(isinstance(answer, str) for answer in both) or all(looks_like(answer, False) for answer in both)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from conf.schema import row_files
 from conf.schema.data import Part
 from contract import indexed_files
-from contract.faults import Fault
+from contract.faults import Fault, named
 from trainer.data.made_texts import stories
 from trainer.data.read import formats
 from trainer.data.read.lines import Piece
@@ -26,8 +26,8 @@ from trainer.data.tickets import pairs, tickets, with_mistakes, with_worse
 
 TINY, TICKETS, TICKET_ROWS = "tiny://", "tiny://tickets", 1600
 TEXTS, TEXT_ROWS = "tiny://texts", 2000
-MISTAKEN = "tiny://mistaken-tickets"  # most have the next team instead of the right one
-RANKED = "tiny://ranked-tickets"  # with a wrong team next to the right one
+MISTAKEN = "tiny://mistaken-tickets"  # most rows have the next team instead of the right team
+RANKED = "tiny://ranked-tickets"  # each row has the right team and a wrong team
 SYNTHETIC = (TICKETS, MISTAKEN, RANKED, TEXTS)
 FIRST = 20  # rows from which columns are inferred
 
@@ -41,7 +41,7 @@ class Chunk:
 
 
 def chunks(part: Part, number: int, done: Callable[[int], bool], commit: str | None = None) -> Iterator[Chunk]:
-    """Yield all chunks of a source. Finished ones come without their rows."""
+    """Yield all chunks of a source. Finished chunks have no rows."""
     source = _source(part)
     if is_local(source):
         pieces = _of_files(files(source))
@@ -64,7 +64,7 @@ def total(part: Part) -> int:
 
 
 def first(part: Part, commit: str | None = None) -> tuple[list[Row], str]:
-    """Return the first good rows, and the place of the first of them."""
+    """Return the first usable rows, and the place of the first one."""
     refused = ""
     for chunk in chunks(part, 0, lambda number: False, commit):
         rows = chunk.load()
@@ -78,7 +78,7 @@ def first(part: Part, commit: str | None = None) -> tuple[list[Row], str]:
 
 
 def is_local(source: str) -> bool:
-    """Whether these are files: existing files, or a name that can only be a file's."""
+    """Whether the source is files: existing files, or a name that only a file can have."""
     if "://" in source:
         return False
     named_like_a_file = source.startswith(("/", "./", "../", "~")) or glob.has_magic(source)
@@ -96,36 +96,8 @@ def are_indexed(part: Part) -> bool:
 
 
 def files(source: str) -> list[Path]:
-    try:
-        return _files(source, Path(source).expanduser())
-    except Fault as fault:
-        raise Fault(f"data.source: {fault}") from None
-
-
-def _files(source: str, path: Path) -> list[Path]:
-    if path.is_dir() and not indexed_files.is_prefix(path):
-        paths = row_files.inside(path)
-        paths = (row_files.only_texts(paths) and indexed_files.of(path)) or paths
-        if not paths:
-            raise Fault(f"{source}: no file in this folder ends in one of {row_files.ENDINGS}")
-        return paths
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise Fault(f"{source}: neither a file nor a folder")
-    if paths := indexed_files.of(path):
-        return paths
-    if path.exists():
-        if not row_files.format_of(path):
-            raise Fault(f"{source}: ends in none of {row_files.ENDINGS}")
-        return [path]
-    if not glob.has_magic(source):
-        raise Fault(f"{source}: no such file or folder")
-    matches = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
-    paths = [match for match in matches if row_files.format_of(match) and match.is_file()]
-    paths = paths or indexed_files.both(matches)
-    if not paths:
-        problem = f"matches no file that ends in one of {row_files.ENDINGS}" if matches else "matches no file"
-        raise Fault(f"{source}: {problem}")
-    return paths
+    with named("data.source"):
+        return row_files.files(source)
 
 
 def _source(part: Part) -> str:

@@ -1,11 +1,11 @@
 """Reader of Parquet and Arrow: rows as Python objects, a few megabytes at a time.
 
-Files are read here, a batch at a time, and a chunk carries its batches in Arrow's stream format. A row group of Parquet
-can be as large as the file and cannot be read from the middle. Its stored size also does not show how large its rows
-are: a prompt that all rows share is stored once.
+The reader decodes a file a batch at a time, and a chunk carries its batches in Arrow's stream format. Chunks are not
+row groups of Parquet: a row group can be as large as the file and cannot be read from the middle. Its stored size also
+does not show how large its rows are, because a prompt that all rows share is stored once.
 
-Arrow gives all objects of a list the same keys: keys that an object of the source lacked are None, and are removed. A
-column that is None stays. Bytes, times and decimals keep their Python type. Not covered: encrypted Parquet.
+Arrow gives all objects of a list the same keys. A key that an object lacked in the source has the value None, and is
+removed. A column that is None stays. Bytes, times and decimals keep their Python type. Not covered: encrypted Parquet.
 """
 
 import io
@@ -80,7 +80,7 @@ def _of_groups(table: pq.ParquetFile, size: int) -> Iterator[Batch]:
 
 
 def _carried(path: Path, schema: pa.Schema, batches: Iterable[Batch], size: int) -> Iterator[Piece]:
-    """Yield pieces cut at about this size of their rows in memory: a file may store equal values once."""
+    """Yield pieces whose rows need about this size in memory, because a file may store equal values only once."""
     if repeated := next((name for name in schema.names if schema.names.count(name) > 1), None):
         raise Fault(f"{path}: column {repeated} occurs twice")
     held: list[pa.RecordBatch] = []
@@ -124,7 +124,7 @@ def _load(path: Path, first: int, packed: bytes) -> Rows:
 
 
 def _row(batch: pa.RecordBatch, number: int) -> Row | Bad:
-    """Return one row of a batch in which some value has no Python object; a Bad if it is in this row."""
+    """Return one row of a batch in which some value has no Python object; Bad if this row has that value."""
     row = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:

@@ -1,9 +1,10 @@
-"""Anomalies of rows for the report; such rows are encoded, and none of these is an error.
+"""Anomalies of rows for the report. They are not errors: rows with anomalies are encoded.
 
-special token in a row's text      "<|im_end|>" written by a user ends a turn: an injection, or text already rendered
-answer without an end              the last learned token is neither special nor a stop: a model would not stop unknown
-token                      text that the tokenizer has no token for two beginnings of text             both the template
-and the row write one generation prompt differs          a served model gets another text before an answer than training
+special token in a row's text    "<|im_end|>" in a user's text ends a turn: an injection, or text already rendered
+answer without an end            the last learned token is neither special nor a stop: the model would not stop
+unknown token                    the tokenizer has no token for a part of the text
+two beginnings of text           both the template and the row write one
+generation prompt differs        the text before an answer differs between training and a served model
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Encoding of conversations by a chat template or a Jinja file, rendered by transformers and tokenised as one text.
 
-A pair of input and output is a conversation of two turns. A row that is too long loses tokens at the end of its longest
-messages of users, system prompts or tools. The template's text and learned text stay.
+A pair of input and output is a conversation of two turns. If a row is too long, the longest messages of users, system
+prompts or tools are cut at their ends. The template's text and the learned text stay.
 
 Learned characters are found in two ways. A template with {% generation %} marks them, and transformers records the
 spans. With any other template the conversation is rendered again for each answer: up to the answer, with the generation
@@ -39,7 +39,7 @@ class Rendered:
     spans: list[Span]  # of each learned turn; the last one is the last answer's
     last: int  # where the last answer begins
     inside: bool = True  # whether a token that begins before a span and ends in it is learned
-    odd: bool = False  # the text before the last answer is not the generation prompt
+    odd: bool = False  # whether the text before the last answer differs from the generation prompt
 
 
 class Unrendered(Fault):
@@ -181,7 +181,7 @@ def _encoded(template: TemplateText, row: Row, result: Rendered, encoding) -> En
 
 
 def _shortened(template: TemplateText, row: Row, result: Rendered, encoding, learned: np.ndarray) -> np.ndarray:
-    """Return which tokens remain, if no more than needed are removed from the ends of the longest messages."""
+    """Return a mask of the tokens that remain if the longest messages are cut, as little as possible, at their ends."""
     excess = len(learned) - template.limit.tokens
     kept = np.ones(len(learned), dtype=bool)
     for begin, end in _longest_first(row, result, encoding):

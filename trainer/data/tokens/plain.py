@@ -1,9 +1,9 @@
 """Encoding like Megatron-Bridge's: a text with {input} and {output} for prompt and answer, or a text alone.
 
-Prompt and answer are tokenised separately. A space before the answer belongs to the answer, because both form one
-token: a prompt that ends in a space would end in a token that training never has there. All other text before the
-answer belongs to the prompt. Like Bridge, spaces around both are stripped, and a long prompt is cut at its end. Bridge
-would also cut an answer; here such a row is refused.
+Prompt and answer are tokenised separately. A space before the answer belongs to the answer, because the space and the
+first word form one token: a prompt that ends in a space would end in a token that training never has there. All other
+text before the answer belongs to the prompt. As in Bridge, spaces around both are stripped, and a long prompt is cut at
+its end. Bridge would also cut a long answer; here a row with a long answer is refused.
 """
 
 from collections.abc import Sequence

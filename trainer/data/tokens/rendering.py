@@ -1,8 +1,8 @@
 """Compile and render Jinja templates like transformers, with limits on time, memory and length.
 
-A template comes with a model's folder. It may contain an endless loop or produce gigabytes of text, and Jinja's sandbox
-limits neither; it even computes constants during compilation. Therefore a worker process does both
-(trainer/startup/limited_calls.py), at a cost of about 0.02 ms per rendering.
+A template is part of a model's folder. It may contain an endless loop or produce gigabytes of text, and Jinja's sandbox
+limits neither. Jinja even computes constants while it compiles. Therefore a worker process with limits compiles and
+renders (trainer/startup/limited_calls.py), which costs about 0.02 ms per rendering.
 """
 
 from typing import Any

@@ -25,8 +25,8 @@ class Encoded:
     learned: np.ndarray  # bool, at the learned token itself, not at the position that predicts it
     start: int  # where the last answer begins
     cut: int = 0  # tokens removed from the prompt
-    odd: bool = False  # the text before the last answer is not the generation prompt
-    first: int = 0  # tokens of prompt and chosen answer; prompt and rejected answer follow
+    odd: bool = False  # whether the text before the last answer differs from the generation prompt
+    first: int = 0  # tokens of the prompt and the chosen answer, which precede the prompt and the rejected answer
 
     def before(self, other: "Encoded") -> "Encoded":
         """Append a rejected answer to this chosen one."""

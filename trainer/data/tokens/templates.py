@@ -5,8 +5,9 @@
     jinja    a Jinja file that uses `input` and `output` (chat.py)
     text     documents for pretraining, each followed by the end of text (plain.py)
 
-The record has the template's text, its arguments and the tokenizer's identity, so evaluation reads no file that may
-have changed since. Templates that write the date (strftime_now) are rendered with the current date.
+The record has the template's text, its arguments and the tokenizer's identity. Evaluation therefore does not read a
+template file that may have changed since. Templates that write the date (strftime_now) are rendered with the current
+date.
 """
 
 import json

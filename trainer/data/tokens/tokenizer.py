@@ -1,11 +1,11 @@
-"""Tokenizer of a checkpoint folder, as transformers loads it, and texts to ids in batches.
+"""Load the tokenizer of a checkpoint folder with transformers, and convert texts to ids in batches.
 
-load() needs 1.3 s and 80 MB; transformers alone needs 13 s and 800 MB, because it imports torch if it is installed, and
-no tokenizer uses it. Only a process that has imported neither before avoids torch, and can then not use
-transformers' models.
+load() needs 1.3 s and 80 MB. transformers alone needs 13 s and 800 MB: it imports torch if torch is installed, although
+no tokenizer uses it. load() avoids torch if the process has imported neither of the two before. Such a process cannot
+use transformers' models afterwards.
 
-Padding and truncation that tokenizer.json may ask for are switched off. Special tokens are never added: a template
-writes those it wants, and their names in a text become their ids.
+Padding and truncation are switched off, even if tokenizer.json sets them. Special tokens are never added: a template
+writes the special tokens that it needs, and their names in a text become their ids.
 """
 
 # pyright: reportArgumentType=false
@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from conf.model_files import tokenizer_files
 from conf.schema.run import Run
 from contract import checksums, groups
 from contract.faults import Fault
@@ -29,14 +30,11 @@ from trainer.patches.transformers_imports import import_transformers
 Tokenizer = Any  # transformers' PreTrainedTokenizerBase, which cannot be named without importing it
 Encoding = Any  # tokenizers.Encoding: ids, and which characters became which token
 
-BATCH = 1 << 20  # characters per call: an Encoding takes some 100 bytes for each
-# Files that decide on ids: tokenizer.json alone, or those that stand in for it.
-WHOLE = "tokenizer.json"
-FILES = ("tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt", "merges.txt")
-# Further files that a tokenizer and its chat template are loaded from.
-SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
+BATCH = 1 << 20  # characters per call; an Encoding takes about 100 bytes per character
+# Files that determine the ids if tokenizer.json is missing.
+FILES = (*tokenizer_files.OTHERS, "merges.txt")
 
-# Tokens that Megatron-Bridge takes out of the loss wherever they stand.
+# Tokens that Megatron-Bridge leaves out of the loss at any position.
 SKIPPED = {*chain(*yaml.safe_load(Path(__file__).with_name("skipped_tokens.yaml").read_text()).values())}
 
 
@@ -51,7 +49,7 @@ def of(run: Run) -> Tokenizer:
 def load(folder: Path, trust_remote_code: bool) -> Tokenizer:
     if not folder.is_dir():
         raise Fault(f"paths.model: {folder}: no such folder; it holds the tokenizer")
-    # Processes that work side by side need no threads, and threads do not survive a fork.
+    # Several processes work in parallel, so threads are not needed, and threads do not survive a fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with _without_torch():
         if "transformers" not in sys.modules:
@@ -63,7 +61,7 @@ def load(folder: Path, trust_remote_code: bool) -> Tokenizer:
             tokenizer = AutoTokenizer.from_pretrained(
                 str(folder), trust_remote_code=trust_remote_code, local_files_only=True
             )
-        except Exception as error:  # of any kind: tokenizers raises plain Exceptions, and remote code whatever it likes
+        except Exception as error:  # tokenizers raises plain Exceptions, and remote code may raise any type
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise Fault(f"{folder}: no tokenizer that can be loaded: {line}") from None
     if tokenizer.is_fast:
@@ -73,7 +71,7 @@ def load(folder: Path, trust_remote_code: bool) -> Tokenizer:
 
 
 def ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of each text."""
+    """Return the ids of each text."""
     if not tokenizer.is_fast:
         return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     encode = tokenizer.backend_tokenizer.encode_batch_fast
@@ -81,10 +79,10 @@ def ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 
 def encodings(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[Encoding]:
-    """Ids of each text, with the characters of each id.
+    """Yield the encoding of each text: its ids, and the characters of each id.
 
-    Post-processors add special tokens, which are not wanted here, and some of them take spaces out of the characters of
-    a token (GPT-2, Llama 3): a turn that begins with one would have no first token.
+    Post-processors are switched off. They add special tokens, and some (GPT-2, Llama 3) remove spaces from the
+    characters of a token, so a turn that begins with a space would have no first token.
     """
     backend = tokenizer.backend_tokenizer
     for batch in _batches(texts):
@@ -101,17 +99,16 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def facts(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Facts by which two tokenizers give the same ids: digests of their files, and the names of the special tokens."""
+    """Return digests of the files and the names of special tokens. Tokenizers with equal facts give equal ids."""
     folder = Path(tokenizer.name_or_path)
-    names = (WHOLE,) if (folder / WHOLE).is_file() else FILES
+    names = (tokenizer_files.WHOLE,) if (folder / tokenizer_files.WHOLE).is_file() else FILES
     files = {name: checksums.of_file(folder / name) for name in names if (folder / name).is_file()}
     return {"files": files, "special_tokens": dict(tokenizer.special_tokens_map)}
 
 
 def digest(folder: Path) -> str:
-    """Digest of all files that a tokenizer and its chat template are loaded from, without loading them."""
-    names = (WHOLE, *FILES, *SETTINGS)
-    found = [path for path in folder.rglob("*") if path.name in names or path.suffix in (".jinja", ".py")]
+    """Return the digest of all files of a tokenizer and its chat template, without loading them."""
+    found = [p for p in folder.rglob("*") if p.name in tokenizer_files.NAMES or p.suffix in (".jinja", ".py")]
     lines = [f"{checksums.of_file(path)} {path.relative_to(folder)}" for path in sorted(found)]
     return checksums.of("\n".join(lines))
 

@@ -1,8 +1,8 @@
-"""Similar rows: copies, near copies and leaks, their places, and which are dropped.
+"""Similar rows: copies, near copies and leaks. This module finds them, lists their places, and selects rows to drop.
 
     find(spool, kept, split) -> Alike       for all kept rows
-    dropped(found, data) -> mask            rows that data.near_copies and data.leaks leave out
-    write(folder, found, ...) -> facts      alike.jsonl, which lists them all, and its summary for report.json
+    dropped(alike, data) -> mask            rows that data.near_copies and data.leaks leave out
+    write(folder, alike, ...) -> facts      alike.jsonl, which lists all similar rows, and its summary for report.json
 
 A leak is a row of validation or test that is nearly a row of training or has the same prompt, or a row of test that is
 nearly one of validation. trainer/data/read/likeness.py describes how near copies are found, and how reliably.
@@ -31,7 +31,7 @@ COPY, NEAR, LEAK = "copy", "near copy", "leak"
 
 @dataclass(frozen=True)
 class Alike:
-    """Similarity of the kept rows, each by its index among them."""
+    """Similarity of the kept rows. Indices count the kept rows only."""
 
     split: np.ndarray
     like: np.ndarray  # the similar earlier row; -1 if none
@@ -48,7 +48,7 @@ class Alike:
         return (self.like >= 0) & (self.split != self.split[np.maximum(self.like, 0)])
 
     def only(self, taken: np.ndarray) -> "Alike":
-        """Return the similarity of the rows that are taken. Rows similar to a removed row count as similar to none."""
+        """Return the similarity of the taken rows. A row that is similar to a removed row counts as similar to none."""
         place = np.cumsum(taken, dtype=np.int32) - 1
         like = np.where((self.like >= 0) & taken[np.maximum(self.like, 0)], place[np.maximum(self.like, 0)], -1)
         return Alike(
@@ -84,7 +84,7 @@ def counts(alike: Alike, kept: np.ndarray) -> dict[str, dict[str, Any]]:
 
 
 def drops_copies(data: Data) -> bool:
-    """Whether copies are left out here, and not already by the choice of rows."""
+    """Whether this module leaves out copies, because the choice of rows has not done it already."""
     return data.duplicates == "drop" and not choose.first_pass(data)
 
 

@@ -1,6 +1,6 @@
-"""Work on one chunk of a source: rows are read, converted to tokens, and stored in a file of the spool.
+"""Work on one chunk of a source: read its rows, convert them to tokens, and store them in a file of the spool.
 
-The file's facts give the reasons why rows were dropped: the number for each reason, and the places of the first ones.
+The file's facts have each reason for dropped rows, with the number of rows and the places of the first rows.
 """
 
 import json

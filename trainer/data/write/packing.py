@@ -30,7 +30,7 @@ def multiple(run: Run) -> int:
 
 
 def padded(lengths: np.ndarray, pad_to: int) -> np.ndarray:
-    """Return the tokens of rows in a pack: one less, because the last token is only a label, rounded up."""
+    """Return the tokens that rows take in a pack: without the last token, which is only a label, and rounded up."""
     return -(-(lengths - 1) // pad_to) * pad_to
 
 

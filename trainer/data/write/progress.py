@@ -26,7 +26,7 @@ class Progress:
         return [self.rows.get(part, 0) for part in range(parts)]
 
     def update(self, part: int, size: int, rows: int, fresh: bool) -> None:
-        """Count bytes and rows of a part. `fresh` bytes were processed now; the others were already finished."""
+        """Count bytes and rows of a part. `fresh`: they were processed now, and not in an earlier attempt."""
         self.done += size
         self.fresh += size if fresh else 0
         self.rows[part] = self.rows.get(part, 0) + rows

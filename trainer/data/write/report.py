@@ -1,6 +1,6 @@
-"""Report of preparation, as report.json: rows in and out, reasons, lengths, similarity, learned tokens.
+"""Report of preparation (report.json): rows read and written, reasons, lengths, similarity, learned tokens.
 
-Equal data and settings give an identical report: it contains no times.
+Equal data and settings give an identical report, because it contains no times.
 """
 
 from collections.abc import Iterable

@@ -35,7 +35,7 @@ class Done:
     paths: list[Path]
     rows: list[int]  # rows read of each part
     left: int  # rows that were not chosen
-    copies: int  # those of them that occurred before
+    copies: int  # of these, the copies of earlier rows
 
 
 def run(plan: Plan, parts: list[Part], progress: Progress) -> Done:
@@ -131,7 +131,7 @@ def _refuse(dropped: dict[str, Any], data: Data) -> None:
 
 
 def _choose(paths: list[Path], data: Data) -> tuple[list[np.ndarray], int, int]:
-    """Return which rows of each chunk are taken, the number of the others, and of those that occurred before."""
+    """Return a mask of the chosen rows of each chunk, the number of other rows, and how many of these are copies."""
     spool = Spool(paths)
     keys, parts = spool.column("key", np.uint64), spool.column("part", np.int16)
     taken = choose.chosen(keys, parts, data)

@@ -4,7 +4,7 @@ from math import log2
 
 import torch
 
-from conf.rules.packed_base import Format, format_of
+from conf.rules.packed_base import FORMATS, Format
 from conf.schema.run import Run
 from trainer.megatron import precision
 from trainer.megatron.packed_base import weight
@@ -16,8 +16,7 @@ SPREAD = {"fp8": 150.0, "int": 4.6, "nvfp4": 2.9, "mxfp4": 2.9}
 
 @torch.no_grad()
 def draw(run: Run, chunks: list) -> None:
-    form, dtype = format_of(run), precision.dtype(run.train.precision)
-    assert form, "model.base names a format"
+    form, dtype = FORMATS[run.model.base], precision.dtype(run.train.precision)
     for chunk in chunks:
         gated = chunk.config.gated_linear_unit  # gate and up are two stacked matrices
         for name, layer, names in [*weight.layers(chunk, run)]:

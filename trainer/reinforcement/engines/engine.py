@@ -1,7 +1,7 @@
 """vLLM engines, as the trainer calls them: over a connection, one call at a time, alone or in a group.
 
-A LocalEngine is a process on the trainer's host: the trainer starts it and calls it over a socket pair, which nobody
-else can reach, and it ends with the trainer. Its output goes to a log file. Engines on other hosts are in
+A LocalEngine is a process on the trainer's host. The trainer starts it and calls it over a socket pair, which no other
+process can reach. It ends with the trainer, and its output goes to a log file. Engines on other hosts are in
 trainer/reinforcement/engines/meeting.py.
 """
 
@@ -27,7 +27,7 @@ from trainer.reinforcement.transfer import wire
 from trainer.serving import hosts
 from trainer.startup.console import say
 
-# Beginnings of variables that are not for vLLM: of torchrun, of the gang, and the judge's key.
+# Beginnings of the environment variables that vLLM must not get: torchrun's, the gang's, and the judge's key.
 NOT_INHERITED = (*hosts.OF_TORCHRUN, "OMP_NUM_THREADS", "GANG_", judge.KEY)
 PROGRAM = "trainer.reinforcement.vllm_process"
 SHOWN = 3  # last lines of a log
@@ -35,7 +35,7 @@ PATIENCE = 10  # seconds for a process to end before it is killed
 
 
 class Lost(Fault):
-    """An engine does not answer any more: its process has ended, or failed with an error that is not a Fault."""
+    """An engine no longer answers: its process has ended, or failed with an error that is not a Fault."""
 
 
 class Engine(ABC):
@@ -58,7 +58,7 @@ class Engine(ABC):
 
     @abstractmethod
     def end(self) -> str:
-        """Return a text on how it has ended, as far as that is known."""
+        """Return a text on how the engine has ended, as far as it is known."""
 
     def watch(self, ended: Callable[["Engine"], None]) -> None:
         """Call ended(engine) from a thread as soon as the engine has ended before it was closed."""
@@ -153,7 +153,7 @@ class Group:
         return self.answers(self.ask(name, arguments), name)
 
     def ask(self, name: str, arguments: dict[str, Any]) -> list[Engine]:
-        """Send a call to every engine. Returns those that have it."""
+        """Send a call to every engine. Return the engines that have received it."""
         return self.attempt_each(lambda engine: engine.ask(name, arguments))
 
     def answers(self, asked: Iterable[Engine], name: str) -> dict[Engine, Any]:
@@ -161,11 +161,11 @@ class Group:
         return {engine: result for engine in asked for result in self.attempt(engine, partial(engine.answer, name))}
 
     def attempt_each(self, call: Callable[[Engine], Any]) -> list[Engine]:
-        """Make a call with every engine. Returns the engines with which it succeeded."""
+        """Make a call with every engine. Return the engines for which it succeeded."""
         return [engine for engine in [*self.engines] for _ in self.attempt(engine, partial(call, engine))]
 
     def attempt(self, engine: Engine, call: Callable[[], Any]) -> list[Any]:
-        """Result of the call in a list; an empty list if the engine is lost and others remain.
+        """Return the result of the call in a list; an empty list if the engine is lost and other engines remain.
 
         An engine that was removed before is not called: a caller may still hold it from an earlier call.
         """
@@ -189,7 +189,7 @@ def start(
 ) -> subprocess.Popen:
     """Start vLLM's process, which answers over the connection and ends with this process.
 
-    It reads its settings from its standard input, an unnamed file, of which nothing remains however the processes end.
+    The process reads its settings from its standard input. This is an unnamed file, so nothing of it remains on disk.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}

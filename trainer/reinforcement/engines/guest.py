@@ -2,7 +2,7 @@
 
     torchrun ... -m trainer.reinforcement.engines.guest RESOLVED.yaml     started by a gang; each process is an engine
 
-It connects to trainer.reinforce of the same gang, and ends with it. vLLM's output is in
+The engine connects to trainer.reinforce of the same gang, and ends with it. vLLM's output is in
 <paths.logs>/rollout-HOST-N.log.
 """
 

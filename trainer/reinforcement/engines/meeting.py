@@ -48,7 +48,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Guest:
-    """Identity that an engine sends when it connects."""
+    """Identity of an engine, which it sends when it connects."""
 
     host: str
     number: int  # on that host
@@ -132,7 +132,7 @@ class Meeting:
                     self.changed.notify_all()
 
     def _received(self, other: socket.socket) -> tuple[FarEngine, int]:
-        """The engine at the other end, after both ends have proved that they know the key."""
+        """Return the engine at the other end, after both ends have proved that they know the key."""
         silent_after, key = self.run.gang.silent_after, self.place.key.encode()
         with other:
             with _handshake(other, silent_after) as handshake:
@@ -168,9 +168,9 @@ def _connected(place: Place, guest: Guest, silent_after: float) -> socket.socket
 
 @contextlib.contextmanager
 def _handshake(connection: socket.socket, silent_after: float) -> Iterator[Connection]:
-    """Context for the proof of the key, in which each read has a limit.
+    """Yield a connection for the proof of the key. Within the context, each read has a time limit.
 
-    Afterwards the kernel ends the connection if the other host does not respond for `silent_after` seconds.
+    After the context, the kernel ends the connection if the other host does not respond for `silent_after` seconds.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", ANSWERED, 0))
     with Connection(os.dup(connection.fileno())) as handshake:

@@ -1,7 +1,7 @@
-"""Send whole weights from the trainer to all engines in buckets, and later the same buckets with new numbers.
+"""Send all weights from the trainer to all engines in buckets, and later the same buckets with new values.
 
-The first two transfers take every tensor from Megatron-Bridge, and vLLM loads it. After that, each side may know the
-place of every number in the buckets (trainer/reinforcement/transfer/repeated/). Further transfers then only fill and
+In the first two transfers, Megatron-Bridge exports every tensor, and vLLM loads it. After that, each side may know the
+place of every value in the buckets (trainer/reinforcement/transfer/repeated/). Further transfers then only fill and
 send buckets, at the speed of the link.
 """
 
@@ -31,7 +31,7 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 class Sender:
-    """The trainer's end of the transfer of weights: a pipe to each engine, or memory that all share."""
+    """The trainer's side of the transfer of weights: over a pipe to each engine, or by memory that all share."""
 
     def __init__(self, run: Run, group: Group, transport: str):
         self.run, self.group, self.transport = run, group, transport
@@ -40,7 +40,7 @@ class Sender:
         self.repeated: Buckets | None = None  # the same buckets, after the first repetition
         self.can_repeat = self.reported = False  # whether every engine can repeat; whether the reason was logged
         self.fillings: list[Filling] | None = None  # these may fill the buckets without Bridge
-        self.proven = False  # whether they have filled them with the same bytes as Bridge
+        self.proven = False  # whether the fillings have produced the same bytes as Bridge
         self.handles: dict[int, Any] = {}  # of shared memory in this transfer, by address
 
     def send(self, tensors: Tensors, version: int, export: Export | None) -> int:
@@ -167,7 +167,7 @@ class Sender:
         self._compare(number, metas, memory)
 
     def _shared(self, memory: torch.Tensor) -> Any:
-        """Handle that opens the memory in another process. A second handle of the same memory would never free it."""
+        """Return the handle that opens the memory in another process. A second handle would never free the memory."""
         place = memory.data_ptr()
         self.handles[place] = self.handles.get(place) or shared_memory.shared(memory)
         return self.handles[place]
@@ -186,7 +186,7 @@ class Sender:
             raise
 
     def _join(self, engine: Engine) -> None:
-        """Connect with an engine, unless that was done before."""
+        """Connect with an engine, if it is not connected yet."""
         if engine.joined:
             return
         if self.transport == "ipc":
@@ -207,7 +207,7 @@ class Sender:
         engine.joined = True
 
     def _memory(self) -> tuple[Callable[[int], torch.Tensor], int]:
-        """The function that allocates memory for buckets, and the number of bytes of a bucket."""
+        """Return the function that allocates memory for buckets, and the bytes of a bucket."""
         size = wire.BUCKET_OF_GPU if device.has_gpu() and self.transport != "gloo" else wire.BUCKET
         if self.transport == "ipc":
             return shared_memory.allocate, size

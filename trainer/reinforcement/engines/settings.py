@@ -33,7 +33,7 @@ def transport(run: Run) -> str:
 
 
 def environment(run: Run, number: int) -> dict[str, str]:
-    """Environment of an engine: its GPUs, which are training's or those after training's, or its share of the cores."""
+    """Return the environment of an engine: its GPUs (training's, or the next ones), or its share of the cores."""
     reinforce = run.reinforce
     if device.has_gpu():
         return {"CUDA_VISIBLE_DEVICES": _gpus(run, number)} if reinforce.engine_gpus else {}
@@ -82,9 +82,9 @@ def require_room(run: Run) -> None:
 
 
 def require_reach(run: Run) -> None:
-    """Raise a Fault if a GPU of vLLM's cannot read the memory of the first GPU, which has the weights.
+    """Raise a Fault if a GPU of vLLM cannot read the memory of the first GPU, which has the weights.
 
-    It initialises the GPU: settings of the allocator must be made before.
+    The check initialises the GPU, so set up the allocator before the call.
     """
     import torch
 

@@ -1,8 +1,8 @@
 """Answers of several turns: an environment replies to the model's answer, and the model continues from there.
 
-A reply is text after the model's tokens, including the marks of turns that it needs. The policy reads it and is not
-trained on it. A conversation ends if the environment returns None, after reinforce.turns answers, or if an answer or
-the next reply exceeds reinforce.max_tokens, the limit for all tokens after the prompt.
+A reply is text that is appended to the model's tokens. It must include the marks of turns. The policy reads the reply,
+but is not trained on it. A conversation ends if the environment returns None, or after reinforce.turns answers. It also
+ends if an answer or the next reply would exceed reinforce.max_tokens, the limit for all tokens after the prompt.
 """
 
 from collections.abc import Callable, Sequence

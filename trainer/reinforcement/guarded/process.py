@@ -1,7 +1,7 @@
 """The guarded process: it gives up its rights, then runs untrusted code (trainer/reinforcement/guarded/worker.py).
 
-A function or a rule is loaded once and called many times. A program that a model has written runs in a new process for
-each answer: no answer can change the reward of another.
+A function or a rule is loaded once and called many times. A program written by a model runs in a new process for each
+answer, so no answer can change the reward of another.
 """
 
 import ast
@@ -45,7 +45,7 @@ def main(descriptor: int) -> None:
 
 
 def _load(settings: dict[str, Any], parent: int, connection: Connection) -> tuple[Callable[..., Answer], Answer]:
-    """The function that answers questions, and a first answer, which reports whether the code could be loaded."""
+    """Return the function that answers questions, and a first answer, which reports whether the code was loaded."""
     kind, memory_gb, loaded = settings["kind"], settings["memory_gb"], {"reward": 0.0, "text": None}
     if kind == "code":
         in_fork = partial(_in_fork, memory_gb, connection)
@@ -67,9 +67,9 @@ def _load(settings: dict[str, Any], parent: int, connection: Connection) -> tupl
 
 
 def _give_up_rights(memory_gb: float, parent: int, modules: Iterable[str] = ()) -> None:
-    """Give up all rights. Modules are imported without a network, while files can still be read.
+    """Give up all rights. `modules` are imported when the network is off, but before files become unreadable.
 
-    The user nobody could not read them if Python is in root's home.
+    The user nobody could not import them if Python is in root's home.
     """
     rights.limit(memory_gb)
     rights.filter_calls()

@@ -5,7 +5,7 @@ filter_calls    seccomp: no network, no program started, no file changed, no sig
 hide_files      Landlock: only files that Python needs can be read; without Landlock, no file can be opened
 become_nobody   a process of root becomes the user nobody
 
-Standard library only: untrusted code finds in memory what this module imports.
+This module imports only the standard library, because untrusted code can use all modules in memory.
 """
 
 import ctypes
@@ -51,7 +51,7 @@ class Calls:
     clone: int
     fcntl: int
     ioctl: int
-    last: list[int]  # prctl and seccomp: refused when all rights have been given up
+    last: list[int]  # prctl and seccomp: refused last, after all other rights are given up
 
 
 MACHINES = {

@@ -1,8 +1,8 @@
 """Run untrusted code for rewards and environments in a process that can only compute and import installed packages.
 
-The process starts with an empty environment. Before it runs a line of that code, it gives up its rights (rights.py): it
-has no network, cannot start programs, read or write files or send signals, and has limits on time and memory. Answers
-are judged one at a time. A function that takes too long, or ends the process, ends the run with one line.
+The process starts with an empty environment. Before it runs untrusted code, it gives up its rights (rights.py): it has
+no network, cannot start programs, read or write files or send signals, and has limits on time and memory. Answers are
+judged one at a time. If a user's function takes too long or ends the process, the run ends with one line.
 
     python -m trainer.reinforcement.guarded.process DESCRIPTOR    the program of that process
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from conf import rewards
-from contract.faults import Fault
+from contract.faults import Fault, named
 from contract.processes import end_with_parent
 
 STARTS_WITHIN = 60.0  # seconds
@@ -55,10 +55,8 @@ class Worker:
         self.kind, self.seconds, self.key = kind, seconds, KEYS.get(kind, "reinforce.reward")
         self.settings: dict[str, Any] = {"kind": kind, "memory_gb": memory_gb}
         if function is not None:
-            try:
+            with named(self.key):
                 name, source = rewards.function(function, rewards.CALLED_WITH[kind])
-            except Fault as fault:
-                raise Fault(f"{self.key}: {fault}") from None
             self.settings |= {"name": name, "source": source, "file": Path(function.rpartition(":")[0]).name}
         self.process: subprocess.Popen[bytes] | None = None
         self.connection: Connection | None = None
@@ -68,7 +66,7 @@ class Worker:
         return [self._reward(question) for question in questions]
 
     def replies(self, conversations: Sequence[Conversation]) -> list[str | None]:
-        """The next text in each conversation; None if it is over."""
+        """Return the next reply in each conversation; None if the conversation is over."""
         return [self._reply(conversation) for conversation in conversations]
 
     def close(self) -> None:

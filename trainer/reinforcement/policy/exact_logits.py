@@ -1,7 +1,7 @@
-"""Logits in fp32 of a model in bf16 or fp16. vLLM is configured the same way, which reduces the difference of both.
+"""Logits in fp32 of a model in bf16 or fp16. vLLM does the same, so trainer and vLLM differ less.
 
 Rounded to bf16, a logit of 20 has an error of up to 0.06, which differs between trainer and vLLM. Inputs and weights
-keep their type, and products are summed in fp32 anyway: only the sum is not rounded any more.
+keep their type. Products are summed in fp32 in any case; here the sum is no longer rounded.
 """
 
 # pyright: reportArgumentType=false, reportIncompatibleMethodOverride=false, reportPrivateImportUsage=false

@@ -54,7 +54,7 @@ def objective(settings: Reinforce, batch: Batch) -> tuple[torch.Tensor, dict[str
 
 
 def policy(settings: Reinforce, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether the ratio of new to old was clipped, and the loss, of each token."""
+    """Return for each token whether the ratio of new to old was clipped, and its loss."""
     difference, advantages = (batch.new - batch.old) * batch.mask, batch.advantages
     if settings.loss == "gspo":
         mean = mean_of_answers(difference, batch.mask)[:, None]

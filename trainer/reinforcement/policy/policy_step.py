@@ -24,7 +24,6 @@ from megatron.core.num_microbatches_calculator import (
     reconfigure_num_microbatches_calculator,
 )
 from megatron.core.utils import unwrap_model
-from torch import distributed
 
 from conf.schema.reinforcement import Reinforce
 from conf.schema.run import Run
@@ -42,8 +41,8 @@ NOBODY = -1  # megatron-core logs new numbers on this rank, that is, on none
 class Feed(Callback):
     """Micro batches of the next optimizer step, as an endless data source for Bridge. It must be the last callback.
 
-    With packing, their number changes from step to step. Between two steps it must have the usual value, because Bridge
-    would otherwise assume a schedule of growing batches.
+    With packing, the number of micro batches changes from step to step. Between two steps it must have the usual value,
+    because Bridge would otherwise assume a schedule of growing batches.
     """
 
     def __init__(self):
@@ -154,23 +153,18 @@ def batches_of_rank(run: Run, answers: Sequence[Scored]) -> list[dict[str, torch
 
 
 def log_probs(run: Run, context: Any, step: PolicyStep, answers: Sequence[Scored]) -> dict[int, list[float]]:
-    """Log-probabilities of this rank's answers by the current policy, by the answers' numbers."""
+    """Log-probabilities of this rank's answers by the current policy, by their numbers; empty before the last stage."""
     form, batches = Form.of(run), batches_of_rank(run, answers)
     outputs = forward_only(context, step, batches, form.rows, form.length)
     step.replay.end()
-    by_number: list[Any] = [None]
-    if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-        lengths = [batch["counts"].tolist() for batch in batches]
-        by_number = [
-            {
-                number: values[:length]
-                for batch, rows, counts in zip(batches, outputs, lengths, strict=True)
-                for number, values, length in zip(batch["numbers"].tolist(), rows.tolist(), counts, strict=False)
-            }
-        ]
-    last = parallel_state.get_pipeline_model_parallel_last_rank()
-    distributed.broadcast_object_list(by_number, src=last, group=parallel_state.get_pipeline_model_parallel_group())
-    return by_number[0]
+    if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        return {}
+    lengths = [batch["counts"].tolist() for batch in batches]
+    return {
+        number: values[:length]
+        for batch, rows, counts in zip(batches, outputs, lengths, strict=True)
+        for number, values, length in zip(batch["numbers"].tolist(), rows.tolist(), counts, strict=False)
+    }
 
 
 def _set_micro_batches(micro_batches: int) -> None:

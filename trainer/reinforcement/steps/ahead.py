@@ -2,11 +2,11 @@
 
     take(number)        waits for the step; None if its sampling has not been started
     needs(version)      whether to send weights of this version: the thread is idle, and may sample a step with them
-    begin(version)      vLLM has these weights: continue sampling
+    begin(version)      continue sampling, because vLLM now has these weights
 
-The limit is hard. With weights of a version, a step is only sampled if it will be trained on after at most
-reinforce.staleness more steps of the policy. Older answers, for example in a copied journal, are sampled again. vLLM's
-weights only change between steps: all answers of a step are of one version.
+The limit is strict. The thread samples a step with weights of a version only if at most reinforce.staleness steps of
+the policy lie between this version and the training on the step. Older answers, for example in a copied journal, are
+sampled again. vLLM's weights change only between steps, so all answers of a step are from one version.
 """
 
 from concurrent.futures import Future
@@ -56,7 +56,7 @@ class Ahead:
         return min(self.reinforce.steps, version // self.reinforce.updates + self.reinforce.staleness + 1)
 
     def _read_journal(self, last: int) -> None:
-        """Take steps from the journal that were sampled before this process started."""
+        """Take the steps that an earlier process sampled from the journal."""
         while self.next <= last and self.next != self.outdated and (step := self.journal.read(self.next)):
             if (age := lag(step, self.reinforce)) > self.reinforce.staleness:
                 say(

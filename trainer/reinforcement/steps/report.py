@@ -1,4 +1,4 @@
-"""Report on a step after its training, and the check whether continuing makes sense."""
+"""Report on a step after its training, and the check whether further steps are useful."""
 
 import json
 import time
@@ -27,7 +27,7 @@ class Report:
         self.run, self.reinforce, self.without_signal = run, run.reinforce, 0
 
     def line(self, step: Step, done: int, lag: float, figures: dict[str, float], seconds: dict[str, float]) -> dict:
-        """Figures of a step. `lag`: by how many steps the weights that sampled it are older than the policy."""
+        """Return the figures of a step. `lag` is the age, in steps, of the weights that sampled it."""
         values = [answer.reward for answer in step.answers]
         lengths = [len(answer.tokens) for answer in step.answers]
         line: dict[str, Any] = {"kind": "reinforce", "step": done, "time": time.time(), "version": step.version}

@@ -1,6 +1,6 @@
 """Sampling of a step with vLLM, the environment and the rewards: which prompts are drawn, and their answers.
 
-It runs on rank 0, and does not depend on the training, at the same time as which it may run.
+It runs on rank 0. It does not depend on the training, and may run at the same time.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ from trainer.reinforcement.steps.phases import Phases
 
 @dataclass(frozen=True)
 class Sampled:
-    """A step to train on, and the seconds of the phases of its sampling; empty if it was read from the journal."""
+    """A step to train on, and the seconds of each sampling phase (empty if the step was read from the journal)."""
 
     step: Step
     seconds: dict[str, float]
@@ -70,7 +70,7 @@ class Sampler:
         return Sampled(Step(number, version, chosen, drawn), phases.seconds)
 
     def probe(self, rows: list[list[int]]) -> list[Probed]:
-        """Let each engine read the probe's rows, and write tokens after them."""
+        """Make each engine read the probe's rows, and write tokens after them. Return the results."""
         read = self.rollouts.each("score", rows=rows)
         # With temperature 1, log-probabilities are the model's own.
         sampling = {"n": 1, "max_tokens": probe.WRITTEN, "temperature": 1.0, "ignore_eos": True}

@@ -14,7 +14,7 @@ from trainer.reinforcement.transfer.repeated.filling import Filling
 from trainer.reinforcement.transfer.repeated.recipes import Recipe
 from trainer.startup.console import say
 
-MOVES = 3  # times that Megatron may move weights in memory: experts are joined in their first step
+MOVES = 3  # how often Megatron may move weights in memory; for example, it joins experts in their first step
 
 
 class Export:

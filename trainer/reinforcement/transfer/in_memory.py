@@ -17,7 +17,7 @@ PREFIX = "finetune-rollout-weights-"  # only used here: folders with this name t
 
 @contextlib.contextmanager
 def folder() -> Iterator[str]:
-    """Context with a folder that is removed afterwards. Folders of killed processes, each a whole model, go first."""
+    """Yield a folder that is removed afterwards. First remove folders of killed processes: each holds a whole model."""
     for path in MEMORY.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), _held(path):
             shutil.rmtree(path, ignore_errors=True)
@@ -26,7 +26,7 @@ def folder() -> Iterator[str]:
             name = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix=PREFIX, dir=MEMORY, ignore_cleanup_errors=True)
             )
-            # Until this process holds it, another process may remove it as a left-over.
+            # Until this process holds the folder, another process may remove it as a leftover.
             with contextlib.suppress(OSError):
                 stack.enter_context(_held(Path(name)))
                 break

@@ -163,8 +163,8 @@ class Pipe:
     """A connection of processes for tensors: over NCCL from GPU to GPU, or over gloo. The trainer has rank 0.
 
     All workers of one engine are at the other end and get the same tensors. NCCL would wait for ever for a process that
-    has ended: `gone` returns whether the engine has. gloo notices that on one host, but not if another host is lost:
-    `seconds` limits the transfer of a tensor.
+    has ended, so `gone` returns whether the engine has ended. gloo notices this on the same host, but not if another
+    host is lost, so `seconds` limits the transfer of a tensor.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Pipe:
         self.finish(self.broadcast(tensor.to(self.device), self.rank))
 
     def receive(self, size: int) -> torch.Tensor:
-        """Receive what rank 0 sends, or rank 1 to rank 0."""
+        """Receive a tensor: on rank 0 from rank 1, on other ranks from rank 0."""
         tensor = torch.empty(size, dtype=torch.uint8, device=self.device)
         self.finish(self.broadcast(tensor, 0 if self.rank else 1))
         return tensor

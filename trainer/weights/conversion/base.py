@@ -1,4 +1,4 @@
-"""The converted model, written without ever being in memory as a whole: the implementation of trainer/convert.py."""
+"""Implementation of trainer/convert.py: write a converted model that is never in memory as a whole."""
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
@@ -31,7 +31,7 @@ _CHECKPOINT = CheckpointConfig(
 
 
 class Conversion:
-    """A release and the Megatron model to fill from it, with everything that is known before a weight is read."""
+    """A release and the Megatron model to fill from it, with all facts that are known before a weight is read."""
 
     work: shards.Work  # since writing began
 
@@ -63,7 +63,7 @@ class Conversion:
         return megatron_tensors.Values(self.bridge, tasks, self.model)
 
     def write(self, partial: Path, noted: Path, weights: bool) -> dict[str, str]:
-        """Write the checkpoint over all ranks; without `weights`, everything else.
+        """Write the checkpoint over all ranks. Without `weights`, write everything except the weights.
 
         Return the checksums of all released tensors. work.wait() waits for the disk.
         """

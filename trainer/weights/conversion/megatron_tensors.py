@@ -2,8 +2,8 @@
 
 The model is built on torch's meta device, uncut, with shapes but without memory. Megatron-core gives the name and
 position under which each part of a parameter is stored; Megatron-Bridge gives the released tensors of a parameter, and
-the conversion. Nothing of this is repeated here, with one exception: a parameter whose rows are concatenated rows of
-released tensors is read by rows, so a part of it costs no more than the part.
+the conversion. This module repeats none of their code, with one exception: a parameter that consists of concatenated
+rows of released tensors is read by rows, so reading a part does not cost more than the part.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -47,8 +47,8 @@ class Piece:
 def build(provider) -> list:
     """Build the model without memory for its parameters. Process groups must exist.
 
-    Transformer Engine's parameters are on meta, and the few others on the CPU, where they are never touched. With all
-    on meta, torch would compute rotary embeddings in Python with its compiler, whose import takes seconds.
+    Transformer Engine's parameters are on the meta device. The few others are on the CPU and are never touched. If all
+    were on meta, torch would compute rotary embeddings with its compiler in Python, whose import takes seconds.
     """
     provider.perform_initialization, provider.init_model_with_meta_device = False, True
     with (
@@ -67,8 +67,9 @@ def tasks(bridge, chunks: list) -> dict:
 
 
 def pieces(tasks: dict, stored: list[ShardedTensor]) -> list[Piece]:
-    """Return the entries of a checkpoint, each as a part of a parameter. They are matched by their (unallocated)
-    storage.
+    """Return the entries of a checkpoint, each as a part of a parameter.
+
+    Entries and parameters are matched by their (unallocated) storage.
     """
     names = {storage(task.param_weight): name for name, task in tasks.items()}
     result = []
@@ -136,7 +137,7 @@ class Values:
         return self._of(piece).to(dtype).reshape(box).contiguous()
 
     def part(self, piece: Piece, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """Return a box of the piece's values, in the stored type. Of plain rows only the box is read."""
+        """Return a box of the piece's values, in the stored type. If the piece has plain rows, only the box is read."""
         before = len(lengths) - len(piece.shape)
         rows = slice(offsets[before], offsets[before] + lengths[before]) if piece.shape else slice(0)
         if piece.shape:
@@ -164,9 +165,7 @@ class Values:
         self.name, self.whole = "", None
 
     def _whole(self, task) -> torch.Tensor:
-        """Return the parameter, converted by Bridge. Of a stack of experts, only the parameter's own is read and
-        unpacked.
-        """
+        """Return the parameter, converted by Bridge. From a stack of experts, only this parameter's expert is read."""
         if stacks_experts(task.mapping):
             number = extract_expert_number_from_param(task.mapping.megatron_param)
             source = released_tensors.read(self.released.model, task.mapping.hf_param, slice(number, number + 1))

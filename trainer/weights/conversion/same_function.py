@@ -1,14 +1,15 @@
-"""Layers of a converted base beside transformers', on the same tokens: whether both compute the same function.
+"""Check that layers of a converted base compute the same function as transformers' layers, on the same tokens.
 
-Checksums and coverage say that each tensor is there. They do not say that Megatron reads it as it was meant: queries
-for keys, a norm of another kind, a rotary embedding of another base, a router without its bias. So the first layers, as
-many as hold one of each kind, are computed twice in fp32: by transformers' class of the released tensors, and by
-Megatron of the base, read back from its files. A layer of multi-token prediction is put together of transformers' parts
-as DeepSeek-V3's report describes it, since transformers builds none. Of the vocabulary a few hundred rows are taken.
+Checksums and coverage prove that every tensor exists. They do not prove that Megatron uses it correctly: it might swap
+queries and keys, use another kind of norm or another base of the rotary embedding, or leave out a router's bias.
+Therefore the first layers are computed twice in fp32: by transformers from the released tensors, and by Megatron from
+the files of the base. The number of layers is the smallest that includes every kind of layer. transformers builds no
+layers for multi-token prediction, so one is assembled from transformers' parts as DeepSeek-V3's report describes. Only
+a few hundred rows of the vocabulary are used.
 
-What each layer adds to its input is compared, and the logits: the length of the difference, as a share of that of
-transformers' numbers. Two experts that a token weighs alike to the last digits may change places by rounding, so of
-several rows of tokens the one that differs most does not count.
+The check compares the logits, and the difference between output and input of each layer. The measure is the norm of the
+deviation relative to the norm of transformers' values. If a token has almost equal weights for two experts, rounding
+may swap them. Therefore the row of tokens with the largest deviation is ignored.
 """
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportOptionalSubscript=false
@@ -42,19 +43,19 @@ from trainer.weights import atomic_folder, coverage, released, released_tensors,
 from trainer.weights.conversion import unwritten
 from trainer.weights.mapping import released_names
 
-BOUND = 1e-4  # both agree to 2e-6; with queries and keys changed over they differ by 0.1 and more
+BOUND = 1e-4  # correct layers differ by 2e-6; with queries and keys swapped, by at least 0.1
 ROWS, LENGTH = 4, 64  # of the tokens
-VOCABULARY = 256  # rows of the embedding that are taken
+VOCABULARY = 256  # rows of the embedding that are used
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "lm_head.weight")  # with a row for each token
 LOGITS = "the logits"
 SKIP = "model.compare=false converts it without a comparison"
-SPARE = 1.2  # of the memory that the layers take
-PLENTY = 5e8  # bytes; no more are taken where fewer experts do
-EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")  # the key of each family
+SPARE = 1.2  # factor on the memory that the layers need
+PLENTY = 5e8  # bytes; limit of the memory, unless the smallest possible number of experts needs more
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")  # names of the key in config.json, by family
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
-OF_ALL_EXPERTS = re.compile(r"\.((gate|router|experts)\.|e_score_correction_bias$)")  # with a row for each
+OF_ALL_EXPERTS = re.compile(r"\.((gate|router|experts)\.|e_score_correction_bias$)")  # with a row for each expert
 MEGATRON_EXPERT = re.compile(r"(.+\.experts\..+\.(?:weight|bias))(\d+)$")
-OF_LAYERS = ("layer_types", "mlp_layer_types")  # that transformers' configurations have of each layer
+OF_LAYERS = ("layer_types", "mlp_layer_types")  # keys of transformers' configurations with an entry for each layer
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 Added = dict[str, torch.Tensor]  # by the layer's released name, each [row, token, ...]
 
@@ -71,7 +72,7 @@ class Cut:
     mtp: bool  # whether the base has the first layer of multi-token prediction
     rows: torch.Tensor  # of the vocabulary
     tokens: torch.Tensor
-    experts: tuple[int, ...]  # those of each layer that are taken
+    experts: tuple[int, ...]  # numbers of the experts that are compared in each layer
 
     def name(self, layer: int) -> str:
         stem = next(match[1] for match in map(LAYER.match, self.model.weights) if match)
@@ -83,9 +84,9 @@ class Cut:
 
 
 def compare(run: Run, checkpoint: Path, is_new: bool = False) -> dict[str, float]:
-    """Differences by the layer's released name, on every rank. Raises a Fault where one is above BOUND.
+    """Return the differences by the layer's released name, on every rank. Raise a Fault if one is above BOUND.
 
-    Two ranks of the first host share the work. `is_new`: the checkpoint was written just now.
+    Two ranks of the first host share the work. `is_new`: this command has just written the checkpoint.
     """
     cut, stored = cut_down(run), replace(unwritten.open_base(run, checkpoint), is_new=is_new)
     expected: Added = {}
@@ -105,15 +106,15 @@ def compare(run: Run, checkpoint: Path, is_new: bool = False) -> dict[str, float
         if not value <= BOUND:
             kind = "multi-token prediction" if cut.mtp and name == cut.mtp_name else _kind(cut, name)
             raise Fault(
-                f"{cut.model.folder}: {name} ({kind}): Megatron computes another function of these weights than "
-                f"transformers: what it gives for the same tokens differs by {value:.2%}, and rounding by less than "
-                f"{BOUND:.2%}; training would be of another model. {SKIP}"
+                f"{cut.model.folder}: {name} ({kind}): Megatron does not compute the same function of these weights as "
+                f"transformers: the results for the same tokens differ by {value:.2%}, but rounding causes less than "
+                f"{BOUND:.2%}; training would change another model. {SKIP}"
             )
     return differences
 
 
 def cut_down(run: Run) -> Cut:
-    """The first layers, as many as hold one of each kind."""
+    """Return the first layers of the run's model, as few as include every kind of layer."""
     model = released.read(Path(run.paths.model))
     facts = facts_from_hf(model.config)
     lists = {k: v for k, v in model.config.items() if isinstance(v, list) and len(v) == facts.layers > 1}
@@ -136,7 +137,7 @@ def cut_down(run: Run) -> Cut:
 
 
 def _experts(model: released.Model, facts: ModelFacts, layers: int, mtp: bool) -> tuple[int, ...]:
-    """The experts that are compared, at equal distances from one another: as many as take little memory."""
+    """Return the numbers of the experts to compare, evenly spaced, and as many as fit into little memory."""
     needed = [name for name in model.weights.keys() - released.repeated(model) if _is_taken(name, facts, layers, mtp)]
     taken = [(name, math.prod(model.weights[name].shape)) for name in needed]
     of_experts = sum(size for name, size in taken if ".experts." in name)
@@ -150,12 +151,12 @@ def _experts(model: released.Model, facts: ModelFacts, layers: int, mtp: bool) -
         if fewest:
             break
     memory, left = unlike(int(need), free)
-    text = f"to compare its first {layers} layers with transformers' takes {memory} of memory, and {left} are free"
+    text = f"comparing its first {layers} layers with transformers' takes {memory} of memory, but {left} are free"
     raise Fault(f"{model.folder}: {text}. {SKIP}")
 
 
 def available() -> int:
-    """Bytes of memory that this process could have."""
+    """Return the bytes of memory that this process could still allocate."""
     return psutil.virtual_memory().available
 
 
@@ -165,7 +166,7 @@ def _is_taken(name: str, facts: ModelFacts, layers: int, mtp: bool) -> bool:
 
 
 def difference(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """The largest difference but one of a row's, as a share."""
+    """Return the second largest of the rows' relative differences."""
     rows = (found - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
     return float(rows.nan_to_num(nan=torch.inf).sort().values[-2])
 
@@ -176,7 +177,7 @@ def _kind(cut: Cut, name: str) -> str:
 
 @contextlib.contextmanager
 def _folder(cut: Cut) -> Iterator[Path]:
-    """Make a folder with the cut config.json, and the code that a release brings along."""
+    """Yield a temporary folder with the cut config.json and, if it is trusted, the release's own code."""
     with tempfile.TemporaryDirectory(prefix="layers-") as name:
         folder = Path(name)
         (folder / config_json.NAME).write_text(json.dumps(cut.config))
@@ -186,7 +187,7 @@ def _folder(cut: Cut) -> Iterator[Path]:
 
 
 def _types(stored: torch_dist.Stored, bridge) -> dict[str, torch.dtype]:
-    """Types of the base's tensors, by the names of the released ones that they are made of."""
+    """Return the type of each tensor of the base, by the names of the released tensors from which it is made."""
     registry = bridge._model_bridge.mapping_registry()
     found: dict[str, torch.dtype] = {}
     for name, place in stored.places.items():
@@ -203,10 +204,10 @@ def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> A
     logging.disable_progress_bar()
     own = trusted(cut.run, cut.config)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=own)
-    with no_init_weights():  # which touches no memory
+    with no_init_weights():  # touches no memory
         kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=own))
     weights, of_mtp = _weights(cut, types)
-    if cut.mtp:  # whose block is a layer like the last
+    if cut.mtp:  # its block is a layer like the last one
         config.num_hidden_layers += 1
         for key in OF_LAYERS:
             if kinds := getattr(config, key, None):
@@ -230,7 +231,7 @@ def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> A
     keep.remove()
     if cut.mtp:
         norm = type(decoder.norm)
-        embedded = model.get_input_embeddings()(cut.tokens.roll(-1, 1))  # of the token that follows
+        embedded = model.get_input_embeddings()(cut.tokens.roll(-1, 1))  # of the next token
         parts = (
             _norm(norm, config, of_mtp["enorm.weight"])(embedded),
             _norm(norm, config, of_mtp["hnorm.weight"])(last["hidden"]),
@@ -238,16 +239,16 @@ def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> A
         decoder.layers = blocks[cut.layers :]
         decoder.norm = _norm(norm, config, of_mtp["shared_head.norm.weight"])
         mixed = torch.nn.functional.linear(torch.cat(parts, -1), of_mtp["eh_proj.weight"])
-        # the last token is followed by none
+        # The last token has no next token.
         added[cut.mtp_name] = decoder(inputs_embeds=mixed, use_cache=False).last_hidden_state[:, :-1]
     return added | {LOGITS: logits}
 
 
 @contextlib.contextmanager
 def _made_on_cpu(kind) -> Iterator[None]:
-    """Have from_pretrained() make its model on the CPU, in memory that is not touched before the weights replace it.
+    """Make from_pretrained() create its model on the CPU, in memory that is not touched before the weights replace it.
 
-    It makes it on "meta", where torch computes the initial values in Python, and imports its compiler for that.
+    Otherwise it creates the model on "meta", where torch computes initial values in Python and imports its compiler.
     """
     from transformers.initialization import no_init_weights
 
@@ -267,7 +268,7 @@ def _norm(kind, config, weight: torch.Tensor):
 
 
 def _weights(cut: Cut, types: dict[str, torch.dtype]) -> tuple[Added, Added]:
-    """Released tensors as the base has them, in fp32: those of the model, and those that MTP has besides."""
+    """Return released tensors with the base's rounding, in fp32: tensors of the model, and the extra ones of MTP."""
     weights: Added = {}
     of_mtp: Added = {}
     copies = released.repeated(cut.model)
@@ -336,7 +337,7 @@ def _fill(cut: Cut, chunks, stored: torch_dist.Stored) -> None:
 
 
 def _hook(added: Added, name: str, turned: bool = False):
-    """A hook that keeps what a layer adds to its input. `turned`: the token comes before the row, as in Megatron."""
+    """Return a hook that stores a layer's output minus its input. `turned`: both are [token, row], as in Megatron."""
 
     def hook(_module, args, kwargs, output) -> None:
         before = args[0] if args else kwargs["hidden_states"]

@@ -1,4 +1,4 @@
-"""Shards of a checkpoint: files of a few hundred megabytes, each written by one process, and kept if it dies.
+"""Shards of a checkpoint: files of a few hundred megabytes. One process writes each; finished files survive a crash.
 
 The model alone determines how tensors are cut into shards, so any number of processes writes the same files. A finished
 shard has an entry in a journal next to the files: the place and checksum of each piece, and the checksums of the
@@ -119,7 +119,7 @@ class Work:
             of_pieces = zip(entry["places"], entry.get("sums_of_pieces", []), strict=False)
             sums |= {file_sums.name(name, offset): one for (offset, _), one in of_pieces}
         file_sums.write(self.folder, sums)
-        # Time and path would make each base different.
+        # The current time and the path would make each base different.
         metadata = replace(self.metadata, storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
         write_atomically(self.folder / ".metadata", pickle.dumps(metadata), durable=False)
 

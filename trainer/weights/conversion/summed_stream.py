@@ -32,7 +32,7 @@ class SummedStream(io.IOBase):
         return len(content)
 
     def tell(self) -> int:
-        """Return the position, after a piece and zeros that readers skip. Call this before and after each piece."""
+        """Return the position, after writing zeros for the alignment. Call this before and after each piece."""
         if over := self.end % torch_dist.ALIGNED:
             self.write(bytes(torch_dist.ALIGNED - over))
         if self.end > self.start:
@@ -41,9 +41,9 @@ class SummedStream(io.IOBase):
         return self.end
 
     def save(self, tensor: torch.Tensor) -> None:
-        """Write a tensor with torch, which reports that writing failed, but not the cause.
+        """Write a tensor with torch. If writing fails, raise the cause, which torch does not report.
 
-        Without its CRC-32, which would take most of the time; pieces have another checksum.
+        torch's CRC-32 is switched off, because it would take most of the time; pieces have another checksum.
         """
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone()  # torch writes the whole storage

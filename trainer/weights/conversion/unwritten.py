@@ -1,9 +1,9 @@
-"""A base without weights (convert.to: none), and readers that present it as one with weights.
+"""A base without weights (convert.to: none), and readers that present it as a base with weights.
 
-Such a base lacks only the files of tensors: its metadata point each piece to the release. A piece is made on request,
-by the code that would have written it (megatron_tensors.py), so its values are bit-identical to those of a converted
-base. Megatron's own loader requests the pieces, at any layout; each rank reads only its part, from mapped files.
-First the release is compared with its description in the base.
+This base lacks only the files of tensors: its metadata point each piece to the release. A piece is made on request by
+the code that would have written it (megatron_tensors.py), so its values are bit-identical to those of a complete base.
+Megatron's loader requests the pieces, at any layout. Each rank reads only its part, from mapped files. Before that, the
+release is compared with its description in the base.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -59,7 +59,7 @@ class Pieces:
 
 
 class Reader(FileSystemReader):
-    """Reader of such a base for Megatron's loader. It is used once, and then drops its pieces."""
+    """Reader of a base without weights for Megatron's loader. It is used once, and then drops its pieces."""
 
     def __init__(self, folder: Path, pieces: Pieces):
         super().__init__(folder)
@@ -101,9 +101,9 @@ def _as_converted(run: Run, mark: dict) -> Run:
 
 
 def require_release(run: Run) -> bool:
-    """Check that the run's base was made from this release, if the base has no weights. Return whether it has none.
+    """Return whether the run's base has no weights. If it has none, check that it was made from the run's release.
 
-    If tensors must be read, the ranks of a host share the work.
+    If tensors must be read for the check, the ranks of a host share the work.
     """
     base = Path(run.paths.base)
     mark = checkpoints.read_mark(base) or {}

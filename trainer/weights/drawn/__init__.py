@@ -1,1 +1,1 @@
-"""Models with drawn weights, as their families begin a training: names, shapes, values and files."""
+"""Models with random weights for training from scratch: names, shapes, initial values and files."""

@@ -1,8 +1,9 @@
-"""Draw the weights of a model that is to be trained from nothing.
+"""Draw random weights for a model that will be trained from scratch.
 
     python -m trainer.weights.drawn CONFIG.json OUT --tokenizer FOLDER [--seed N]
 
-OUT becomes a folder in Hugging Face's format, whole or not at all. Equal arguments give equal bytes on any host.
+OUT becomes a folder in Hugging Face's format; it appears only when it is complete. Equal arguments give equal bytes on
+any host.
 """
 
 import time
@@ -21,9 +22,9 @@ EVERY = 5.0  # seconds between lines
 
 def main() -> int:
     parser = entry.parser("trainer.weights.drawn", __doc__)
-    parser.add_argument("config", type=Path, metavar="CONFIG.json", help="of the model")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder that is made")
-    parser.add_argument("--tokenizer", type=Path, required=True, metavar="FOLDER", help="that holds a tokenizer")
+    parser.add_argument("config", type=Path, metavar="CONFIG.json", help="config.json of the model")
+    parser.add_argument("out", type=Path, metavar="OUT", help="new folder for the model")
+    parser.add_argument("--tokenizer", type=Path, required=True, metavar="FOLDER", help="folder with the tokenizer")
     parser.add_argument("--seed", type=int, default=1234)
     options = parser.parse_args()
     with entry.faults_in_one_line():

@@ -1,12 +1,13 @@
-"""A model with drawn weights as a folder in Hugging Face's format: config.json, tokenizer and safetensors.
+"""Write a model with random weights as a folder in Hugging Face's format: config.json, tokenizer and safetensors.
 
-Tensors are drawn and written in blocks: memory holds a few megabytes, whatever the model's size.
+Tensors are drawn and written in blocks, so a few megabytes of memory are enough for a model of any size.
 
-Matrices, embeddings, sinks and biases of routers are normal with a standard deviation of initializer_range, norms 1,
-other biases 0, and the embedding of pad_token_id is 0, as by transformers' from_config(). Families have exceptions.
+Initial values are those of transformers' from_config(): matrices, embeddings, sinks and router biases are normally
+distributed with the standard deviation initializer_range; norms are 1; other biases and the embedding of pad_token_id
+are 0. Some families have exceptions.
 
-Values follow from the seed, the tensor's name and the block, by NumPy's Philox and its ziggurat: the number of
-processes and torch's vector units do not change them.
+Values depend only on the seed, the tensor's name and the block. NumPy's Philox generator and its ziggurat method draw
+them, so the number of processes and torch's vector units do not change them.
 """
 
 import hashlib
@@ -33,7 +34,7 @@ from trainer.weights import new_safetensors
 from trainer.weights.drawn.new_folder import new_folder
 from trainer.weights.released_tensors import DTYPES, as_bytes
 
-SHARD = 4 * 10**9  # bytes of a file, at most, but for a larger tensor
+SHARD = 4 * 10**9  # maximum bytes of a file, unless a single tensor is larger
 TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 ENDS = ("bos_token", "eos_token", "pad_token")
 BLOCK = 1 << 20  # numbers
@@ -44,7 +45,7 @@ CORRECTION = "e_score_correction_bias"  # of routers; float32 in every release
 
 
 def write(config: Config, tokenizer: Path, folder: Path, seed: int, told: Callable[[int, int], None]) -> None:
-    """Write the folder, whole or not at all. `told` gets the bytes so far, and all of them."""
+    """Write the folder, which appears only when it is complete. Call told(bytes done, all bytes) after each tensor."""
     if config.get("quantization_config"):
         raise Fault("config.json: quantization_config: drawn weights are unquantised; leave it out")
     named = config.get("dtype") or config.get("torch_dtype") or "float32"
@@ -62,7 +63,7 @@ def write(config: Config, tokenizer: Path, folder: Path, seed: int, told: Callab
 
 
 def described_whole(config: Config) -> Config:
-    """The configuration with all that transformers takes for granted of its family."""
+    """Return the configuration with transformers' defaults for all keys that it lacks."""
     import_transformers()
     patches.install(config.get("model_type"))
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -72,8 +73,8 @@ def described_whole(config: Config) -> Config:
         raise Fault(f"config.json: model_type: {json.dumps(kind)}: transformers has no such model")
     try:
         made = CONFIG_MAPPING[kind].from_dict(config).to_dict()
-    except Exception as error:  # of any kind: whatever a family checks of its keys
-        raise Fault(f"config.json: transformers does not take it: {' '.join(str(error).split())}") from None
+    except Exception as error:  # each family checks its keys in its own way, and may raise any type
+        raise Fault(f"config.json: transformers rejects it: {' '.join(str(error).split())}") from None
     found = made | {key: value for key, value in config.items() if value is not None}
     if "num_attention_heads" in found and not found.get("head_dim"):
         found["head_dim"] = found["hidden_size"] // found["num_attention_heads"]
@@ -81,7 +82,7 @@ def described_whole(config: Config) -> Config:
 
 
 def with_ends(config: Config, tokenizer: Path) -> Config:
-    """The configuration with the ids of the tokenizer's special tokens, unless it has them."""
+    """Return the configuration with the ids of the tokenizer's special tokens. Ids that it already has stay."""
     from trainer.data.tokens import tokenizer as tokenizers
 
     known = tokenizers.load(tokenizer, trust_remote_code=False)
@@ -109,7 +110,7 @@ def _write_shards(config: Config, dtype: str, folder: Path, seed: int, told: Cal
 
 
 def spread(config: Config, name: str) -> float:
-    """Standard deviation of a tensor's numbers; 0 if all of them are the same."""
+    """Return the standard deviation of a tensor's values; 0 if all values are equal."""
     usual = config.get("initializer_range") or USUAL
     if name.endswith(".mlp.router.bias"):
         return usual
@@ -122,7 +123,7 @@ def spread(config: Config, name: str) -> float:
 
 
 def blocks(config: Config, name: str, shape: tuple[int, ...], seed: int) -> Iterator[np.ndarray]:
-    """All numbers of a tensor in fp32, in the order of its bytes."""
+    """Yield all values of a tensor in fp32, in the order of its bytes."""
     count, deviation = math.prod(shape), spread(config, name)
     constant = 1.0 if NORM.search(name) else 0.0
     hole = _padding(config, name, shape)
@@ -138,7 +139,7 @@ def blocks(config: Config, name: str, shape: tuple[int, ...], seed: int) -> Iter
 
 
 def _padding(config: Config, name: str, shape: tuple[int, ...]) -> range:
-    """Numbers of the embedding of padding that are drawn as 0."""
+    """Return the range of values in the embedding that belong to the padding token, and are 0."""
     token = config.get("pad_token_id")
     if token is None or not families.of(config).zero_padding or not EMBEDDING.search(name):
         return range(0)

@@ -1,4 +1,4 @@
-"""A new folder that is there whole, or not at all."""
+"""A new folder that appears only when it is complete."""
 
 import os
 import shutil
@@ -9,8 +9,8 @@ from pathlib import Path
 
 @contextmanager
 def new_folder(folder: str | Path) -> Iterator[Path]:
-    """Yield a sibling of `folder` that takes its place at the end, and is removed if the block raises."""
-    folder = Path(os.path.realpath(folder))  # where a link leads
+    """Yield a temporary folder, which is renamed to `folder` at the end, or removed if the block raises."""
+    folder = Path(os.path.realpath(folder))  # follow links
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is not an empty folder")
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")

@@ -2,8 +2,8 @@
 
 Each file keeps its header, byte by byte, and is written in parts (parts.py). Codes and scales of an untrained weight
 are copied; a trained weight is quantised again (pack.py), and the rounding losses are summed. Each tensor is read back:
-a copied one must have the released checksum, a rounded one the checksum of what was written. Each value of a merged
-weight must be within one code of a second computation from the adapter's factors.
+a copied tensor must have the released checksum, a rounded tensor the checksum of the written bytes. Each value of a
+merged weight must be within one code of a second computation from the adapter's factors.
 """
 
 # pyright: reportArgumentType=false

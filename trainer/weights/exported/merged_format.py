@@ -5,8 +5,8 @@ is written (parts.py): an untrained weight must have the released checksum, a me
 computation from the adapter's factors, a new value must be the written one, and every value must be finite.
 
 Weights of a quantised release are unpacked: the file then has a new header, with the same weights in the same order and
-no scales. Configuration, tokenizer and chat template are copied, config.json without quantization_config. The model
-card is not copied: it describes another model.
+no scales. Configuration, tokenizer and chat template are copied, but config.json loses quantization_config. The model
+card is not copied, because it describes the released model.
 """
 
 import json

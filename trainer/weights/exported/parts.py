@@ -1,4 +1,4 @@
-"""Writer of a merged model's files: in parts, each written by one rank, read back, and kept if the process dies.
+"""Writer of a merged model's files in parts. One rank writes each part and reads it back; parts survive a crash.
 
 A part is a sequence of tensors of one file, of a few hundred megabytes at most, unless a single tensor is larger. The
 cut into parts does not depend on the number of ranks. Small weights are made in parallel, large ones one at a time, to
@@ -154,7 +154,7 @@ def _begin(layout: Layout, path: Path) -> None:
 
 
 def _make(contents: Merged, part: Part, path: Path, pool: ThreadPoolExecutor) -> journal.Entry:
-    """Write a part and check it. Return its entry: a checksum, and the trained tensors that were read for it."""
+    """Write a part and check it. Return its journal entry: a checksum, and the trained tensors that it contains."""
     stored, sums, wrong = contents.trained.stored, dict[str, str](), list[str]()
     before = {*stored.seen}
     stored.seen.clear()

@@ -7,7 +7,7 @@ import torch
 
 
 def read(file: BinaryIO, start: int, dtype: torch.dtype, count: int, soon: bool = False) -> torch.Tensor:
-    """Map `count` values of a file from this place on; `count` is above 0. Writing to them does not change the file.
+    """Map `count` (above 0) values of a file, beginning at `start`. Writing to them does not change the file.
 
     `soon`: all of them will be read soon, in order. Values that are not aligned to their size (allowed by headers,
     frequent in checkpoints) are read into memory, because torch cannot map them.

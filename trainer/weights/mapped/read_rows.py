@@ -9,7 +9,7 @@ import torch
 
 from conf.model_files.weights import Entry
 from contract import regular_files
-from contract.faults import Fault
+from contract.faults import Fault, named
 from trainer.weights import released
 from trainer.weights.mapped import kept_memory
 
@@ -32,12 +32,9 @@ class ReadRows:
         width = self.entry.size // self.shape[0]
         buffer = kept_memory.take(self.use, (stop - first) * width, torch.uint8)
         content = buffer.numpy().data
-        with regular_files.open_regular(self.path) as file:
-            try:
-                file.seek(self.entry.start + first * width)
-                filled = file.readinto(content)  # pyright: ignore[reportAttributeAccessIssue]
-            except OSError as error:
-                raise Fault(f"{self.path}: {error.strerror}") from None
+        with named(self.path, OSError), regular_files.open_regular(self.path) as file:
+            file.seek(self.entry.start + first * width)
+            filled = file.readinto(content)  # pyright: ignore[reportAttributeAccessIssue]
         if filled < len(content):
             raise Fault(f"{self.path}: ends {len(content) - filled} bytes early")
         self.sum.update(content)

@@ -1,11 +1,11 @@
-"""Weights of a packed base with the values of training, for a merge onto them (export.merge_onto: packed).
+"""Weights of a packed base with their values during training, for a merge onto them (export.merge_onto: packed).
 
-Training recorded which matrices it kept packed, and the error of each relative to the base (quantised/report.py). The
-same codes are read, or computed, again here: one matrix at a time, whole, and by the names of the release. Their errors
-must equal the recorded ones; otherwise they belong to another training.
+Training recorded which matrices it kept packed, and the error of each relative to the base (quantised/report.py). Here
+the same codes are read or computed again: one whole matrix at a time, by the names of the release. Their errors must
+equal the recorded errors; otherwise the base belongs to another training.
 
-The distance of the merged model from the trained one is summed, both for this merge and for one onto the released
-weights.
+The distance between the merged model and the trained model is summed, both for this merge and for a merge onto the
+released weights.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from conf.rules.packed_base import Format, format_of
+from conf.rules.packed_base import FORMATS, Format
 from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Fault
@@ -30,7 +30,7 @@ from trainer.weights.quantised import report
 from trainer.weights.quantised.pack import Squares
 from trainer.weights.released import Model, enumerate_names
 
-NAME = "from-training.jsonl"  # in an export: a line for all matrices, then one for each, the farthest first
+NAME = "from-training.jsonl"  # in an export: a line for all matrices, then a line for each, the largest distance first
 BOUND, LEAST = 0.01, 2.0**-8  # tolerance of errors: the base may have another type than the release
 
 
@@ -63,7 +63,7 @@ class AsTrained:
         return name in self.parts
 
     def read(self, part: mapping.Part) -> torch.Tensor | None:
-        """Return the weight as in training, in the release's orientation; None if it was not packed."""
+        """Return the weight's values during training, in the release's orientation; None if it was not packed."""
         if (entry := self.parts.get(part.name, {}).get(part.expert)) is None:
             return None
         name, _ = entry
@@ -96,8 +96,7 @@ class AsTrained:
 
 def open_as_trained(run: Run, model: Model, registry: Any, config: Any) -> AsTrained:
     """Open the base of this run's training."""
-    form, base = format_of(run), Path(run.paths.base)
-    assert form, "model.base names a format"
+    form, base = FORMATS[run.model.base], Path(run.paths.base)
     whole, rows = recorded(run)
     if whole.get("base") != run.model.base:
         text = f"was trained on {whole.get('base')}, and model.base is {run.model.base}"
@@ -142,9 +141,7 @@ def lines(numbers: AsTrained, kind: str, entries: Iterable[dict[str, Any]]) -> l
 
 
 def lines_of_training(run: Run) -> list[dict[str, Any]]:
-    """Return the same for a merge onto the released weights, from training's report of its base; empty without a
-    report.
-    """
+    """Return the distances of a merge onto the released weights, from training's report; empty without a report."""
     if not (Path(run.paths.output) / report.NAME).exists():
         return []
     of_all, rows = recorded(run)

@@ -1,8 +1,8 @@
 """Conversion of a release to packed files (convert.to: packed); files.py describes them, packing.py makes the codes.
 
-The model alone determines how tensors are divided into files, in its order, and the ranks share the files. One matrix
-at a time is unpacked, made from the release by the code that would have written a base. A finished file has an entry in
-a journal, with its checksum and the error of each of its matrices relative to the release; a later attempt keeps it.
+Only the model determines how tensors are divided into files, in the model's order. The ranks share the files. One
+matrix at a time is unpacked, by the same code that writes an unpacked base. A finished file has an entry in a journal,
+with its checksum and the error of each of its matrices relative to the release; a later attempt keeps the file.
 """
 
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ from megatron.core.extensions import transformer_engine
 from megatron.core.utils import unwrap_model
 from safetensors.torch import save_file
 
-from conf.rules.packed_base import Format, format_of
+from conf.rules.packed_base import FORMATS, Format
 from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Fault
@@ -43,9 +43,8 @@ class Tensor:
 
 @torch.no_grad()
 def write(run: Run, chunks: list, base: Path, journal_folder: Path) -> None:
-    """Write the packed files of a base into its folder, over all ranks. `chunks` are its model, without memory."""
-    form, folder = format_of(run), base / files.FOLDER
-    assert form, "model.base names a format"
+    """Write the packed files of a base into its folder, over all ranks. `chunks` are the model without memory."""
+    form, folder = FORMATS[run.model.base], base / files.FOLDER
     atomic_folder.barrier()  # until rank 0 has written the index of the pieces
     stored = unwritten.open_base(run, checkpoints.step_folder(base, 0))
     every, release = tensors(run, unwrap_model(chunks)), packing.release(run, form, chunks[0].config)
@@ -94,7 +93,7 @@ def tensors(run: Run, chunks: list) -> list[Tensor]:
 
 
 def _is_of_transformer_engine(layer: Any) -> bool:
-    """Whether the layer can use a packed weight. Routers, which have no memory here either, cannot."""
+    """Whether the layer can use a packed weight. Routers cannot, although they have no memory here either."""
     return any(kind.__module__ == transformer_engine.__name__ for kind in type(layer).__mro__)
 
 
@@ -128,7 +127,7 @@ def _name(number: int) -> str:
 
 
 def _checksum(path: Path) -> str:
-    """Checksum of a file; "" if it is missing."""
+    """Return the checksum of a file; "" if it is missing."""
     try:
         with path.open("rb") as file:
             return file_sums.of(file)

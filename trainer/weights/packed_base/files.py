@@ -105,13 +105,13 @@ class Packed:
 
 
 def with_sums(row: dict[str, Any], content: dict[str, torch.Tensor], name: str) -> dict[str, Any]:
-    """A tensor's row of the index, with the checksums of its parts by the endings of their names."""
+    """Return a tensor's row of the index with the checksums of its parts, by the endings of the parts' names."""
     parts = [part for part in ("", *ENDS) if name + part in content]
     return {**row, "sums": {part: _checksum(content[name + part], row) for part in parts}}
 
 
 def _checksum(tensor: torch.Tensor, row: dict[str, Any]) -> str:
-    """Checksum of a tensor's bytes, and of what says how they are read."""
+    """Return a checksum of a tensor's bytes and of the facts that decide how the bytes are read."""
     described = [str(tensor.dtype), *tensor.shape, row.get("height"), row.get("matrices")]
     found = xxhash.xxh3_128(json.dumps(described).encode())
     found.update(released_tensors.as_bytes(tensor))

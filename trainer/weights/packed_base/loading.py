@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
 from megatron.core.utils import unwrap_model
 
-from conf.rules.packed_base import Format, format_of
+from conf.rules.packed_base import FORMATS, Format
 from conf.schema.run import Run
 from contract import checkpoints
 from trainer.megatron import precision
@@ -46,8 +46,7 @@ class Source(Protocol):
 
 def prepare(run: Run) -> None:
     """Make Megatron-Bridge build the model without memory for packed layers, and load them by load()."""
-    base, form, stored = Path(run.paths.base), format_of(run), None
-    assert form, "model.base names a format"
+    base, form, stored = Path(run.paths.base), FORMATS[run.model.base], None
     if (checkpoints.read_mark(base) or {}).get("to") != "packed":
         unwritten.require_release(run)
         stored = unwritten.open_base(run, checkpoints.step_folder(base, 0))
@@ -131,7 +130,7 @@ def store(form: Format, dtype: torch.dtype, source: Source, matrices: list[list[
     factors = torch.ones((len(matrices), len(matrices[0])), device="cuda") if form.factor_bytes else None
     for number, matrix in enumerate(matrices):
         equal = len({part.sizes[0] for part in matrix}) == 1
-        assert equal or not form.factor_bytes, "stacked matrices have equal numbers of rows"
+        assert equal or not form.factor_bytes, "stacked matrices must have equal numbers of rows"
         for place, part in enumerate(sorted(matrix, key=lambda part: part.start)):
             part_codes, of_blocks, factor = source.of_part(part, (height, width))
             codes[number, part.start : part.start + part.sizes[0]] = part_codes

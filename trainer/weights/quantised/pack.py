@@ -1,14 +1,14 @@
 """Weights as codes and scales, in the format of a release: the inverse of unpack.py.
 
-    pack(packed, weight) -> codes, scales              of a weight that was never quantised; each value to the nearest
+    pack(packed, weight) -> codes, scales      for a weight that was never quantised; values go to the nearest code
 
 For a trained weight in FP8, change() returns codes and scales close to the released ones:
 
 - A value that training did not change keeps its code.
-- A changed value is rounded up or down at random, up with a probability equal to its relative distance from the lower
-  code. Rounding to the nearest would restore the old code: an adapter changes a weight by a hundredth or less, and
-FP8's   codes are 6 to 12 % apart. Random rounding keeps the sum of many values, and adds noise.
-- A block that exceeds its scale gets a doubled scale, repeatedly if needed: other FP8 codes stay exact.
+- A changed value is rounded up or down at random. The probability of rounding up is the value's relative distance from
+  the lower code. Rounding to the nearest code would restore the old code, because an adapter changes a weight by a
+  hundredth or less, but FP8's codes are 6 to 12 % apart. Random rounding keeps the sum of many values, and adds noise.
+- If a value of a block is too large for the scale, the scale is doubled until it fits. Other FP8 codes stay exact.
 
 The random numbers depend on the weight's name, so the same training gives the same bytes. In 4 bits the noise would be
 19 % of a weight, for a change of half a percent (FP8: 2 %), so change() does not support 4 bits.
@@ -30,7 +30,7 @@ MANTISSA, LOWEST = 3, -6  # bits of FP8's mantissa, and its smallest normal expo
 
 
 class Squares:
-    """Sums of squares, in a dataclass, that are added one by one."""
+    """Base class for sums of squares, which are added field by field."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(*(left + right for left, right in zip(astuple(self), astuple(other), strict=True)))
@@ -47,12 +47,12 @@ class Loss(Squares):
 
     @property
     def relative(self) -> float:
-        """Error of rounding, as a share of the weight."""
+        """Return the error of rounding relative to the weight."""
         return (self.error / self.weight) ** 0.5 if self.weight else 0.0
 
     @property
     def share(self) -> float:
-        """Share of training's change that the codes keep."""
+        """Return the share of training's change that the codes keep."""
         return self.kept / self.change if self.change else 1.0
 
 

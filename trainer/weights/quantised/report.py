@@ -3,8 +3,8 @@
     packed-base.jsonl    of the run, or of a base packed once: a line for all matrices, then one for each, the worst
                          first
 
-Errors are relative: the root of the squares summed over the matrix, of the codes' values minus the base's, divided by
-the same of the base's values. A matrix distributed over several ranks counts once, with all its parts.
+The error of a matrix is relative: the norm of (values of the codes - values of the base), divided by the norm of the
+base's values. A matrix that is distributed over several ranks counts once, with all its parts.
 """
 
 import json
@@ -36,7 +36,7 @@ class Row:
 
 
 def row(name: str, offsets: tuple[int, ...], original: torch.Tensor, packed: torch.Tensor, as_released: bool) -> Row:
-    """Compare the values of codes, in fp32, with the originals."""
+    """Compare the values of codes with the original values, both in fp32. Return the row of this part."""
     original = original.float()
     weight, error = torch.stack((original.square().sum(), (packed - original).square().sum())).tolist()
     return Row(name, offsets, original.numel(), weight, error, as_released)
@@ -49,7 +49,7 @@ def write(folder: Path, base: str, own: list[Row], packed_bytes: int) -> None:
 
 
 def repeat(base: Path, folder: Path, packed_bytes: int) -> None:
-    """Write the file of a base packed once again, with the bytes of these ranks, and log the line."""
+    """Write the report of a base that was packed before, with the bytes of these ranks, and log the line."""
     whole, *rows = read_lines(base / NAME)
     store(folder, [whole | {"bytes_of_ranks": atomic_folder.gather(packed_bytes)}, *rows])
 

@@ -25,8 +25,8 @@ class Merges:
 
     def __init__(self, places: Sequence[int], each: Sequence[Merged]):
         self.each, (base, a, b) = each, each[0].parts  # kept to keep their memory
-        # The table has offsets from the kernel's arguments: this way eight numbers are loaded at once. From an address
-        # in a table they would be loaded one by one.
+        # The table has offsets relative to the kernel's arguments, so that the kernel loads eight numbers at once. With
+        # absolute addresses in the table, it would load them one by one.
         pairs = zip(places, each, strict=True)
         rows = [[*map(_offset, merged.parts, each[0].parts), place] for place, merged in pairs]
         self.table = torch.tensor(rows, dtype=torch.int64).to(base.device)

@@ -6,8 +6,8 @@ do nothing else with them, a later transfer only needs these copies:
 
 1. While vLLM loads the first transfer, every copy is recorded. Afterwards the content of each parameter is compared
    with the copied numbers: it differs if a layer swaps or packs its weights.
-2. vLLM loads the second transfer in the same way. Tensors without copies must not have changed: if they have, vLLM has
-   computed them from the weights, and would have to do so again.
+2. vLLM loads the second transfer in the same way. Tensors without copies must not have changed. If they have, vLLM
+   computes them from the weights, and would have to compute them again after each transfer.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
