@@ -1,4 +1,4 @@
-"""Page, tables of samples and figures of the report of preparation (report.json, by trainer/data/write/report.py).
+"""Page, sample tables and figures for the report of stage prepare (report.json, by trainer/data/write/report.py).
 
 The page has no section for parts that the report lacks, such as packing.
 """
@@ -15,7 +15,7 @@ Report = dict[str, Any]
 
 
 def numbers(report: Report) -> dict[str, Any]:
-    """The most important figures, for MLflow."""
+    """Return the most important figures, for MLflow."""
     rows, tokens = report["rows"], report["tokens"]
     packing = report.get("packing", {}).get("training", {})
     figures = {
@@ -40,7 +40,7 @@ def numbers(report: Report) -> dict[str, Any]:
 
 
 def tables(report: Report) -> dict[str, list[dict[str, Any]]]:
-    """Samples of dropped rows, of anomalies and of similar rows, by the name of the table."""
+    """Return tables by name: samples of dropped rows, of anomalies and of similar rows."""
     samples = {
         "left_out": [
             {"reason": reason, "rows": entry["count"], **sample}
@@ -66,7 +66,7 @@ def headline(report: Report) -> str:
 
 
 def page(report: Report, title: str, files: str = "") -> str:
-    """The report in Markdown. `files` is the location of the artifact's files."""
+    """Return the report in Markdown. `files` is the location of the artifact's files."""
     record = {
         key: str(value) for key, value in report["template"].items() if key != "text" and value not in (None, {}, [])
     }
@@ -85,7 +85,7 @@ def page(report: Report, title: str, files: str = "") -> str:
 
 
 def histogram(bins: dict[str, list[int]] | None) -> list[str]:
-    """Lines of a histogram, one for each bin from the first to the last nonempty bin."""
+    """Return the lines of a histogram, one for each bin from the first to the last nonempty bin."""
     if not bins or not any(bins["counts"]):
         return []
     edges, counts = bins["edges"], bins["counts"]
@@ -100,7 +100,7 @@ def histogram(bins: dict[str, list[int]] | None) -> list[str]:
 
 
 def _example(example: dict[str, Any] | None) -> str:
-    """One row as the model reads it."""
+    """Return one row as the model reads it, with marks around learned text."""
     if not example:
         return ""
     text = example.get("marked")
@@ -116,7 +116,7 @@ def _left_out(report: Report) -> int:
 
 
 def _place(sample: dict[str, Any] | str) -> str:
-    """Place of a row, and its problem."""
+    """Return the place of a row and its problem."""
     found = _sample(sample)
     return " ".join(filter(None, (code(str(found.get(key) or ""), 120) for key in ("place", "field", "shown"))))
 

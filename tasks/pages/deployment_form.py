@@ -16,7 +16,7 @@ CHANGES = {"$ref": "#/definitions/Changes"}
 
 
 def with_values(schema: dict[str, Any], run: Run) -> dict[str, Any]:
-    """The schema of a deployment's parameters, with the run's values in the descriptions."""
+    """Return the schema of a deployment's parameters, with the run's values in the descriptions."""
     form, values = copy.deepcopy(schema), run.model_dump(mode="json")
     properties, definitions = form["properties"], form.get("definitions", {})
     for section, kind in CHANGEABLE.items():
@@ -39,7 +39,7 @@ def with_values(schema: dict[str, Any], run: Run) -> dict[str, Any]:
 
 
 def _limits(key: dict[str, Any]) -> dict[str, Any]:
-    """The limits of a key's value; those of its text, if it may also be a section."""
+    """Return the limits of a key's value, or of its text if the key may also be a section."""
     kind = next((kind for kind in key.get("anyOf", ()) if kind.get("type") == "string"), key)
     return {name: value for name, value in kind.items() if name not in ("title", "description")}
 

@@ -12,7 +12,7 @@ Line = dict[str, Any]  # of metrics.jsonl, or of samples.jsonl
 
 
 def training_headline(lines: list[Line], steps: int) -> str:
-    """The training in one line; "" before its first step."""
+    """Return the state of training in one line; "" before its first step."""
     trained, validated = _of("train", lines), _of("validation", lines)
     if not trained:
         return ""
@@ -24,13 +24,13 @@ def training_headline(lines: list[Line], steps: int) -> str:
 
 
 def left(lines: list[Line], steps: int) -> str:
-    """The time to the last step as the end of a line; empty if it is not known."""
+    """Return the time to the last step as the end of a line; "" if it is unknown."""
     seconds = seconds_left(lines, steps)
     return f", {clock(seconds)} left" if seconds else ""
 
 
 def seconds_left(lines: list[Line], steps: int) -> float | None:
-    """Seconds to the last step, at the speed of the latest steps; None if there are too few."""
+    """Return the seconds to the last step, at the speed of the latest steps; None if there are too few steps."""
     began = max((place for place, line in enumerate(lines) if line["kind"] == "start"), default=0)
     latest = [line for line in lines[began:] if line["kind"] == "train"][-LATEST:]
     if len(latest) < 2 or latest[-1]["step"] <= latest[0]["step"]:
@@ -62,12 +62,12 @@ def _loss(line: Line) -> float:
 
 
 def _of(kind: str, lines: list[Line]) -> list[Line]:
-    """Lines of a kind, without skipped steps of fp16, which may have no loss."""
+    """Return the lines of a kind, without skipped steps of fp16, which may have no loss."""
     return [line for line in lines if line["kind"] == kind and line["lm_loss"] is not None]
 
 
 def reinforcement_headline(lines: list[Line], steps: int, updates: int) -> str:
-    """The learning in one line; "" before its first step. `updates` is the number of updates of a step."""
+    """Return the state of learning in one line; "" before its first step. `updates` is updates per step."""
     finished = _steps(lines)
     if not finished:
         return ""
@@ -91,7 +91,7 @@ def reinforcement(
     last = finished[-1]
 
     def seconds(*parts: str) -> str:
-        """Seconds of these parts of the last step in total, and of each."""
+        """Return the seconds of these parts of the last step, in total and for each part."""
         each = {part: last[f"seconds_{part}"] for part in parts if f"seconds_{part}" in last}
         return f"{sum(each.values()):.3g} | {', '.join(f'{part} {value:.2g}' for part, value in each.items())}"
 

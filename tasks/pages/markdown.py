@@ -15,42 +15,42 @@ SHOWN = 60  # characters of a cell
 
 
 def code(text: str, most: int = SHOWN) -> str:
-    """Text as code in one line, also for a table."""
+    """Return text as code in one line, also for a table."""
     text = " ".join(clean(text).split())
     shown = text if len(text) <= most else text[: most - 3] + "..."
     return "`" + shown.replace("`", "'").replace("|", "¦") + "`" if shown else ""
 
 
 def words(text: str) -> str:
-    """Text as plain words in one line. Underscores within a word stay, as MLflow's lists would show their escapes."""
+    """Return text as plain words in one line. Underscores within a word are not escaped: MLflow shows the escapes."""
     return re.sub(r"([\\`*{}\[\]<>#|~$!&]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", " ".join(clean(text).split()))
 
 
 def fitted(text: str, width: int, lines: int = 4) -> str:
-    """Text as plain words in some lines of a cell, shortened to fit, as Prefect's tables do not wrap."""
+    """Return text as a few short lines of a table's cell, because Prefect's tables do not wrap."""
     text = " ".join(clean(text).split())
     return "<br>".join(map(words, textwrap.wrap(text, width, max_lines=lines, placeholder=" \N{HORIZONTAL ELLIPSIS}")))
 
 
 def fenced(text: str) -> str:
-    """Text as a block with unchanged lines."""
+    """Return text as a block with unchanged lines."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}text\n{clean(text)}\n{fence}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a table. The cells are Markdown already."""
+    """Return the lines of a table. The cells must be Markdown."""
     rows = ["| " + " | ".join(row) + " |" for row in rows]
     return ["", "| " + " | ".join(head) + " |", "|" + "---|" * len(head), *rows] if rows else []
 
 
 def embedded(name: str, png: bytes) -> str:
-    """A picture embedded in the page."""
+    """Return Markdown with an embedded picture."""
     return f"![{name}](data:image/png;base64,{base64.b64encode(png).decode()})"
 
 
 def as_of(when: float, links: dict[str, str]) -> list[str]:
-    """Last lines of a page that is updated: its time, and links."""
+    """Return the last lines of a page that is updated: its time, and links."""
     at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(when))
     line = f"As of {at}. Reload the page for newer figures; MLflow's curves update automatically."
     return ["", line, "", *(f"- [{title}](<{address}>)" for title, address in links.items())]
@@ -63,7 +63,7 @@ def clean(text: str) -> str:
 
 
 def digits(value: float | None, count: int = 3) -> str:
-    """A number with so many digits; empty if it is not known."""
+    """Return a number with `count` significant digits; "" if it is unknown."""
     return "" if value is None else f"{value:.{count}g}"
 
 

@@ -1,4 +1,4 @@
-"""The Prefect server that a command uses: one per checkout, shared by all commands.
+"""Prefect server that a command uses: one per checkout, shared by all commands.
 
 PREFECT_API_URL names it, in the environment or in a profile. Otherwise it is the server that has this checkout's
 database open, from `make up` or from another command. Otherwise this command starts one
@@ -36,8 +36,8 @@ PORT = 4200  # or the next free port
 READY_WITHIN = 300.0  # seconds; the first start creates the database, which took more than 120 s on a busy host
 LIMIT = "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"  # used if it is longer
 SERVICES = "services"  # folder in runs/ of the servers' logs, and of the list that `make up` keeps
-# The scheduler sees a new schedule at its next round: with Prefect's 60 s, a yearly cron that is due earlier would run
-# in a year. A request that fails because the database is locked is logged as an error.
+# The scheduler sees a new schedule in its next round. With Prefect's 60 s between rounds, a yearly cron that is due
+# within a minute would first run in a year. Requests that fail because the database is locked are logged as errors.
 SETTINGS = {"PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "5", "PREFECT_SERVER_LOG_RETRYABLE_ERRORS": "true"}
 
 
@@ -53,7 +53,7 @@ def use() -> None:
 
 
 def use_running() -> None:
-    """Connect to a running server of this checkout. Without one, nothing changes."""
+    """Connect to a running server of this checkout. Without a running server, do nothing."""
     if not _settings().api.url and running():
         _use_server_of_checkout()
 
@@ -97,7 +97,7 @@ def join(say: Callable[[str], None] = say) -> tuple[dict, int]:
 
 
 def running() -> dict | None:
-    """The record of the server that has this checkout's database open; None without one."""
+    """Return the record of the server that has this checkout's database open; None without a server."""
     try:
         record = json.loads(_lock_file(_database(), "lock").read_text())
         return record if started(record["pid"]) == record["started"] else None
@@ -106,7 +106,7 @@ def running() -> dict | None:
 
 
 def users(server: dict) -> list[int] | None:
-    """Processes that use the server, as far as the kernel lists them; None without one."""
+    """Return the processes that use the server, as the kernel lists them; None if no process uses it."""
     try:
         file = os.open(server.get("users", ""), os.O_RDWR)  # the record of an earlier version has no such file
     except OSError:
@@ -130,7 +130,7 @@ def answers(url: str, seconds: float = 2) -> bool:
 
 
 def free_port(first: int) -> socket.socket:
-    """A socket at the first free port of the loopback address."""
+    """Return a socket at the first free port of the loopback address."""
     for port in range(first, first + 100):
         listening = socket.socket()
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -142,7 +142,7 @@ def free_port(first: int) -> socket.socket:
 
 
 def _start(database: Path, log: Path) -> subprocess.Popen | None:
-    """Start the server, which inherits the lock of the database. None if another process has the lock."""
+    """Start the server, which inherits the lock of the database. Return None if another process has the lock."""
     lock = os.open(_lock_file(database, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
         if not try_lock(lock):
@@ -177,7 +177,7 @@ def spawn(
 
 
 def _environment(database: Path, address: str) -> dict[str, str]:
-    """The server's environment: with the settings of the caller's profile, and the address of its pages' API."""
+    """Return the server's environment, with the settings of the caller's profile and the address of its API."""
     settings = _settings().to_environment_variables(exclude_unset=True)
     settings |= {"PREFECT_HOME": str(database.parent), "PREFECT_UI_API_URL": f"{address}/api"}
     if not _connection_url():
@@ -186,7 +186,7 @@ def _environment(database: Path, address: str) -> dict[str, str]:
 
 
 def _database() -> Path:
-    """The path of the database's file. For PostgreSQL it is only the path of the locks."""
+    """Return the path of the database's file. For PostgreSQL, only the locks use this path."""
     home = Path(os.environ.get("PREFECT_HOME") or runs_folder() / "prefect").expanduser().absolute()
     kind, _, path = _connection_url().partition(":///")
     if kind.startswith("sqlite") and path and ":memory:" not in path:
@@ -195,7 +195,7 @@ def _database() -> Path:
 
 
 def _connection_url() -> str:
-    """The user's connection URL for Prefect's server; empty without one."""
+    """Return the user's connection URL for Prefect's server; "" if none is set."""
     database = _settings().server.database
     url = database.connection_url if "connection_url" in database.model_fields_set else None
     return url.get_secret_value() if url else ""

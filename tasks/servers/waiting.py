@@ -26,7 +26,7 @@ class Wait:
         self._began = self._reported = time.monotonic()
 
     def pause(self) -> None:
-        """Sleep for a moment. Raises a Fault after the limit."""
+        """Sleep for a moment. Raise a Fault after the limit."""
         now = time.monotonic()
         if now - self._began > self.limit:
             raise self.failed(f"not ready after {self.limit:.0f} s")
@@ -36,7 +36,7 @@ class Wait:
         time.sleep(PAUSE)
 
     def failed(self, reason: str) -> Fault:
-        """A Fault that ends the wait, with the log and its last line."""
+        """Return a Fault that ends the wait, with the log and its last line."""
         lines = self.log.read_text(errors="replace").split("\n") if self.log and self.log.exists() else []
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         shown = f"; {last[:200]}" if last else ""

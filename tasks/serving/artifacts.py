@@ -1,4 +1,4 @@
-"""Exports by name, and the artifacts of a served model, which are found through the inputs of its export.
+"""Find an export by name, and the artifacts of the served model through the inputs of the export.
 
     tiny-tickets                 the champion of a model in MLflow's registry
     tiny-tickets@7               version 7
@@ -47,7 +47,7 @@ class Named:
 
 
 def find(reference: str, store: Store, registry: str) -> Named:
-    """The export of a reference, complete in the store. `registry` is the address of MLflow."""
+    """Return the export of a reference, complete in the store. `registry` is the address of MLflow."""
     if "/" in reference:
         export = _by_fingerprint(reference, store)
         return Named(export.key.replace("/", "-"), export.key, export)
@@ -86,7 +86,7 @@ def _registered(name: str, which: str, versions: "list[ModelVersion]", store: St
 
 
 def _versions(name: str, registry: str) -> "list[ModelVersion]":
-    """Versions of a model, the newest first."""
+    """Return the versions of a model, the newest first."""
     if not _may_exist(registry) or re.search(r"[/:'\"]", name):
         return []
     client = promote.registry(registry)
@@ -106,7 +106,7 @@ def _models(registry: str) -> list[str]:
 
 
 def _may_exist(registry: str) -> bool:
-    """Whether the registry may exist. MLflow's client would create a missing database."""
+    """Return whether the registry may exist: MLflow's client would create a missing database."""
     return not registry.startswith("sqlite:///") or Path(registry.removeprefix("sqlite:///")).is_file()
 
 
@@ -229,7 +229,7 @@ def _input(made: Artifact, name: str, stage: str, store: Store, whole: bool = Tr
 
 
 def _evaluation(named: Named, store: Store, unmerged: bool) -> Artifact | None:
-    """The latest evaluation of this export, preferably in the served form."""
+    """Return the latest evaluation of this export, preferably in the served form."""
     model = named.export.stage.fingerprint
     records = [record for record in artifact.every(store, "evaluate") if record.stage.inputs["model"] == model]
     whole = [record for record in records if not isinstance(artifact.find(record.stage, store), Missing)]
@@ -241,7 +241,7 @@ def _evaluation(named: Named, store: Store, unmerged: bool) -> Artifact | None:
 
 
 def _require_servable(sources: Sources, store: Store, gpus: bool) -> None:
-    """Refuse an adapter that vLLM cannot add, or would silently ignore in part."""
+    """Raise a Fault for an adapter that vLLM cannot add, or would silently ignore in part."""
     key = sources.named.export.key
     entry = store.read(f"{key}/files/{ADAPTER}")
     config = json_object.parse(entry[0] if entry else b"", f"{key}: {ADAPTER}")
@@ -254,6 +254,6 @@ def _require_servable(sources: Sources, store: Store, gpus: bool) -> None:
 
 
 def _precision(model: Path) -> str:
-    """The precision of a model without an evaluation: that of its weights."""
+    """Return the precision of a model without an evaluation: the precision of its weights."""
     config = json.loads((model / "config.json").read_text())
     return "fp32" if (config.get("dtype") or config.get("torch_dtype")) == "float32" else "bf16"

@@ -68,7 +68,7 @@ class Compared:
 
 
 def of(evaluation: Path, data: Path) -> list[Question]:
-    """Questions from the folders of an evaluation and its prepared data, as far as the evaluation kept the answers."""
+    """Return the questions of an evaluation for which it kept answers, from its folder and its prepared data."""
     samples = json.loads((evaluation / "results.json").read_text())["samples"].get(TASK, [])
     rows = _rows(data / "test.jsonl", len(samples))
     return [
@@ -77,7 +77,7 @@ def of(evaluation: Path, data: Path) -> list[Question]:
 
 
 def example(data: Path) -> str:
-    """A question for the example command, from the data that the model was tested or trained on."""
+    """Return a question for the example command, from the model's test or training data."""
     for name in ("test", "validation", "training"):
         for row in _rows(data / f"{name}.jsonl", 1):
             if messages := _messages(row):
@@ -86,14 +86,14 @@ def example(data: Path) -> str:
 
 
 def stops(data: Path) -> list[str]:
-    """Texts that end an answer, apart from the end of text."""
+    """Return the texts that end an answer, except the end-of-text token."""
     record = json.loads((data / "template.json").read_text())
     stop, end = record["stop"], record["tokenizer"]["special_tokens"].get("eos_token")
     return [stop] if stop and stop != end else []
 
 
 def request(name: str, max_tokens: int | None, stop: list[str]) -> dict[str, Any]:
-    """Settings of a request with the same answer as in the evaluation. All others are the server's defaults."""
+    """Return the settings of a request that gets the evaluation's answer. Others are the server's defaults."""
     settings: dict[str, Any] = {"model": name}
     settings |= {"max_tokens": max_tokens} if max_tokens else {}
     return settings | ({"stop": stop} if stop else {})
@@ -102,7 +102,7 @@ def request(name: str, max_tokens: int | None, stop: list[str]) -> dict[str, Any
 def ask(
     url: str, key: str, name: str, questions: list[Question], max_tokens: int, stop: list[str], required: float
 ) -> Compared:
-    """Send the questions to a running server, and compare."""
+    """Send the questions to a running server, and compare its answers with the evaluation's."""
     settings = request(name, max_tokens, stop)
     asked = {"completions": 0, "chat": 0}
     differ = []
@@ -136,7 +136,7 @@ def _post(client: httpx.Client, url: str, content: dict) -> Any:
 
 
 def _rows(path: Path, count: int) -> list[dict]:
-    """The first rows of a file of prepared data; none if the file does not exist."""
+    """Return the first rows of a file of prepared data; none if the file does not exist."""
     if not path.is_file():
         return []
     with path.open(encoding="utf-8") as file:
@@ -144,7 +144,7 @@ def _rows(path: Path, count: int) -> list[dict]:
 
 
 def _messages(row: dict) -> list[dict] | None:
-    """The conversation before the last answer."""
+    """Return the conversation before the last answer; None if a chat cannot express it."""
     if "input" in row:
         return [{"role": "user", "content": row["input"]}]
     return None if row.get("tools") or "messages" not in row else row["messages"][:-1] or None

@@ -1,4 +1,4 @@
-"""A server that is kept running: started under a guard, watched, and restarted after crashes.
+"""Keep a server running: start it under a guard, check its health, and restart it after crashes.
 
 event                                      action
 never answers                              Broken, with its last lines: the next start would fail too
@@ -30,13 +30,13 @@ FILE, LOG = "model.json", "server.log"
 
 
 def url(served: ServedModel) -> str:
-    """The address at which this host reaches the server."""
+    """Return the address at which this host reaches the server."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(served.host, served.host)
     return f"http://[{host}]:{served.port}" if ":" in host else f"http://{host}:{served.port}"
 
 
 def require_free(host: str, port: int) -> None:
-    """Refuse an address that is in use or invalid."""
+    """Raise a Fault for an address that is in use or invalid."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as tried:
