@@ -45,7 +45,7 @@ CORRECTION = "e_score_correction_bias"  # of routers; float32 in every release
 
 
 def write(config: Config, tokenizer: Path, folder: Path, seed: int, report: Callable[[int, int], None]) -> None:
-    """Write the folder, which appears only when it is complete. After each tensor, call report(done, total) in bytes."""
+    """Write the folder; it appears only when it is complete. Call report(done, total), in bytes, after each tensor."""
     if config.get("quantization_config"):
         raise Fault("config.json: quantization_config: drawn weights are unquantised; leave it out")
     named = config.get("dtype") or config.get("torch_dtype") or "float32"
