@@ -25,7 +25,7 @@ SUMMARIES = {
 
 
 class Subcommand(click.Command):
-    """A module of flows/, which runs as python -m would run it."""
+    """A subcommand that runs a module of flows/ like python -m."""
 
     def __init__(self, name: str, words: str) -> None:
         module, *self.words = words.split()
@@ -69,7 +69,7 @@ def _is_name(word: str) -> bool:
 
 
 def _items(values: Sequence[str], incomplete: str, files: bool = False) -> list[CompletionItem]:
-    """The values that fit; files if there are none."""
+    """Return the values that start with `incomplete`. If there are none, `files` lets the shell complete file names."""
     fitting = [CompletionItem(value) for value in values if value.startswith(incomplete)]
     return fitting or [CompletionItem(incomplete, type="file")] * files
 

@@ -1,6 +1,6 @@
-"""The arguments of the commands in flows/, without the imports that their work needs: help and completion are quick.
+"""Parsers of the commands in flows/. They import nothing heavy, so that help and completion are fast.
 
-A parser is named after its command, and described by the docstring of the module that does the work.
+A parser has the name of its command. Its description is the docstring of the module that does the work.
 """
 
 # pyright: reportArgumentType=false
@@ -24,7 +24,7 @@ HOST, PORT = "127.0.0.1", 8000
 MODEL = "org/name on the Hub, a folder, or s3://..."
 DATA = "a file, a folder, org/name on the Hub, or s3://..."
 MACHINE = "such as 8xh100, 1xa100, 2x8xh200 (hosts x GPUs), 1xmy-gpu.yaml or cpu"
-# Subcommands of finetune: the module of each, and its first word. A module's name is that of its parser below.
+# Subcommands of finetune, each with its module and the module's first word. The parser below has the module's name.
 COMMANDS = {
     name: name
     for name in ["new", "plan", "pretrain", "serve", "logs", "artifacts", "gang", "study", "deploy", "doctor"]
@@ -34,7 +34,7 @@ invoked_as = "python -m"  # flows/__main__.py sets "finetune": then help and adv
 
 
 def spoken(text: str) -> str:
-    """The text with `python -m flows.plan` written as `finetune plan` if that is how this process was started."""
+    """Return the text. If this process was started as `finetune`, `python -m flows.plan` becomes `finetune plan`."""
     if invoked_as == "finetune":
         for name, words in COMMANDS.items():
             text = re.sub(rf"python -m flows\.{words}\b", f"finetune {name}", text)
@@ -42,14 +42,14 @@ def spoken(text: str) -> str:
 
 
 def about(module: str) -> str:
-    """The docstring of a module of flows/, which is not imported for it."""
+    """Return the docstring of a module of flows/ without importing the module."""
     file = Path(__file__).parent / module.replace(".", "/")
     file = file / "__main__.py" if file.is_dir() else file.with_suffix(".py")
     return ast.get_docstring(ast.parse(file.read_text("utf-8"))) or ""
 
 
 def stages() -> list[str]:
-    """The names of the stages in flows/pipeline.py, which is not imported for it."""
+    """Return the names of the stages in flows/pipeline.py without importing it."""
     tree = ast.parse((Path(__file__).parent / "pipeline.py").read_text("utf-8"))
     steps = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Step")
     return [ast.literal_eval(step.args[0]) for step in steps]
@@ -58,7 +58,7 @@ def stages() -> list[str]:
 def parser(module: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog=spoken(f"python -m flows.{module}"),
-        usage=argparse.SUPPRESS,  # a fault is one line
+        usage=argparse.SUPPRESS,  # an error is one line, without the usage
         description=spoken(about(module)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -67,7 +67,7 @@ def parser(module: str) -> argparse.ArgumentParser:
 def of_a_run(
     module: str, example: str, names: str = "a name in conf/", required: bool = True
 ) -> argparse.ArgumentParser:
-    """Make a parser for NAME [KEY=VALUE ...]; parse_intermixed_args lets options stand anywhere among them."""
+    """Make a parser for NAME [KEY=VALUE ...]; parse_intermixed_args allows options in any position."""
     made = parser(module)
     optional = {} if required else {"nargs": "?"}
     made.add_argument("conf", metavar="NAME", help=f"{names}, or a YAML file", **optional)
@@ -125,8 +125,8 @@ def serve() -> argparse.ArgumentParser:
     made.add_argument("--host", default=HOST, help=f"address to listen at ({HOST})")
     made.add_argument("--port", type=int, default=PORT, help=f"port to listen at ({PORT})")
     made.add_argument("--adapter", action="store_true", help="serve the released model with the adapter, not merged")
-    made.add_argument("--length", type=int, help="tokens of a question and its answer (all that memory holds)")
-    made.add_argument("--check", action="store_true", help="repeat the evaluation's questions, compare, and end")
+    made.add_argument("--length", type=int, help="tokens of a question and its answer (as many as memory holds)")
+    made.add_argument("--check", action="store_true", help="repeat the evaluation's questions, compare answers, end")
     return made
 
 
@@ -149,10 +149,10 @@ def artifacts() -> argparse.ArgumentParser:
     commands = made.add_subparsers(dest="do", required=True, prog=made.prog)
     commands.add_parser("list", help="all artifacts").add_argument("stage", nargs="?", help="only those of this stage")
     commands.add_parser("show", help="one artifact's record and lineage").add_argument("key")
-    verified = "only these; a base (convert) or an export also against the release"
+    verified = "only these; also compare a base (convert) or an export with the release"
     commands.add_parser("verify", help="read every byte").add_argument("keys", nargs="*", metavar="key", help=verified)
     gc = commands.add_parser("gc", help="list or delete artifacts that no run needs")
-    gc.add_argument("--days", type=_days, help="runs that began longer ago do not count")
+    gc.add_argument("--days", type=_days, help="ignore runs that started more than DAYS days ago")
     gc.add_argument("--delete", action="store_true", help="delete them; the default only lists them")
     return made
 
@@ -162,14 +162,14 @@ def _days(text: str) -> float:
         days = float(text)
         if 0 <= days < math.inf:
             return days
-    raise argparse.ArgumentTypeError(f"{text}: not a number of days from 0")
+    raise argparse.ArgumentTypeError(f"{text}: not a number of days (0 or more)")
 
 
 def gang() -> argparse.ArgumentParser:
     from conf.schema.named import submitting
 
     made = of_a_run("gang", example="slurm.partition=h100")
-    made.add_argument("--engine", choices=submitting(), help="instead of gang.engine")
+    made.add_argument("--engine", choices=submitting(), help="use this instead of gang.engine")
     made.add_argument(
         "--stage", choices=("train", "reinforce"), default="train", help="the stage that uses the hosts (train)"
     )
@@ -181,8 +181,8 @@ def study() -> argparse.ArgumentParser:
     made.add_argument("--gpus", metavar="N", type=int, default=1, help="GPUs of a layout, or ranks on a CPU (1)")
     made.add_argument("--list", metavar="LIST", action="append", default=[], help="a list of the configuration (all)")
     made.add_argument("--only", metavar="ROW", action="append", default=[], help="one row of the lists, such as DP2")
-    made.add_argument("--row", metavar="'NAME: KEY=VALUE ...'", action="append", default=[], help="a layout of yours")
-    made.add_argument("--steps", metavar="S", type=int, default=8, help="steps of a trial, of them two to warm up (8)")
+    made.add_argument("--row", metavar="'NAME: KEY=VALUE ...'", action="append", default=[], help="measure this layout")
+    made.add_argument("--steps", metavar="S", type=int, default=8, help="steps of a trial; two of them warm up (8)")
     made.add_argument("--layers", metavar="K", type=int, help="keep only K layers of the model")
     made.add_argument("--profile", action="store_true", help="also record a step of each layout")
     made.add_argument("--to", metavar="FOLDER", type=Path, help="folder of the report and its data (runs/study/NAME)")
@@ -214,20 +214,20 @@ def services() -> argparse.ArgumentParser:
 
 
 def values_of(action: argparse.Action) -> list[str]:
-    """The values that a shell may offer for an option or a word; empty if any value will do."""
+    """Return the values that a shell may offer for an option or an argument; empty if any value is allowed."""
     if action.choices is not None:
         return [*action.choices]
     return stages() if action.metavar == "STAGE" else []
 
 
 def refused(fault: object, code: int = 2) -> int:
-    """Print a fault. Returns the exit code, 2 for one that the caller can mend."""
+    """Print an error and return the exit code, by default 2: an error that the caller can fix."""
     print("".join(f"error: {line}\n" for line in spoken(str(fault)).splitlines()), end="", file=sys.stderr)
     return code
 
 
 def reports_faults(main: Callable[..., int]) -> Callable[..., int]:
-    """Let a command print a fault, or an error of the host such as a full disk, and return 2. Defects are raised."""
+    """Make a command print user errors and host errors (such as a full disk) and return 2; raise other exceptions."""
 
     @functools.wraps(main)
     def run(*args: Any, **options: Any) -> int:

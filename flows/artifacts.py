@@ -49,7 +49,7 @@ STAGES = sorted({name.partition("-")[0] for name in PIPELINE.names})
 PLACE = re.compile(rf"({'|'.join(STAGES)})/[0-9a-f]{{16}}")
 GANG = re.compile(r"train-[0-9a-f]{16}")
 DAY = 86400.0  # seconds
-# The stages that a proof reads, by the key of `paths` for their artifact; the last one that exists counts.
+# The stages that a proof reads, for each key of `paths`. The proof uses the last of them that exists.
 OF_BASE = {"model": ("download",), "base": ("convert",)}
 PLACES = {"base": OF_BASE, "export": OF_BASE | {"output": ("train", "reinforce"), "export": ("export",)}}
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def show_all(store: Store, stage: str) -> int:
     if stage and stage not in STAGES:
         near = get_close_matches(stage.partition("-")[0], STAGES, n=1)
-        raise Fault(f"{stage}: no stage; " + (f"did you mean {near[0]}?" if near else ", ".join(STAGES)))
+        raise Fault(f"{stage}: not a stage; " + (f"did you mean {near[0]}?" if near else ", ".join(STAGES)))
     found = sorted(artifact.every(store, stage), key=lambda made: made.made["at"])
     everything = artifact.by_fingerprint(store)
     before: dict[tuple[str, ...], Artifact] = {}
@@ -85,10 +85,10 @@ def show_all(store: Store, stage: str) -> int:
         spent = f"{size(made.size):>9}  {clock(made.made['seconds']):>8}"
         told = "  ".join(filter(None, (_conf(made).ljust(width), _score(made), f"by {made.made.get('flow', '')}")))
         print(f"{when}  {made.key:<28}  {spent}  {told}")
-        kind = (made.stage.name, _conf(made), *sorted(made.stage.inputs))  # a base is evaluated without a training
+        kind = (made.stage.name, _conf(made), *sorted(made.stage.inputs))  # the base is evaluated without a training
         if kind in before:
             changes = artifact.brief(_changes(before[kind].stage, made.stage, everything))
-            print(f"{' ' * len(when)}  {changes or 'made of the same'}")
+            print(f"{' ' * len(when)}  {changes or 'no changes'}")
         before[kind] = made
     print(f"{len(found)} artifacts, {size(sum(made.size for made in found))}, in {store.uri}")
     gangs = _gangs(store.keys("gangs")) if stage in ("", "train") else None
@@ -98,7 +98,7 @@ def show_all(store: Store, stage: str) -> int:
 
 
 def _conf(made: Artifact) -> str:
-    """Name of the configuration that it was first made for."""
+    """Return the name of the configuration that the artifact was first made for."""
     return str(made.made.get("run", ""))
 
 
@@ -118,7 +118,7 @@ def _score(made: Artifact) -> str:
 
 
 def _changes(was: Stage, now: Stage, everything: dict[str, Artifact]) -> list[str]:
-    """Differences of the configuration, also between the inputs of both."""
+    """List the differences between the configurations of two stages and of their inputs."""
     found = [line for line in artifact.differences(was, now) if not line.startswith("input ")]
     for name in {**was.inputs, **now.inputs}:
         old, new = was.inputs.get(name), now.inputs.get(name)
@@ -151,7 +151,7 @@ def verify(store: Store, several: list[Artifact], damaged: Sequence[str] = ()) -
     for key in damaged:
         print(f"{key}  its record is damaged")
     count = len(several) + len(damaged)
-    print(f"{bad} of {count} damaged; the next run that needs one makes it anew" if bad else "all as recorded")
+    print(f"{bad} of {count} damaged; the next run that needs one makes it again" if bad else "all as recorded")
     return int(bool(bad))
 
 
@@ -162,7 +162,7 @@ def prove(store: Store, made: Artifact) -> int:
         return 0
     chain = {made.stage.name: made}
     for source in artifact.sources(made.stage, artifact.by_fingerprint(store)):
-        chain.setdefault(source.stage.name, source)  # of several of one stage, the nearest
+        chain.setdefault(source.stage.name, source)  # if a stage occurs several times, use the nearest
     read = {name: [chain[stage] for stage in stages if stage in chain] for name, stages in PLACES[command].items()}
     if lost := [PLACES[command][name][0] for name, there in read.items() if not there]:
         raise Fault(f"{made.key}: its inputs are no longer in the store: {', '.join(lost)}")
@@ -171,7 +171,7 @@ def prove(store: Store, made: Artifact) -> int:
         trusted = json.dumps(chain["download"].stage.config.get("trust_remote_code", False))
         paths = [f"paths.{name}={place}" for name, place in (places | {"logs": Path(folder) / "logs"}).items()]
         resolved = Path(folder) / "resolved.yaml"
-        dump(load("tiny", [*paths, f"model.trust_remote_code={trusted}"]), resolved)  # all else is in their marks
+        dump(load("tiny", [*paths, f"model.trust_remote_code={trusted}"]), resolved)  # artifacts record the rest
         return subprocess.run(
             [sys.executable, "-m", f"trainer.proof.{command}", str(resolved)],
             env=os.environ | {"PYTHONPATH": str(launch.ROOT)},
@@ -181,7 +181,7 @@ def prove(store: Store, made: Artifact) -> int:
 
 
 def collect(store: Store, days: float | None, delete: bool) -> int:
-    """Remove what nothing refers to. Without `delete`, only print what would be removed."""
+    """Remove artifacts and logs that nothing refers to. Without `delete`, only list them."""
     everything = {made.key: made for made in artifact.every(store)}
     there = store.keys("")
     folders = {"/".join(name.split("/")[:2]) for name in there if name.count("/") > 1}
@@ -205,7 +205,7 @@ def collect(store: Store, days: float | None, delete: bool) -> int:
             store.delete(f"{key}/files")
             store.remove(f"{key}/lease.json")
     if foreign:
-        print(f"leaves {len(foreign)} folders that no stage has made, such as {foreign[0]}")
+        print(f"leaves {len(foreign)} folders that no stage has written, such as {foreign[0]}")
     gangs = _gangs({name.removeprefix("gangs/"): facts for name, facts in there.items() if name.startswith("gangs/")})
     limit = None if days is None else time.time() - days * DAY
     for gang in sorted(gangs):
@@ -221,12 +221,12 @@ def collect(store: Store, days: float | None, delete: bool) -> int:
             store.remove(f"{timeline.FOLDER}/{gang}.json")
     for run in old if delete else []:
         store.remove(f"runs/{run}")
-    print(f"{size(freed)} {'freed' if delete else 'to free; --delete does it'}")
+    print(f"{size(freed)} {'freed' if delete else 'can be freed with --delete'}")
     return 0
 
 
 def _referred_to(store: Store, old: list[str]) -> set[str]:
-    """Artifacts that runs refer to, except for old runs, or that were promoted."""
+    """Return the keys of artifacts that were promoted, or that a run outside of `old` refers to."""
     found: set[str] = set()
     for folder, left_out in (("runs", old), ("pins", [])):
         for name in store.keys(folder):
@@ -242,14 +242,14 @@ def _with_inputs(keys: set[str], everything: dict[str, Artifact]) -> set[str]:
 
 
 def _older_than(store: Store, days: float, making: set[str]) -> list[str]:
-    """Old runs, except active ones: a long training may still read inputs that are weeks old."""
+    """Return old runs that are not active: a long training may still read inputs that are weeks old."""
     runs = {name: _note(store, f"runs/{name}") for name in store.keys("runs")}
     limit = time.time() - days * DAY
     return [name for name, run in runs.items() if run["started"] < limit and making.isdisjoint(run["artifacts"])]
 
 
 def _gangs(listed: dict[str, tuple[int, str]]) -> Counter[str]:
-    """Bytes of each gang below gangs/."""
+    """Return the bytes of each gang below gangs/."""
     found: Counter[str] = Counter()
     for name, (length, _) in listed.items():
         folder, _, rest = name.partition("/")
@@ -260,22 +260,22 @@ def _gangs(listed: dict[str, tuple[int, str]]) -> Counter[str]:
 
 
 def _note(store: Store, key: str) -> dict[str, Any]:
-    """Note of a run or a pin. Nothing is removed while one of them cannot be read, as it may refer to anything."""
+    """Return the note of a run or a pin. A damaged note stops the removal, because it may refer to any artifact."""
     found = store.read(key)
-    if found is None:  # removed this moment
+    if found is None:  # another process has just removed it
         return {"artifacts": [], "started": 0.0}
     try:
         note = json.loads(found[0])
         return {"artifacts": list(note["artifacts"]), "started": float(note.get("started", 0))}
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise Fault(f"{store.link(key)}: damaged; remove it, and with it all that it refers to") from None
+        raise Fault(f"{store.link(key)}: damaged; remove it, and gc can remove its artifacts") from None
 
 
 def _tree(made: Artifact, everything: dict[str, Artifact], depth: int) -> str:
     lines = []
     for name, fingerprint in made.stage.inputs.items():
         source = everything.get(fingerprint)
-        lines.append(f"{'  ' * depth}{name}: {source.key if source else f'{fingerprint} (not there any more)'}\n")
+        lines.append(f"{'  ' * depth}{name}: {source.key if source else f'{fingerprint} (deleted)'}\n")
         lines += [_tree(source, everything, depth + 1)] if source else []
     if not lines and depth == 1:
         return f"  {json.dumps(made.stage.config)}\n"
@@ -284,7 +284,7 @@ def _tree(made: Artifact, everything: dict[str, Artifact], depth: int) -> str:
 
 def _one(store: Store, part: str) -> Artifact:
     everything = artifact.every(store)
-    part = part.rstrip("/")  # a shell's completion appends one to the name of a folder
+    part = part.rstrip("/")  # shell completion appends a slash to the name of a folder
     found = [made for made in everything if made.key.startswith(part) or made.stage.fingerprint.startswith(part)]
     if len(found) != 1:
         there = ", ".join(made.key for made in found) or "none; python -m flows.artifacts list shows all"

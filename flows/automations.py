@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def connected() -> Iterator[SyncPrefectClient]:
-    """A client of the server of PREFECT_API_URL, or of this checkout's. Errors of the server are a Fault."""
+    """Yield a client of the server at PREFECT_API_URL or of this checkout's server. Server errors become a Fault."""
     prefect_server.use_running()
     address = get_current_settings().api.url
     if not address:
@@ -60,15 +60,15 @@ def connected() -> Iterator[SyncPrefectClient]:
 
 
 def _make(client: SyncPrefectClient, wanted: AutomationCore) -> str:
-    """Make or update an automation.
+    """Create or update an automation.
 
-    One that is right already is not touched: an update forgets which runs are under way.
+    An automation that is up to date is not written again, because an update forgets which runs are active.
     """
     found = client.read_automations_by_name(wanted.name)
     if not found:
         client.create_automation(wanted)
         return "made"
-    kept = wanted.model_copy(update={"enabled": found[0].enabled})  # who switched it off meant to
+    kept = wanted.model_copy(update={"enabled": found[0].enabled})  # an automation that somebody switched off stays off
     if AutomationCore(**found[0].model_dump(exclude={"id"})) == kept:
         return "there already" if kept.enabled else "there already, switched off"
     client.update_automation(found[0].id, kept)

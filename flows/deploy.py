@@ -41,13 +41,13 @@ from tasks.pages import deployment_form
 ROOT = home()  # workers run flows there
 FILE = FILES / "prefect.yaml"
 OWN = ROOT / "prefect.own.yaml"  # the user's own deployments, which git ignores; they replace equal names
-FIRST = "first_schedules"  # no key of Prefect's: it replaces all schedules of a deployment by those of its own key
-# Variables on the server, one for each deployment: digests of what it set last. Prefect's hold 5000 characters; servers
-# of before have one of this name for all deployments.
+FIRST = "first_schedules"  # not Prefect's key `schedules`, with which Prefect replaces all schedules of a deployment
+# Prefix of the variables on the server. Each deployment has one, with digests of the values that it set last, because a
+# variable holds only 5000 characters. Older servers have one variable of this name for all deployments.
 DEPLOYED = "finetune_deployed"
-DECLARED = "declared"  # among those digests: that of all that prefect.yaml and the flow's parameters say of it
+DECLARED = "declared"  # key of the digest of the whole declaration: the entry in prefect.yaml and the flow's parameters
 FLOWS = {f"flows/{name}.py:{name}": name for name in ("finetune", "pretrain", "node", "serve")}
-# What the form in Prefect's UI edits.
+# Fields that the form in Prefect's UI edits.
 EDITABLE = ("paused", "parameters", "tags", "description", "job_variables")
 LIMIT = "concurrency_limit"
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def declared() -> dict:
-    """Content of prefect.yaml, with the deployments of prefect.own.yaml."""
+    """Return the content of prefect.yaml, with the deployments of prefect.own.yaml."""
     wanted = yaml.safe_load(FILE.read_text())
     try:
         own = listed(OWN.read_text(), OWN.name) if OWN.exists() else []
@@ -78,7 +78,7 @@ def declared() -> dict:
 
 
 def deploy(client: SyncPrefectClient, wanted: dict) -> int:
-    """Run `prefect deploy` and return its exit code. The reason of a failure is printed."""
+    """Run `prefect deploy` for changed deployments. Print the reason of a failure, and return the exit code."""
     kept, deployed, declared, forms, changed = {}, {}, {}, {}, []
     for deployment in wanted["deployments"]:
         name = f"{FLOWS[deployment['entrypoint']]}/{deployment['name']}"
@@ -123,14 +123,14 @@ def deploy(client: SyncPrefectClient, wanted: dict) -> int:
 
 @cache
 def parameters_of(entrypoint: str) -> dict:
-    """The schema of a flow's parameters."""
+    """Return the schema of a flow's parameters."""
     file, _, flow = entrypoint.partition(":")
     module = ".".join(Path(file).with_suffix("").parts)
     return parameter_schema(getattr(importlib.import_module(module), flow)).model_dump_for_openapi()
 
 
 def form(deployment: dict, parameters: dict) -> dict | None:
-    """The form of a deployment, with the values of its configuration; None without one: Prefect's own will do."""
+    """Return the form with the values of the deployment's configuration, or None if it has no configuration."""
     conf = deployment.get("parameters", {}).get("conf")
     return deployment_form.with_values(parameters, load(conf)) if conf else None
 
@@ -148,18 +148,18 @@ def editable(there: DeploymentResponse) -> dict:
 
 
 def edits(there: DeploymentResponse, deployed: dict[str, str]) -> dict:
-    """Values that are different from those that the last deployment left there."""
+    """Return the values that were edited on the server since the last deployment."""
     before = deployed or UNEDITED
     return {name: value for name, value in editable(there).items() if before.get(name, digest(value)) != digest(value)}
 
 
 def keep(name: str, deployment: dict, edited: dict) -> set[str]:
-    """Put edited values into the deployment. Returns the names of those that prefect.yaml has otherwise."""
+    """Put edited values into the deployment. Return the names of the values that differ from prefect.yaml."""
     kept = set()
     for field, value in edited.items():
         holder, key = deployment, field
         if field == "job_variables":
-            holder = deployment["work_pool"] = {**deployment["work_pool"]}  # YAML's aliases are one object
+            holder = deployment["work_pool"] = {**deployment["work_pool"]}  # a copy: YAML's aliases share one object
         elif field == LIMIT and isinstance(deployment.get(field), dict):
             holder = deployment[field] = {**deployment[field]}
             key = "limit"
@@ -172,12 +172,12 @@ def keep(name: str, deployment: dict, edited: dict) -> set[str]:
 
 
 def remembered(name: str) -> str:
-    """Name of the variable of a deployment."""
+    """Return the name of a deployment's variable."""
     return f"{DEPLOYED}_{checksums.of(name)[:12]}"
 
 
 def read_deployed(client: SyncPrefectClient, name: str) -> dict[str, str]:
-    """Digests of the values that this deployment set last; empty if unknown."""
+    """Return the digests of the values that this deployment set last; empty if unknown."""
     own, of_all = (client.read_variable_by_name(variable) for variable in (remembered(name), DEPLOYED))
     if own and isinstance(own.value, dict):
         return own.value
@@ -196,8 +196,8 @@ def digest(value: object) -> str:
     return checksums.of_json(value)[:6]
 
 
-# Where the last deployment is not known, whether a deployment is paused: prefect.yaml never says so, `prefect deploy`
-# ends it each time.
+# Digests if the last deployment is unknown: not paused, because prefect.yaml never pauses a deployment and each
+# `prefect deploy` ends a pause.
 UNEDITED = {"paused": digest(False)}
 
 

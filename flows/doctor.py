@@ -33,7 +33,7 @@ from flows import arguments, scheduling
 from flows.packages import clashes, installed, locked
 
 GB = 10**9
-DRIVERS = {"12": 525, "13": 580}  # NVIDIA's first that runs programs of a CUDA, by its major version
+DRIVERS = {"12": 525, "13": 580}  # NVIDIA's first driver for each major version of CUDA
 CUDA = "13"  # of uv.lock's torch
 GLIBC = (2, 31)  # wheels of uv.lock: Ubuntu 20.04, Debian 11 and RHEL 9 have it
 PROBE_SECONDS = 3
@@ -43,18 +43,18 @@ CREDENTIALS = re.compile(
 
 
 class Finding(NamedTuple):
-    status: str  # ok; info: so it is, and nothing need change; warn; fail
+    status: str  # ok; info: a fact, nothing to change; warn; fail
     name: str
     fact: str
     mend: str = ""
 
 
 def packages(have: dict[str, str], extra: str) -> Finding:
-    import tomllib  # not above: an older Python must get as far as to be told that it is one
+    import tomllib  # imported here: an older Python lacks it, and must reach the check of its version
 
     lock = installation.CODE / "uv.lock"
     if not lock.exists():
-        return Finding("info", "packages", "a wheel has no uv.lock to compare them with", "")
+        return Finding("info", "packages", "a wheel has no uv.lock to compare packages with", "")
     want = locked(tomllib.loads(lock.read_text()), extra)
     pairs = ((name, have.get(name, "missing"), version) for name, version in sorted(want.items()))
     lacks = [f"{name} is {present} (locked: {version})" for name, present, version in pairs if present != version]
@@ -72,7 +72,7 @@ def torch(have: dict[str, str]) -> Finding:
 
 
 def system(machine: os.uname_result, libc: str) -> Finding:
-    """Check what wheels are made for, and no package can bring."""
+    """Check the system, the processor and the C library, which no package can install."""
     fact = f"{machine.sysname} {machine.machine}, {libc or 'no glibc'}"
     wanted = f"{'.'.join(map(str, GLIBC))}"
     if (machine.sysname, machine.machine) != ("Linux", "x86_64"):
@@ -85,7 +85,7 @@ def system(machine: os.uname_result, libc: str) -> Finding:
 
 
 def libc() -> str:
-    """Name and version of this host's C library, as "glibc 2.36"; empty where it is another."""
+    """Return name and version of this host's C library, such as "glibc 2.36"; empty if it is not glibc."""
     try:
         return os.confstr("CS_GNU_LIBC_VERSION") or ""
     except (OSError, ValueError):
@@ -102,7 +102,7 @@ def environment(extra: str) -> list[Finding]:
 
 
 def query_gpus() -> tuple[list[list[str]], str]:
-    """Name, memory in MiB and driver version of every GPU; and the reason, if there is one, why none can be listed."""
+    """Return name, memory in MiB and driver version of each GPU, and the error if GPUs cannot be listed (else "")."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
@@ -132,7 +132,7 @@ def gpus(cards: list[list[str]], trouble: str) -> Finding:
 
 
 def owners() -> list[Finding]:
-    """The owners of the GPUs, and those that wait for some."""
+    """Return the owners of the GPUs and the processes that wait for GPUs."""
     try:
         return [Finding("info", "gpu", line) for line in gpu_locks.standing()]
     except Fault as fault:
@@ -152,12 +152,12 @@ def network(on_gpu: bool, root: Path = Path("/")) -> Finding:
         return Finding("warn", "network", f"{fact}, without NCCL's plugin for it", "sudo ./efa_installer.sh -y")
     pinned = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if pinned != resource.RLIM_INFINITY:
-        return Finding("warn", "network", f"{fact}, which may pin {pinned // 1024} KiB alone", "ulimit -l unlimited")
+        return Finding("warn", "network", f"{fact}, but only {pinned // 1024} KiB may be pinned", "ulimit -l unlimited")
     return Finding("ok", "network", fact)
 
 
 def existing(folder: Path) -> Path:
-    """The folder if it exists, else the folder in which it would be made."""
+    """Return the folder if it exists, else its nearest parent that exists."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
@@ -174,12 +174,12 @@ def disk(name: str, folder: Path, on_gpu: bool) -> Finding:
     free = shutil.disk_usage(existing(folder)).free
     if finding.status == "ok" and free < need:
         mend = f"du -xh -d 2 {existing(folder)} | sort -h | tail"
-        return Finding("warn", name, f"{free // GB} GB free for {folder}, {need // GB} GB wanted", mend)
+        return Finding("warn", name, f"{free // GB} GB free for {folder}, {need // GB} GB needed", mend)
     return finding._replace(fact=f"{finding.fact}, {free // GB} GB free")
 
 
 def memory_limit(root: Path = Path("/")) -> float:
-    """The lowest limit, in bytes, of this process's control group (version 1 or 2) and of those above it."""
+    """Return the lowest memory limit, in bytes, of this process's control group (version 1 or 2) and its parents."""
     limits = [float("inf")]
     for files in memory_files("memory.max", "memory.limit_in_bytes", root):
         limits += [float(file.read_text().replace("max", "inf")) for file in files]
@@ -192,29 +192,29 @@ def memory() -> Finding:
     fact = f"{min(total, limit) / GB:.0f} GB" + (" (control group)" if limit < total else "")
     fact += f", {len(os.sched_getaffinity(0))} CPUs"
     if min(total, limit) < 8 * GB:
-        return Finding("warn", "memory", f"{fact}; the tests want 8 GB", "docker run --memory=16g")
+        return Finding("warn", "memory", f"{fact}; the tests need 8 GB", "docker run --memory=16g")
     return Finding("ok", "memory", fact)
 
 
 def shared_memory(on_gpu: bool) -> Finding:
     size = shutil.disk_usage("/dev/shm").total
-    if size < GB:  # docker gives 64 MB, in which data loaders and NCCL die of a bus error
+    if size < GB:  # docker's default is 64 MB, with which data loaders and NCCL end with a bus error
         status = "fail" if on_gpu else "warn"
-        return Finding(status, "shm", f"/dev/shm holds {size // 10**6} MB, 1 GB wanted", "docker run --shm-size=16g")
+        return Finding(status, "shm", f"/dev/shm holds {size // 10**6} MB, 1 GB needed", "docker run --shm-size=16g")
     return Finding("ok", "shm", f"/dev/shm holds {size // GB} GB")
 
 
 def open_files() -> Finding:
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if soft < 8192:  # checkpoint shards, sockets between ranks, tensors from data loaders
-        return Finding("warn", "files", f"{soft} may be open at once, 8192 wanted", "ulimit -n 8192")
+        return Finding("warn", "files", f"{soft} may be open at once, 8192 needed", "ulimit -n 8192")
     return Finding("ok", "files", f"{soft} may be open at once")
 
 
 def probe(url: str, method: str = "GET") -> int | str:
-    """HTTP status of an endpoint, or the reason why there is none.
+    """Return the HTTP status of an endpoint, or the reason why it did not answer.
 
-    An error's own text may quote the URL and is dropped.
+    The text of an exception may quote the URL and is not returned.
     """
     answer: list[int | str] = [f"no answer in {PROBE_SECONDS} s"]
 
@@ -225,13 +225,13 @@ def probe(url: str, method: str = "GET") -> int | str:
         except urllib.error.HTTPError as error:
             answer[0] = error.code
         except TimeoutError:
-            pass  # the first answer stands; from 3.10 on the socket's own limit ends here, before the thread's
+            pass  # keep the default answer; from Python 3.10 on, the socket's time limit ends before the thread's
         except urllib.error.URLError as error:
             answer[0] = getattr(error.reason, "strerror", None) or type(error.reason).__name__
         except (OSError, ValueError, http.client.HTTPException) as error:
             answer[0] = "not a URL" if isinstance(error, (ValueError, http.client.InvalidURL)) else type(error).__name__
 
-    # In a thread, because a dead name server holds a lookup for longer than the socket's time limit.
+    # In a thread, because a lookup at a dead name server takes longer than the socket's time limit.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(PROBE_SECONDS)
@@ -246,16 +246,16 @@ def service(name: str, variable: str, default: str) -> Finding:
     answer = probe(url.rstrip("/") + "/health")
     if answer == 200:
         return Finding("ok", name, f"the server at {variable} is healthy")
-    status = "warn" if isinstance(answer, int) and answer < 500 else "fail"  # 401 to an anonymous caller is no outage
+    status = "warn" if isinstance(answer, int) and answer < 500 else "fail"  # such as 401: no outage
     return Finding(status, name, f"the server at {variable}: {answer}", f"unset {variable}  # then {default}")
 
 
 def schedules(prefect: Finding) -> list[Finding]:
-    """Check that the server starts runs: the one that PREFECT_API_URL names, or else that of make up."""
+    """Check that the server at PREFECT_API_URL, or else the server of make up, starts scheduled runs."""
     up = scheduling.of_make_up(runs_folder())
     api = os.environ.get("PREFECT_API_URL", "").rstrip("/") or (up["address"] + "/api" if up else "")
     if prefect.status != "ok" or not api:
-        return [Finding("info", "schedule", "no server that answers: no schedule runs")]
+        return [Finding("info", "schedule", "no server answers, so no schedule runs")]
     deployments = []
     troubles = scheduling.failing_services(Path(up["log"]), up["log_from"]) if up and "log" in up else []
     try:
@@ -263,10 +263,10 @@ def schedules(prefect: Finding) -> list[Finding]:
         troubles += scheduling.unscheduled(api, deployments) + scheduling.unattended(api, deployments)
         troubles += scheduling.untaken(api)
     except scheduling.Silent as silent:
-        troubles.append(scheduling.Trouble(False, f"not looked at: the server {silent}", "prefect version"))
+        troubles.append(scheduling.Trouble(False, f"not checked: the server {silent}", "prefect version"))
     if not troubles:
         count = sum(len(deployment["schedules"]) for deployment in deployments)
-        return [Finding("ok", "schedule", f"{count} active, none without its next run or a worker")]
+        return [Finding("ok", "schedule", f"{count} active, each with a next run and a worker")]
     return [Finding("fail" if is_fatal else "warn", "schedule", fact, mend) for is_fatal, fact, mend in troubles]
 
 
@@ -277,7 +277,7 @@ def tracking() -> Finding:
         return writable("tracking", Path(uri[len("sqlite:///") :]).parent)
     if scheme in ("", "http", "https"):
         return service("tracking", "MLFLOW_TRACKING_URI", "a local sqlite file")
-    return Finding("info", "tracking", "what MLFLOW_TRACKING_URI names is neither http nor sqlite: not tried")
+    return Finding("info", "tracking", "MLFLOW_TRACKING_URI is neither http nor sqlite; not checked")
 
 
 def store() -> Finding:
@@ -292,7 +292,7 @@ def store() -> Finding:
         return Finding("fail", "store", fact + answer, "unset FINETUNE_STORE  # then runs/store")
     files = (os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), "~/.aws/config")
     if any(map(CREDENTIALS.fullmatch, os.environ)) or any(os.path.exists(os.path.expanduser(file)) for file in files):
-        return Finding("ok", "store", fact + "answers, credentials are there")
+        return Finding("ok", "store", fact + "answers, credentials exist")
     return Finding("warn", "store", fact + "answers; no credentials, unless the instance has a role", "aws configure")
 
 
@@ -300,16 +300,16 @@ def hub(cache: Path) -> Finding:
     where = "the mirror in HF_ENDPOINT" if os.environ.get("HF_ENDPOINT") else "huggingface.co"
     if os.environ.get("HF_TOKEN") or (cache / "token").is_file():
         return Finding("ok", "hub", f"{where}, with a token")
-    return Finding("warn", "hub", f"{where}, without a token: gated models stay out of reach", "hf auth login")
+    return Finding("warn", "hub", f"{where}, without a token: gated models cannot be downloaded", "hf auth login")
 
 
 def diagnose(extra: str | None) -> tuple[str, list[Finding]]:
-    """Kind of this host, cpu or gpu, and all findings."""
+    """Return the kind of this host, cpu or gpu, and all findings."""
     cards, trouble = query_gpus()
     on_gpu = bool(cards)
     host = "gpu" if on_gpu else "cpu"
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    prefect = service("prefect", "PREFECT_API_URL", "one server for all runs of this folder, as long as one lasts")
+    prefect = service("prefect", "PREFECT_API_URL", "a server for all runs of this folder, until the last ends")
     return host, [
         system(os.uname(), libc()),
         *environment(extra or host),
@@ -340,7 +340,7 @@ def main() -> int:
         return bool(failures)
     for finding in findings:
         print(f"{finding.status:<4}  {finding.name:<8}  {finding.fact}" + f"  ->  {finding.mend}" * bool(finding.mend))
-    print(f"not ready for {host.upper()} runs: {failures} to mend" if failures else f"green for {host.upper()} runs")
+    print(f"not ready for {host.upper()} runs: {failures} to fix" if failures else f"green for {host.upper()} runs")
     return bool(failures)
 
 

@@ -41,7 +41,7 @@ def finetune(
     Args:
         conf: The configuration that the run starts from.
         model: Hub id, folder or s3:// URI of the model that is trained (model.source).
-        data: File, folder, Hub id or s3:// URI of the rows that it learns from (data.source).
+        data: File, folder, Hub id or s3:// URI of the rows to train on (data.source).
         learning_rate: Highest learning rate, reached after warmup (optimizer.lr).
         epochs: Passes over the data, such as 3 or 0.5 (train.epochs).
         rank: Inner width of the adapter (adapter.rank).

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = settle(run, facts_of(run), of(run), teacher_of(run))
     submission = getattr(engine_of(run), "submission", None)
     if submission is None:
-        raise Fault(f"gang.engine: {run.gang.engine} submits nothing; --engine is {' or '.join(SUBMITTING)}")
+        raise Fault(f"gang.engine: {run.gang.engine} submits no job; --engine takes {' or '.join(SUBMITTING)}")
     if options.stage == "reinforce" and not is_asked(run):
         raise Fault("--stage: reinforce, but reinforce.steps is 0, so the run has no such stage")
     logs = str(runs_folder() / "work" / gang / "logs")  # as in a flow

@@ -1,12 +1,12 @@
-"""The licences of the installed packages, as each package states its own.
+"""Print the licences of the installed packages, as their metadata states them.
 
     python -m flows.licences          make licences
 
-A line per licence with the packages that name it, most frequent first. A package names it in its metadata: as an SPDX
-expression, else as a line of text, else by classifiers, else as a text of many lines, of which the first is shown. What
-names none is listed with the licence file that it brings.
+Each line has a licence and its packages, most frequent licence first. The licence is the metadata's SPDX expression,
+else its line of text, else its classifiers, else the first line of a longer text. A package without any of these is
+listed with its licence file.
 
-Not covered: what a wheel has compiled in from others, and models or data, which have licences of their own.
+The list does not cover code of other projects that is compiled into a wheel, nor models and data.
 """
 
 import importlib.metadata
@@ -20,7 +20,7 @@ from flows import arguments
 
 
 def stated(package: Distribution) -> str:
-    """The licence that a package names."""
+    """Return the licence that a package names."""
     about = package.metadata
     if expression := about.get("License-Expression"):
         return expression
@@ -33,7 +33,7 @@ def stated(package: Distribution) -> str:
 
 def _file(package: Distribution) -> str:
     names = [file for file in package.files or [] if PurePath(file).stem.upper() in ("LICENSE", "LICENCE", "COPYING")]
-    return f"its file: {names[0]}" if names else "it brings no licence file"
+    return f"its file: {names[0]}" if names else "no licence file"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

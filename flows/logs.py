@@ -32,7 +32,7 @@ from tasks.run.places import open_run_store
 from tasks.store import Store
 
 POLLED = 1.0
-AGAIN_WITHIN = 20.0  # seconds in which a flow tries a task again that has failed
+AGAIN_WITHIN = 20.0  # seconds within which a flow retries a failed task
 SHOWN = 8  # attempts of a gang in the list, and hosts
 
 
@@ -61,12 +61,12 @@ def listing(store: Store) -> Iterator[str]:
     for told in gangs:
         names = [host.name for host in told.hosts]
         hosts = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-        state = "nobody controls it" if told.gang in silent else timeline.state(told)
+        state = "no flow controls it" if told.gang in silent else timeline.state(told)
         yield f"{told.gang}  {told.run}  {told.flow}  {state}"
-        yield f"    hosts {hosts or 'have not come yet'}"
+        yield f"    hosts {hosts or 'have not joined yet'}"
         attempts = timeline.settled(told)
         if len(attempts) > SHOWN:
-            yield f"    {len(attempts) - SHOWN} attempts before"
+            yield f"    {len(attempts) - SHOWN} earlier attempts"
         yield from (f"    {_line(one)}" for one in attempts[-SHOWN:])
 
 
@@ -83,7 +83,7 @@ def whole(store: Store, gang: str, options: argparse.Namespace) -> Iterator[str]
 
 
 def following(store: Store, gang: str, options: argparse.Namespace) -> Iterator[str]:
-    """Lines of one attempt after the other, until there will be no other."""
+    """Yield the lines of one attempt after the other, until no further attempt will follow."""
     number = options.attempt or max(1, newest_attempt(store, gang))
     tail = options.tail
     while True:
@@ -92,7 +92,7 @@ def following(store: Store, gang: str, options: argparse.Namespace) -> Iterator[
             sources = _sources(board, hosts, options)
             yield from _followed(board, sources, tail)
         else:
-            _say(f"attempt {number} ended before all hosts had come")
+            _say(f"attempt {number} ended before all hosts had joined")
         if options.attempt or not _another(store, gang, number):
             return
         number, tail = number + 1, None
@@ -117,7 +117,7 @@ def _followed(board: Board, sources: list[Log], tail: int | None) -> Iterator[st
 
 
 def _gathered(board: Board) -> tuple[Host, ...]:
-    """Hosts of an attempt once all have joined; empty if the attempt ends before."""
+    """Return the hosts of an attempt once all have joined; empty if the attempt ends before that."""
     told = False
     while not (hosts := _hosts(board)):
         if _closed(board):
@@ -130,7 +130,7 @@ def _gathered(board: Board) -> tuple[Host, ...]:
 
 
 def _another(store: Store, gang: str, number: int) -> bool:
-    """Wait for the next attempt. Returns False once it is known that there is none."""
+    """Wait for the next attempt. Return False once it is known that none will follow."""
     since, told = None, False
     while not store.read(f"gangs/{gang}/{number + 1}/gang.json"):
         known = timeline.read(store, gang)
@@ -149,7 +149,7 @@ def _another(store: Store, gang: str, number: int) -> bool:
 
 
 def _closed(board: Board) -> bool:
-    """Whether the attempt is over: its controller has ended it, or is gone for good, as there is a later attempt."""
+    """Return whether the attempt is over: its controller has closed it, or a later attempt exists."""
     word = board.read("gang.json") or {}
     later = board.store.read(f"gangs/{board.gang}/{board.attempt + 1}/gang.json")
     return bool(word.get("closed") or later)
@@ -178,7 +178,7 @@ def _sources(board: Board, hosts: tuple[Host, ...], options: argparse.Namespace)
         one = logs.of_rank(board, hosts, rank, kind)
         if one is None:
             last = hosts[-1].first + hosts[-1].ranks - 1
-            raise Fault(f"--rank: {rank} is none of attempt {board.attempt}, which has 0 to {last}")
+            raise Fault(f"--rank: {rank} is not a rank of attempt {board.attempt}, which has 0 to {last}")
         found = [one]
     if len(found) == 1:
         _say(f"{board.gang}, attempt {board.attempt}, {found[0].title}, {'stderr' if options.err else 'stdout'}")
@@ -188,18 +188,18 @@ def _sources(board: Board, hosts: tuple[Host, ...], options: argparse.Namespace)
 
 
 def _attempt(store: Store, gang: str, wanted: int | None) -> tuple[int, tuple[Host, ...]]:
-    """The attempt that is asked for; else the newest that has trained."""
+    """Return the requested attempt and its hosts; by default the newest attempt that has hosts."""
     newest = newest_attempt(store, gang)
     if wanted is not None:
         if not 1 <= wanted <= newest:
             raise Fault(f"--attempt: {wanted}: {gang} has {f'1 to {newest}' if newest else 'none'}")
         if hosts := _hosts(Board(store, gang, wanted)):
             return wanted, hosts
-        raise Fault(f"--attempt: {wanted}: not all of its hosts have come, and no rank has begun")
+        raise Fault(f"--attempt: {wanted}: not all of its hosts have joined, and no rank has started")
     for number in range(newest, 0, -1):
         if hosts := _hosts(Board(store, gang, number)):
             return number, hosts
-    raise Fault(f"{gang}: no rank has begun yet; --follow waits for it")
+    raise Fault(f"{gang}: no rank has started yet; --follow waits for it")
 
 
 def _hosts(board: Board) -> tuple[Host, ...]:
@@ -220,7 +220,7 @@ def _named(store: Store, name: str | None) -> str:
     if len(found) == 1:
         return found[0].gang
     if not found and "/" not in part and store.read(f"gangs/{part}/1/gang.json"):
-        return part  # of a controller that has kept no history
+        return part  # a gang whose controller has written no history
     if found:
         several = ", ".join(f"{one.gang} ({one.flow})" for one in found[:SHOWN])
         raise Fault(f"{name}: names {len(found)} gangs, the newest first: {several}")
@@ -237,7 +237,7 @@ def _nearest(name: str, names: list[str]) -> str:
 
 
 def _silent(store: Store, gangs: list[History]) -> set[str]:
-    """Gangs that have not ended and whose lease nobody renews. Clocks are not compared: the function waits to see."""
+    """Return active gangs whose lease nobody renews. The function watches the leases, because clocks may differ."""
     leases = {told.gang: f"{told.gang.replace('train-', 'train/', 1)}/lease.json" for told in gangs if not told.end}
     first = {gang: store.read(key) for gang, key in leases.items()}
     silent = {gang for gang, key in leases.items() if not lease.holder(store, key)}

@@ -1,8 +1,7 @@
-"""One host of a gang, as a run of the deployment node/<pool>. tasks/gang/engines/prefect.py makes N of them at once.
+"""Host of a gang, as a run of the deployment node/<pool>. tasks/gang/engines/prefect.py creates N such runs at once.
 
-Nobody starts this flow by hand. The processes that it starts end with this process, and with the worker above it,
-however those die. A host is called by its worker's name here. A host that the gang leaves out passes the run on to
-another worker.
+Nobody starts this flow by hand. Its child processes end with this process and with the worker above it, even if these
+are killed. The name of a host is its worker's name. A host that the gang excludes passes the run on to another worker.
 """
 
 import contextlib
@@ -32,18 +31,18 @@ POLLED = 1.0  # seconds
 
 @flow(name="node", persist_result=False)
 def node(arguments: list[str], without: list[str] | None = None, grace: int = 29) -> State:
-    """Be one host of a run over several.
+    """Run this host's part of a gang.
 
     Args:
-        arguments: Of the member, after python -m.
-        without: Hosts that take no part.
-        grace: Seconds that it may take to end. Prefect's worker kills a run that it has cancelled after 30.
+        arguments: Arguments of the member's command, after python -m.
+        without: Hosts that are excluded.
+        grace: Seconds that the member may take to end. Prefect's worker kills a run that it has cancelled after 30.
     """
     host = os.environ.get("PREFECT__WORKER_NAME") or socket.gethostname()
     if host in (without or ()):
         return _pass_on()
     starters = [f"--starter={pid}:{started(pid)}" for pid in _until_worker()]
-    keep = [name for name in os.environ if name.startswith("AWS_")]  # the store's; ranks get none of them
+    keep = [name for name in os.environ if name.startswith("AWS_")]  # for the store; ranks do not get them
     with tempfile.TemporaryDirectory(prefix="node-") as folder:
         try:
             log = Path(folder) / "member.log"
@@ -55,7 +54,7 @@ def node(arguments: list[str], without: list[str] | None = None, grace: int = 29
 
 
 def _pass_on() -> State:
-    """Hold this worker until another has the run: it would take it again."""
+    """Pass the run on, and wait until another worker has taken it: this worker would otherwise take it again."""
     with get_client(sync_client=True) as client:
         mine = client.read_flow_run(UUID(flow_run.id))
         assert mine.deployment_id
@@ -72,7 +71,7 @@ def _pass_on() -> State:
 
 
 def _until_worker() -> list[int]:
-    """Ids of this process and of those above it that are Prefect's."""
+    """Return the ids of this process and of Prefect's processes above it."""
     me = psutil.Process()
     above = [parent.pid for parent in me.parents() if any(Path(part).name == "prefect" for part in parent.cmdline())]
     return [me.pid, *above]

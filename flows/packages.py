@@ -1,4 +1,4 @@
-"""Installed packages, and the packages that uv.lock asks for. Standard library only: it runs where they are missing."""
+"""Installed packages and the packages in uv.lock. Uses only the standard library, because packages may be missing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def installed() -> dict[str, str]:
-    """Version by name of every package that this interpreter finds."""
+    """Return the version of each installed package by its name."""
     found = {}
     for package in importlib.metadata.distributions():
         name = package.metadata["Name"]
@@ -18,12 +18,12 @@ def installed() -> dict[str, str]:
     return found
 
 
-# Prefect's minor version, a package and the first of its versions that does not go with it although Prefect allows it.
+# Prefect's minor version, a package, its first version that breaks Prefect although Prefect allows it, and the effect.
 CLASHES = [("3.8", "sqlalchemy", (2, 1), "the server's scheduler fails, no schedule starts a run")]
 
 
 def clashes(have: dict[str, str]) -> list[str]:
-    """Installed pairs that are known not to work together, and what does not work."""
+    """List installed packages that are known to break Prefect, with the effect."""
     prefect = have.get("prefect", "")
     return [
         f"{name} {have[name]} with prefect {prefect}: {lack}"
@@ -37,7 +37,7 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def holds(marker: str, environment: dict[str, str]) -> bool:
-    """Whether an environment marker of the lock is true. Markers are Python's own syntax over a few names."""
+    """Return whether an environment marker of the lock is true. Markers are Python expressions over a few names."""
 
     def value(node: ast.expr) -> str | bool:
         if isinstance(node, ast.BoolOp):
@@ -51,7 +51,7 @@ def holds(marker: str, environment: dict[str, str]) -> bool:
 
 
 def locked(lock: dict[str, Any], extra: str) -> dict[str, str]:
-    """Version by name of every package that `uv sync --extra EXTRA` installs on linux x86_64."""
+    """Return the version by name of every package that `uv sync --extra EXTRA` installs on linux x86_64."""
     project = next(package for package in lock["package"] if "." in package["source"].values())
     packages = {}
     for package in lock["package"]:  # a dependency names the version only if the lock holds several

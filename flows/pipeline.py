@@ -6,9 +6,9 @@
 
 A stage is a module in tasks/stages/ with a function `stage` and a Prefect task of the module's name. `stage` returns
 the identity of the artifact: the configuration keys and the fingerprints of the inputs that it depends on. So all
-fingerprints are known before anything is made. The task makes the artifact, or ends as Cached if the store has it.
-The names in `inputs` are parameters of both, the values are the stages that make them; tasks/run/steps.py explains the
-other fields. flows/run_flow.py plans a run before this loop starts, and reports its result.
+fingerprints are known before any stage runs. The task makes the artifact, or ends as Cached if the store has it.
+Each entry of `inputs` is a parameter of `stage` and of the task, with the stage that makes it. tasks/run/steps.py
+explains the other fields. flows/run_flow.py plans a run before this loop starts, and reports its result.
 """
 
 from typing import Any
@@ -103,7 +103,7 @@ def run_stages(session: Session) -> None:
     while True:
         for step in (step for step in PIPELINE.steps if step.name in names and step.name not in futures):
             inputs, earlier = makers({**step.inputs, **step.reads}, names), session.earlier(step)
-            needs = {maker: name != step.may_fail for name, maker in inputs.items()} | earlier  # True: has to succeed
+            needs = {maker: name != step.may_fail for name, maker in inputs.items()} | earlier  # True: must succeed
             if all(name in ended and (ended[name].is_completed() or not must) for name, must in needs.items()):
                 made = {name: futures[name] if must else allow_failure(futures[name]) for name, must in needs.items()}
                 arguments, waits = {name: made[maker] for name, maker in inputs.items()}, [*map(made.get, earlier)]

@@ -41,7 +41,7 @@ from tasks.run import launch
 from tasks.run.launch import Broken
 from tasks.sources import training_rows
 
-REASONS = 12  # shown; --json has them all
+REASONS = 12  # shown; --json has all
 
 
 @arguments.reports_faults
@@ -81,13 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         passed = passed and answer["equal"] and not (answer["twin"] and answer["twin"]["failed"])
     if cannot:
         shown["obstacles"] = cannot
-        text.append("also refused: the model cannot be converted; the plan is that of a copy that can")
+        text.append("also refused: the model cannot be converted; the plan is for a copy that can be")
     print(json.dumps(shown, indent=2) if options.json else "\n".join(text))
     return _told(cannot, 0 if passed else 1)
 
 
 def rehearse(run: Run, steps: int) -> dict[str, Any]:
-    """Megatron's own verdict on the layout, from trainer/rehearse.py in a separate process.
+    """Return Megatron's verdict on the layout, from trainer/rehearse.py in a separate process.
 
     Raises a Fault for an error of the user, and Broken if the command itself fails.
     """
@@ -99,13 +99,13 @@ def rehearse(run: Run, steps: int) -> dict[str, Any]:
         try:
             launch.process(command, Path(name) / "rehearse.log", said.append, stop=lambda: False)
         except Broken:
-            if "}" not in said:  # else the verdict is no
+            if "}" not in said:  # with an answer, the exit code only means that Megatron disagrees
                 raise
     return json.loads("\n".join(said[said.index("{") : said.index("}") + 1]))
 
 
 def _obstacles(run: Run) -> list[str]:
-    """Reasons why the model cannot be converted."""
+    """List the reasons why the model cannot be converted."""
     found = obstacles(config_of(run)[0], run.model.ignore_config)
     if not found and (refused := unwritable(config_of(run)[0], run.export.quantization)):
         return [refused]

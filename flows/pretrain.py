@@ -36,7 +36,7 @@ def pretrain(
 
     Args:
         conf: The configuration that the run starts from.
-        data: File, folder, Hub id or s3:// URI of the texts that it learns from (data.source).
+        data: File, folder, Hub id or s3:// URI of the texts to train on (data.source).
         learning_rate: Highest learning rate, reached after warmup (optimizer.lr).
         epochs: Passes over the data, such as 3 or 0.5 (train.epochs).
         changes: Other keys that differ from the configuration, one KEY=VALUE a line, or by section.

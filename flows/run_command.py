@@ -48,12 +48,12 @@ def command(flow, require: Callable[[Run], None] = lambda run: None, example: st
         raise Fault(f"paths.{key}: the flow sets all paths; FINETUNE_RUNS names its folder")
     for name in filter(None, (options.from_stage, options.until_stage)):
         if name not in PIPELINE.names:
-            raise Fault(f"{name}: no stage; there are {', '.join(PIPELINE.names)}")
+            raise Fault(f"{name}: not a stage; the stages are {', '.join(PIPELINE.names)}")
     PIPELINE.require_order(options.from_stage, options.until_stage)
     if options.dry_run:
         print("\n".join(_forecast(run, options.from_stage, options.until_stage)))
         return 0
-    # Everything was checked above. Prefect's own check would refuse files outside of conf/, and nulls.
+    # All parameters were checked above. Prefect's check would refuse files outside of conf/, and nulls.
     try:
         prefect_server.use()
         with limited_end(run.gang.grace + ENDS_WITHIN, f"python -m tasks.tracking {runs_folder()} ships what waits"):
@@ -65,14 +65,14 @@ def command(flow, require: Callable[[Run], None] = lambda run: None, example: st
                 return_state=True,
             )
     except KeyboardInterrupt:
-        return refused("interrupted; what was made is kept, and the same command resumes", code=130)
+        return refused("interrupted; results are kept, and the same command resumes", code=130)
     if state.is_failed() and state.message:
         refused(state.message)
     return 0 if state.is_completed() else 1 if state.name == "Crashed" else 2
 
 
 def _forecast(run: Run, from_stage: str | None, until_stage: str | None) -> list[str]:
-    """The stages that would run, those that are cached, and the cost. Without the Hub, only what is known here."""
+    """List the stages that would run, cached stages, and the cost. Without the Hub, use the files on this host."""
     asked = PIPELINE.asked(run, until_stage)
     try:
         planned = _possible(plan.settle(run), asked)
@@ -86,11 +86,11 @@ def _forecast(run: Run, from_stage: str | None, until_stage: str | None) -> list
     return [*lines, *_lacks(planned, asked), *_takes(planned, asked), plan.summary(planned)]
 
 
-Cost = tuple[str, float | None]  # as text, and in seconds if it is known
+Cost = tuple[str, float | None]  # as text, and in seconds if known
 
 
 def forecast(request: Request, store: Store, planned: Plan) -> list[str]:
-    """A line for each stage: its fingerprint, whether it is cached, why not, and its estimated cost.
+    """Return a line for each stage: its fingerprint, whether it is cached, the reason if not, and its estimated cost.
 
     The estimate comes from the record of an earlier artifact, else from the plan, else (as on a CPU) from the most
     similar artifact of the same model. Other models are not used.
@@ -131,7 +131,7 @@ def _planned(name: str, planned: Plan) -> Cost | None:
 
 
 def _similar(name: str, request: Request, everything: dict[str, Artifact], planned: Plan) -> Cost:
-    """The cost of the most similar artifact that was made from the same download."""
+    """Return the cost of the most similar artifact from the same download."""
     stage, model = request.stages[name], request.stages["download"].fingerprint
 
     def is_of_model(other: Artifact) -> bool:
@@ -150,9 +150,9 @@ def _similar(name: str, request: Request, everything: dict[str, Artifact], plann
 
 
 def _require_rows_to_learn_from(run: Run, request: Request, store: Store) -> None:
-    """Refuse rows that training would refuse, if they are prepared already, or are local and of unknown shape.
+    """Raise a Fault for rows that training would refuse, if they are prepared, or local and of unknown kind.
 
-    One answer to a row is what most data have; a look at the rows takes seconds, so only other objectives get one.
+    Reading rows takes seconds, so unprepared rows are read only for objectives that need more than one answer per row.
     """
     if "train" in request.unasked:
         return
@@ -173,7 +173,7 @@ def _require_rows_to_learn_from(run: Run, request: Request, store: Store) -> Non
 def _recalled(run: Run, fault: Unreachable) -> Plan:
     try:
         return plan.recalled(run)
-    except ConfigError:  # nothing is known here of this model
+    except ConfigError:  # this host knows nothing about the model
         raise fault from None
 
 
@@ -184,7 +184,7 @@ def _possible(planned: Plan, asked: Collection[str]) -> Plan:
 
 
 def _lacks(planned: Plan, asked: Collection[str]) -> list[str]:
-    """A line for each reason why the run can be planned on this host, but not run."""
+    """Return a line for each reason why this host can plan the run, but not run it."""
     source, fault = planned.run.model.source, plan.unserved(planned, asked)
     lines = [f"a run on this host would end with: {fault}"] if fault else []
     if not isinstance(source, str) or hub.kind(source) != "folder":
@@ -195,7 +195,7 @@ def _lacks(planned: Plan, asked: Collection[str]) -> list[str]:
 
 
 def _takes(planned: Plan, asked: Collection[str]) -> list[str]:
-    """The needs of the stages to make, and the layout of the evaluation."""
+    """Describe the needs of the requested stages, and the layout of the evaluation."""
     needs = [need for need in planned.needs if need.stage in asked]
     evaluated = any(need.stage.startswith("evaluate") for need in needs)
     how = ["", *display.evaluation(planned)] if evaluated and planned.serving else []

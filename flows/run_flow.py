@@ -35,7 +35,7 @@ class CheckoutFlow(Flow):
 
 
 def name_of_run() -> str:
-    """Name of a flow run. A run that resumes after a crash keeps it (flows/automations.py)."""
+    """Return the name of a flow run. A run that resumes after a crash keeps its name (flows/automations.py)."""
     return f"{PurePath(flow_run.parameters['conf']).stem}-{flow_run.scheduled_start_time.astimezone(UTC):%m%d-%H%M%S}"
 
 
@@ -69,5 +69,5 @@ def run_flow(
 
 
 def _has_news(record: logging.LogRecord) -> bool:
-    """Whether to log a record. The engine's stack trace of a failed run is left out: its state has the reason."""
+    """Return whether to log a record. The stack trace of a failed run is dropped, because its state has the reason."""
     return not (record.exc_info and isinstance(record.exc_info[1], FailedRun))

@@ -1,8 +1,8 @@
 """Check that a Prefect server starts scheduled runs, and find the reasons if it does not.
 
-Standard library alone, for Python 3.8: flows/doctor.py reports these findings, and so does `make up`. Looked at are
-errors that the server of `make up` logs again and again, active schedules whose next runs the server has not made, and
-runs that are due and not taken. No part of an address is printed.
+flows/doctor.py and `make up` report these findings. The checks look for errors that the server of `make up` logs
+repeatedly, active schedules without a next run, and due runs that no worker has taken. They print no part of an
+address, and use only the standard library of Python 3.8.
 """
 
 # pyright: reportArgumentType=false
@@ -26,28 +26,32 @@ from urllib.parse import unquote, urlsplit
 from contract.processes import started
 
 RECENT = 150  # seconds: twice as long as the longest of the server's loops, and a margin
-SETTLED = 90  # seconds from a change of a schedule; the scheduler looks at all of them each 60
+SETTLED = 90  # seconds after a change of a schedule; the scheduler checks all schedules every 60
 BUSY_WAITS = (0.5, 2, 5, None)  # seconds after each 503
 TAIL = 10**6  # bytes of a log
-PAGE = 200  # the most that the server gives at once
-LATE = 60  # seconds; a worker looks each 10
+PAGE = 200  # most items in an answer of the server
+LATE = 60  # seconds; a worker looks for runs every 10
 LOGGED = re.compile(r"(\d\d):(\d\d):(\d\d)\.\d+ \| (?:ERROR|CRITICAL) *\| (\S+) - (.*)")
-OF_SERVICES = ("docket", "prefect.server.services", "prefect.server.events")  # others' are errors of single requests
-BUSY = "database is locked"  # SQLite on a host that has too much to do; the next turn may do
+OF_SERVICES = (
+    "docket",
+    "prefect.server.services",
+    "prefect.server.events",
+)  # other loggers report errors of single requests
+BUSY = "database is locked"  # SQLite on a busy host; the next attempt may succeed
 
 
 class Trouble(NamedTuple):
-    is_fatal: bool  # schedules do not run, or what depends on that service does not happen
+    is_fatal: bool  # schedules, or another service of the server, do not work
     fact: str
     mend: str
 
 
 class Silent(Exception):
-    """The server does not answer, or not to this caller."""
+    """The server does not answer, or refuses this caller."""
 
 
 def of_make_up(runs: Path) -> dict | None:
-    """The server that `make up` started, if it runs: its address, its start time, and where its log begins."""
+    """Return the server that `make up` started, if it runs: its address, its start time, and where its log begins."""
     try:
         server = json.loads((runs / "services/processes.json").read_text())["prefect"]
     except (OSError, ValueError, KeyError):
@@ -56,13 +60,13 @@ def of_make_up(runs: Path) -> dict | None:
 
 
 def failing_services(log: Path, start: int = 0) -> list[Trouble]:
-    """Services of a server whose log holds the same error again and again, up to now; `start` is where its log begins.
+    """List services that failed more than once in the last RECENT seconds. `start` is where the server's log begins.
 
-    One error is no failing service: each goes on with its next turn.
+    A service that failed once is not listed, because it continues with its next round.
     """
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(start if start <= size else 0, size - TAIL))  # emptied since
+        file.seek(max(start if start <= size else 0, size - TAIL))  # the log was emptied
         lines = file.read().decode(errors="replace").splitlines()
     counts, reasons, service = Counter(), {}, ""
     for line in lines:
@@ -88,13 +92,13 @@ def failing_services(log: Path, start: int = 0) -> list[Trouble]:
 
 
 def _service(logger: str, message: str) -> str:
-    """Name of the failing service. docket names the function with its arguments, others log in their module's name."""
+    """Return the name of the failing service: docket logs the function's name; others use their module's logger."""
     called = re.search(r"(\w+)\(", message) if logger.startswith("docket") else None
     return called.group(1) if called else logger
 
 
 def active(api: str) -> list[dict]:
-    """Deployments that run by a schedule, with their schedules."""
+    """Return unpaused deployments that have active schedules, with these schedules."""
     deployments = [one for one in _all(api, "deployments/filter", "deployments") if not one["paused"]]
     for deployment in deployments:
         deployment["schedules"] = [schedule for schedule in deployment["schedules"] if schedule["active"]]
@@ -102,7 +106,7 @@ def active(api: str) -> list[dict]:
 
 
 def unscheduled(api: str, deployments: list[dict], settled: float | None = None) -> list[Trouble]:
-    """Active schedules without a next run, although they have existed for some time: the scheduler does not work."""
+    """List active schedules that are not new but have no next run: the scheduler does not work."""
     now, settled = time.time(), SETTLED if settled is None else settled
     dead = []
     for deployment in deployments:
@@ -115,15 +119,15 @@ def unscheduled(api: str, deployments: list[dict], settled: float | None = None)
     if not dead:
         return []
     fact = f"the server's scheduler does not work: no next run of active schedules: {_list(dead)}"
-    return [Trouble(True, fact, "make down; make up  # else the server's log says why")]
+    return [Trouble(True, fact, "make down; make up  # if that does not help, see the server's log")]
 
 
 def unattended(api: str, deployments: list[dict]) -> list[Trouble]:
-    """Active schedules whose runs nobody will take, and runs that nobody took in time."""
+    """List active schedules whose pool has no worker, and runs that no worker took in time."""
     pools = {pool["name"]: pool for pool in _all(api, "work_pools/filter", "work_pools")} if deployments else {}
     waiting, late = {}, []
     for deployment in deployments:
-        pool = pools.get(deployment["work_pool_name"])  # none: its own process serves it
+        pool = pools.get(deployment["work_pool_name"])  # None if the flow's process serves the deployment
         if pool and _lack(pool):
             waiting.setdefault(pool["name"], []).append(deployment["name"])
         runs = _scheduled(api, deployment, before_=_written(time.time() - LATE))
@@ -139,7 +143,7 @@ def unattended(api: str, deployments: list[dict]) -> list[Trouble]:
 
 
 def untaken(api: str) -> list[Trouble]:
-    """Work pools without a worker, in which runs that somebody has started wait."""
+    """List work pools without a worker in which started runs wait."""
     pools = {pool["name"]: pool for pool in _all(api, "work_pools/filter", "work_pools")}
     due = {"state": {"type": {"any_": ["SCHEDULED"]}}, "next_scheduled_start_time": {"before_": _written(time.time())}}
     waiting = Counter(
@@ -162,7 +166,7 @@ def _worker(pool: dict) -> str:
 
 
 def _has_next(rule: dict) -> bool:
-    """Whether a schedule surely has a run within the 100 days that the scheduler looks ahead."""
+    """Return whether a schedule certainly has a run in the next 100 days, which the scheduler creates in advance."""
     if "interval" in rule:
         return rule["interval"] <= 90 * 86400
     fields = rule.get("cron", "").split()
@@ -208,7 +212,7 @@ def _all(api: str, path: str, kind: str, wanted: dict | None = None) -> list[dic
 
 
 def request_to(url: str, method: str, body: bytes | None = None, account: str = "") -> urllib.request.Request:
-    """A request with the account in the address, else with this one, which a header carries."""
+    """Return a request whose header has the account in the address, else `account`."""
     parts = urlsplit(url)
     named, _, host = parts.netloc.rpartition("@")
     request = urllib.request.Request(parts._replace(netloc=host).geturl(), body, method=method)

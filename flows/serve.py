@@ -41,7 +41,7 @@ from tasks.serving import artifacts, questions, server
 from tasks.serving.artifacts import Sources
 from tasks.tracking.address import resolve
 
-SAMPLING = {**DEFAULTS, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # that vLLM alone would take from a release
+SAMPLING = {**DEFAULTS, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # vLLM would otherwise take these from a release
 HOW_TO_ASK = Path(__file__).with_name("how_to_ask.txt.j2")
 Say = Callable[[str], None]
 
@@ -87,12 +87,12 @@ def serve(model: str, host: str = HOST, port: int = PORT, adapter: bool = False,
 
 
 def prepare(name: str, host: str, port: int, adapter: bool, length: int | None) -> tuple[Sources, ServedModel]:
-    """Find the model to serve, and download it to this host."""
+    """Find the model to serve, and copy it to this host."""
     _require_key(host)
     if not 1 <= port < 2**16:  # for 0 the system would choose a port, which could not be printed beforehand
         raise Fault(f"--port: {port} is not a port, from 1 to {2**16 - 1}")
     if length is not None and length < 2:
-        raise Fault(f"--length: {length} leaves no token for an answer after a question; 2 at least")
+        raise Fault(f"--length: {length} is too small for a question and an answer; it must be at least 2")
     store, folder = open_run_store(), runs_folder()
     found = artifacts.find(name, store, resolve(None, folder))
     sources = artifacts.collect(found, store, adapter, gpus=bool(gpu_locks.visible()))
@@ -115,7 +115,7 @@ def run(sources: Sources, served: ServedModel, say: Say, stop: Callable[[], bool
 
 
 def check(sources: Sources, served: ServedModel, say: Say, ended: threading.Event) -> int:
-    """Ask the questions of the evaluation, and return the exit code. If no server runs, one is started and ended."""
+    """Ask the evaluation's questions and return the exit code. If no server runs, start one and stop it afterwards."""
     if sources.evaluation is None:
         raise Fault(f"{sources.named.title}: the store has no evaluation of {sources.named.export.key} to compare with")
     store, cache = open_run_store(), runs_folder() / "cache"
@@ -136,7 +136,7 @@ def check(sources: Sources, served: ServedModel, say: Say, ended: threading.Even
     else:
         server.require_free(served.host, served.port)
         _keep(f"{sources.named.title}, to be checked", served, say, ended.is_set, compare)
-    if not told:  # it was ended before it answered
+    if not told:  # the server ended before it answered
         return 1
     what = (
         f"{len(asked)} questions of {sources.evaluation.key}, greedy, {sources.settings['max_tokens']} tokens at most"
@@ -147,7 +147,7 @@ def check(sources: Sources, served: ServedModel, say: Say, ended: threading.Even
 
 
 def settings(model: Path) -> str:
-    """A line with the settings of a request that names none, and those of the release that do not apply."""
+    """Return a line with the default settings of requests, and the release's settings that do not apply."""
     file = model / "generation_config.json"
     released = json_object.read(file) if file.is_file() else {}
     unlike = [f"{name} {released[name]}" for name, ours in SAMPLING.items() if released.get(name) not in (None, ours)]
@@ -157,7 +157,7 @@ def settings(model: Path) -> str:
 
 
 def how_to_ask(served: ServedModel, max_tokens: int | None) -> str:
-    """Commands that ask the server, by curl and by OpenAI's client, for the answers of the evaluation."""
+    """Return commands (curl, OpenAI's client) that query the server with the evaluation's settings."""
     asked = questions.request(served.name, max_tokens, questions.stops(Path(served.data)))
     asked["messages"] = [{"role": "user", "content": questions.example(Path(served.data))}]
     return Template(HOW_TO_ASK.read_text("utf-8"), trim_blocks=True, keep_trailing_newline=True).render(
@@ -176,7 +176,7 @@ def _keep(
 
 
 def _is_served(served: ServedModel) -> bool:
-    """Whether a server at that address serves this very model. Another one there is refused."""
+    """Return whether a server at the address serves this model. Raise a Fault if it serves another model."""
     key = os.environ.get(KEY, "")
     address = f"{server.url(served)}/v1/models"
     try:
@@ -186,7 +186,7 @@ def _is_served(served: ServedModel) -> bool:
     except httpx.HTTPError as error:
         raise Fault(f"{address} does not answer ({type(error).__name__}); --port names another") from None
     if answer.status_code == 401:
-        raise Fault(f"{address} wants a key: {KEY} in the environment, as the server has it")
+        raise Fault(f"{address} requires a key: set {KEY} to the server's key")
     try:
         there = {one["id"]: one["root"] for one in answer.json()["data"]}
     except (ValueError, KeyError, TypeError):
@@ -205,8 +205,8 @@ def _require_key(host: str) -> None:
         alone = False
     if not alone and not os.environ.get(KEY):
         raise Fault(
-            f"--host {host}: others reach it, and nothing asks them for a key; {KEY} in the environment does, and "
-            f"--host {HOST} is reached from this host alone"
+            f"--host {host}: other hosts can connect without a key; set {KEY} in the environment, or use "
+            f"--host {HOST} for this host alone"
         )
 
 

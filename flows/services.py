@@ -43,11 +43,11 @@ from tasks.store.durable import plainly
 
 READY_WITHIN = 300.0  # MLflow makes its database at the first start; a busy host took more than 120
 LEAVE_WITHIN = 20.0  # a worker that gets SIGTERM cancels its runs first
-SCHEDULED_WITHIN = 45.0  # the scheduler looks at what was deployed each 5 s, a worker that was started comes in 5
+SCHEDULED_WITHIN = 45.0  # the scheduler checks new deployments every 5 s, a new worker needs 5 s
 DEPLOYED_WITHIN = 900.0
 OTHER_WITHIN = 1800.0  # another `make up` or `make down` of this folder
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-MARK = "FINETUNE_SERVICES"  # in the environment of all that `make up` starts, and of all that this starts
+MARK = "FINETUNE_SERVICES"  # in the environment of all processes that `make up` starts, and of their children
 BIN = Path(sys.executable).parent
 
 
@@ -56,7 +56,7 @@ def main() -> int:
     try:
         return {"up": up, "down": down, "status": status}[arguments.services().parse_args().do]()
     except KeyboardInterrupt:
-        return refused("interrupted; make down stops all that runs, and make up continues", code=130)
+        return refused("interrupted; make down stops all services, and make up continues", code=130)
 
 
 def up() -> int:
@@ -70,7 +70,7 @@ def up() -> int:
         _start_servers(running)
         environment = _environment(running)
         for pool in POOLS.values():
-            if not answers(f"{environment['PREFECT_API_URL']}/work_pools/{pool}", 30):  # edits there stay
+            if not answers(f"{environment['PREFECT_API_URL']}/work_pools/{pool}", 30):  # edits on the server are kept
                 _done(environment, str(BIN / "prefect"), "work-pool", "create", pool, "--type", "process")
         say("deployments: compared with prefect.yaml")
         print(_done(environment, sys.executable, "-m", "flows.deploy"), end="")
@@ -95,11 +95,13 @@ def down() -> int:
     with _turn():
         running = _running()
         server = running.pop("prefect", None)
-        _end({name: running.pop(name) for name in [*running] if name.startswith("worker")})  # they talk to servers
+        _end(
+            {name: running.pop(name) for name in [*running] if name.startswith("worker")}
+        )  # first, because workers use the servers
         _end(running)
         _end(_left())
         unused = server and prefect_server.users(server) is None
-        _save({})  # from now on Prefect's server ends after its last user
+        _save({})  # Prefect's server now ends after its last user
         if server and unused:
             _end({"prefect": server})
         elif server := server or prefect_server.running():
@@ -120,10 +122,10 @@ def status() -> int:
 def _start_servers(running: dict) -> None:
     if "prefect" not in running:
         running["prefect"], user = prefect_server.join()
-        _save(running)  # from now on it stays without a user
+        _save(running)  # the server now stays without a user
         os.close(user)
     _wait_until_healthy("prefect", running["prefect"], "/api/health")
-    with (runs_folder() / "mlflow.db.lock").open("w") as lock:  # a run makes the tables as well; two at once break them
+    with (runs_folder() / "mlflow.db.lock").open("w") as lock:  # runs create the tables too; two at once break them
         wait = Wait("MLflow's database, which a run has locked", READY_WITHIN)
         while not try_lock(lock.fileno()):
             wait.pause()
@@ -136,10 +138,17 @@ def _start_servers(running: dict) -> None:
 def _start_mlflow() -> dict:
     with prefect_server.free_port(5000) as free:
         port = free.getsockname()[1]
-    say(f"MLflow server: starts; its log: {_folder() / 'mlflow.log'}")
+    say(f"MLflow server: starting; log: {_folder() / 'mlflow.log'}")
     runs = runs_folder()
     store = ["--backend-store-uri", f"sqlite:///{runs / 'mlflow.db'}", "--artifacts-destination"]
-    place = ["--host", HOST, "--port", str(port), "--workers", "1"]  # of four, each takes 250 MB
+    place = [
+        "--host",
+        HOST,
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+    ]  # each worker takes 250 MB, and four are the default
     command = [BIN / "mlflow", "server", *place, *store, str(runs / "mlflow-artifacts")]
     return _start("mlflow", command, f"http://{HOST}:{port}", {**os.environ} | QUIET)
 
@@ -154,7 +163,7 @@ def _wait_until_healthy(name: str, process: dict, path: str) -> None:
 
 @contextlib.contextmanager
 def _turn() -> Iterator[None]:
-    """Let one `make up` or `make down` work at a time. The kernel ends the turn with its process."""
+    """Let one `make up` or `make down` run at a time. The kernel frees the lock when its process ends."""
     with (_folder() / "turn").open("a+") as file:
         wait = None
         while not try_lock(file.fileno()):
@@ -170,9 +179,9 @@ def _turn() -> Iterator[None]:
 
 
 def _troubles(running: dict, api: str) -> list[Trouble]:
-    """Problems that keep schedules from running.
+    """List problems that keep schedules from running.
 
-    The scheduler takes some seconds after a deployment, and a worker to come.
+    Wait some seconds for the scheduler and the workers, which need time after a deployment.
     """
     own = [f"work pool {name.partition('-')[2]} " for name in running if name.startswith("worker-")]
     dead, unattended, wait = [], [], Wait("workers and schedules", SCHEDULED_WITHIN)
@@ -201,7 +210,7 @@ def _environment(running: dict) -> dict[str, str]:
 
 
 def _done(environment: dict[str, str], *command: str) -> str:
-    """Output of a command that has to end in time."""
+    """Run a command and return its output. Raise a Fault if it fails or takes too long."""
     shown = " ".join([Path(command[0]).name, *command[1:]])
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
@@ -224,16 +233,14 @@ def _start(name: str, command: list, address: str, environment: dict[str, str]) 
 
 
 def _running() -> dict[str, dict]:
-    """Processes of the file that still are the same: a number alone may be another process by now."""
+    """Return the recorded processes that still run. The start time is compared, because ids are reused."""
     path = _folder() / "processes.json"
     try:
         noted = json_object.read(path) if path.exists() else {}
         return {name: process for name, process in noted.items() if started(process["pid"]) == process["started"]}
     except (Fault, TypeError, KeyError) as error:
-        reason = str(error) if isinstance(error, Fault) else f"{path}: not what make up writes ({error!r})"
-        raise Fault(
-            f"{reason}; what make up has started is not known any more: remove the file, and end it by hand"
-        ) from None
+        reason = str(error) if isinstance(error, Fault) else f"{path}: damaged ({error!r})"
+        raise Fault(f"{reason}; remove the file, and end the processes that make up has started by hand") from None
 
 
 def _save(running: dict) -> None:
@@ -242,7 +249,7 @@ def _save(running: dict) -> None:
 
 
 def _end(processes: dict[str, dict]) -> None:
-    """End processes and their groups, by SIGKILL if need be: an MLflow server has workers."""
+    """End processes and their groups, because an MLflow server has workers. Use SIGKILL if they do not end in time."""
     for process in processes.values():
         _signal(process, signal.SIGTERM)
     kill_at = time.monotonic() + LEAVE_WITHIN
@@ -262,7 +269,7 @@ def _signal(process: dict, number: int) -> None:
 
 
 def _left() -> dict[str, dict]:
-    """Processes, in whatever sessions, that a service has started and not ended: a worker may have been killed."""
+    """Return processes that a service started and did not end, in any session: a worker may have been killed."""
     found = {}
     for process in psutil.process_iter(["environ"]):  # None for another user's
         if MARK in (process.info["environ"] or {}) and process.info["environ"][MARK] == str(_folder()):

@@ -75,7 +75,7 @@ def test_an_engine_of_a_package_is_planned_and_starts_members(install, tmp_path,
     assert plan.main(["tiny", *chosen]) == 0
     capsys.readouterr()
     assert gang.main(["tiny", *chosen[1:], "--engine", "ssh"]) == 2
-    assert "gang.engine: ssh submits nothing; --engine is slurm or kubernetes" in capsys.readouterr().err
+    assert "gang.engine: ssh submits no job; --engine takes slurm or kubernetes" in capsys.readouterr().err
 
     run = load("tiny", [*chosen, f"paths.logs={tmp_path / 'logs'}"])
     engine, demand = engine_of(run), Demand.of(run)

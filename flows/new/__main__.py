@@ -40,9 +40,9 @@ from tasks.run.launch import Broken
 
 DEPLOYMENTS = home() / deployment.NAME
 TOLD = Path(__file__).with_name("told.txt.j2")
-LONGEST = 60  # characters of a name that is made up
+LONGEST = 60  # characters of a generated name
 
-OTHERWISE = {"name": "--name names it", "model.source": "MODEL says so", "data.source": "DATA says so"}
+OTHERWISE = {"name": "use --name", "model.source": "use MODEL", "data.source": "use DATA"}
 
 
 @arguments.reports_faults
@@ -67,7 +67,7 @@ def _new(options: argparse.Namespace, folder: Path) -> int:
         options.model = options.model or _asked("Model (org/name on the Hub, a folder, s3://...)")
         options.data = options.data or _asked("Data (a file, a folder, org/name on the Hub, s3://...)")
         if options.gpus is None and not unknown:
-            usual = here.shown if here else "none here; enter for this CPU, or the fewest that fit"
+            usual = here.shown if here else "none on this host; Enter chooses this CPU or the fewest GPUs that fit"
             options.gpus = _asked(f"GPUs, {MACHINE} [{usual}]", empty=True) or None
         options.name = options.name or _asked(f"Name [{_name(options)}]", empty=True) or None
     name, path, wrong = _place(options)
@@ -105,7 +105,7 @@ def _new(options: argparse.Namespace, folder: Path) -> int:
 
 
 def _whole(value: Any) -> Any:
-    """The value of a key; paths that begin as a shell's do are written out, as a worker has another folder."""
+    """Return the value with paths such as ~/x and ./x made absolute, because a worker runs in another folder."""
     if isinstance(value, list):
         return [_whole(item) for item in value]
     return regular_files.whole(value) if isinstance(value, str) and re.match(r"(~|\.\.?)/", value) else value
@@ -131,7 +131,7 @@ def _asked(question: str, empty: bool = False) -> str:
 
 
 def _place(options: argparse.Namespace) -> tuple[str, Path, list[str]]:
-    """Name and file of the configuration, and the faults of both."""
+    """Return the name and the file of the configuration, and the errors in them."""
     wanted = options.name or _name(options)
     is_file = wanted.endswith((".yaml", ".yml")) or "/" in wanted
     path = Path(regular_files.whole(wanted)) if is_file else OWN / f"{wanted}.yaml"
@@ -139,7 +139,7 @@ def _place(options: argparse.Namespace) -> tuple[str, Path, list[str]]:
         path = tracked
     name = path.stem if is_file else wanted
     if not re.fullmatch(r"[a-z0-9-]{1,100}", name):
-        return name, path, [f"--name: {name!r}: small letters, digits and dashes alone; as {_slug(name) or 'helpdesk'}"]
+        return name, path, [f"--name: {name!r}: use a-z, 0-9 and -, such as {_slug(name) or 'helpdesk'}"]
     if is_file and path.suffix not in (".yaml", ".yml"):
         return name, path, [f"--name: {wanted}: a file ends in .yaml; a name has no slash"]
     if options.print:
@@ -147,12 +147,12 @@ def _place(options: argparse.Namespace) -> tuple[str, Path, list[str]]:
     if not path.parent.is_dir() and path.parent != OWN:
         return name, path, [f"--name: {path.parent}: no such folder"]
     if (path.exists() or path.is_symlink()) and not options.force:
-        return name, path, [f"--name: {_shown(path)}: is there already; --force replaces it, another name keeps it"]
+        return name, path, [f"--name: {_shown(path)}: exists already; --force replaces it, another name keeps it"]
     return name, path, []
 
 
 def _name(options: argparse.Namespace) -> str:
-    """A name made up from those of the model and the data."""
+    """Return a name made from the names of the model and the data."""
     parts = [
         re.sub(r"\.[a-z.]+$", "", (one or "").rstrip("/").rpartition("/")[2]) for one in (options.model, options.data)
     ]
@@ -166,7 +166,7 @@ def _slug(text: str) -> str:
 def _look(
     options: argparse.Namespace, given: dict[str, Any], wrong: list[str], folder: Path
 ) -> tuple[model.Model, FirstRows] | None:
-    """Inspect model and data. Faults of either are added to `wrong`."""
+    """Inspect model and data, and add their errors to `wrong`."""
     draft = folder / "draft.yaml"
     draft.write_text(
         "name: draft\ntrain: {steps: 2147483647, global_batch: 1}\noptimizer: {lr: 1e-4}\n"
@@ -174,7 +174,7 @@ def _look(
     )
     sources = {"model.source": options.model or "none", "data.source": options.data or "none"}
     places = [f"{key}={commented_yaml.in_line(value)}" for key, value in sources.items() if key not in given]
-    run = load(draft, places)  # errors of model and data are reported although another override is wrong
+    run = load(draft, places)  # errors in model and data are reported even if another override is wrong
     with _noted(wrong):
         run = load(draft, [*options.overrides, *places], illegal=True)
     found = first = None
@@ -218,7 +218,7 @@ def _text(settled: Settled, found: model.Model, path: Path) -> str:
 
 
 def _check(text: str, name: str, folder: Path) -> None:
-    """Read the file as the flow will read it, before it is written to its place."""
+    """Check that the flow can read the text, before it is written to its file."""
     file = folder / f"{name}.yaml"
     file.write_text(text)
     try:

@@ -1,9 +1,9 @@
-"""Choice of every value of a new configuration, each with its reason; from facts alone, nothing is read here.
+"""Choose every value of a new configuration, with a reason for each. The module reads no files.
 
     choose(name, model, rows, machine, given) -> {key: Choice}     all but the layout
-    with_layout(choices, run, how)                                 and with what the planner has found
+    with_layout(choices, run, how)                                 add the layout that the planner chose
 
-The caller's values stay, and the values after them follow from them.
+Values that the caller sets are kept, and later choices follow from them.
 """
 
 from collections.abc import Sequence
@@ -22,20 +22,20 @@ from flows.new.machine import Machine
 from flows.new.model import Model, amount
 
 FEWEST = 20  # rows that can be split into training, validation and test
-UNKNOWN = 10_000  # rows, where nothing says how many there are
-LONGEST, LONGEST_ON_CPU = 8192, 2048  # tokens of a sequence, unless asked for
+UNKNOWN = 10_000  # rows, if their number is unknown
+LONGEST, LONGEST_ON_CPU = 8192, 2048  # tokens of a sequence, unless the caller sets them
 PACK = 4096  # tokens of a packed sequence
-PACKED_FROM = 256  # packed sequences of an epoch, below which rows are worth a sequence each
-MOST_BAD = 0.1  # of the rows; with more, something else is wrong
-# Below so many parameters and with few rows: the steps that a model needs to learn a task, and at most so many epochs.
+PACKED_FROM = 256  # packed sequences of an epoch; with fewer, each row gets a sequence
+MOST_BAD = 0.1  # of the rows; with more, data.source or its columns are probably wrong
+# Models below this number of parameters, with few rows: the steps that they need to learn a task, and the most epochs.
 # 0.9M parameters and 210 rows: validation loss 0.98 after 78 steps (3 epochs), 0.45 after 260 (10).
 SMALL, STEPS, MOST_EPOCHS = 2e9, 200, 10
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
-TESTED = 200  # rows that are asked about, evaluate.rows
-SHORT = 12  # tokens of an answer that has one right wording
+TESTED = 200  # test rows at most, as in evaluate.rows
+SHORT = 12  # tokens of an answer; up to this length there is one right wording
 MANY_EXPERTS = 32
 KINDS = {"lora": "LoRA", "dora": "DoRA", "none": "all weights"}
-# Below so many parameters: the highest learning rate of LoRA and DoRA, and of all weights.
+# Models below this number of parameters: the highest learning rate of LoRA and DoRA, and of training all weights.
 RATES = ((1e7, 5e-3, 2e-3), (1e8, 2e-3, 5e-4), (1e9, 5e-4, 5e-5), (2e10, 2e-4, 1e-5), (float("inf"), 1e-4, 5e-6))
 
 
@@ -51,10 +51,10 @@ class Choices:
 
     given: dict[str, Any]
     made: dict[str, Choice] = field(default_factory=dict)
-    sequences: int = 1  # of training, about: an epoch
+    sequences: int = 1  # about, of training in an epoch
 
     def put(self, key: str, value: Any, why: str) -> Any:
-        """Choose the value, unless the caller set the key. Returns the value that holds."""
+        """Choose the value, unless the caller set the key. Return the value that the configuration gets."""
         choice = Choice(self.given[key], "as asked") if key in self.given else Choice(value, why)
         self.made[key] = choice
         return choice.value
@@ -65,7 +65,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Sequences that the rows make, and rows in each."""
+    """Length of the sequences that the rows make, and the rows in each."""
 
     seq_length: int
     packed: bool
@@ -94,7 +94,7 @@ def choose(name: str, model: Model, rows: FirstRows, machine: Machine, given: di
     found.put("hardware.gpu", machine.kind, machine.why)
     _training(found, rows, count, made, batch, validating, model.parameters)
     if machine.gpu.cuda:
-        found.put("train.precision", "bf16", "half of fp32's memory, and what GPUs are fast in")
+        found.put("train.precision", "bf16", "half of fp32's memory, and fast on GPUs")
     else:
         found.put("train.precision", "fp32", "a CPU computes bf16 slower")
     found.put(
@@ -129,9 +129,9 @@ def _data(found: Choices, rows: FirstRows, count: int) -> None:
         "plain": "the tokenizer has no chat template: prompt, space, answer",
         "": "the tokenizer's chat template, if it has one",
     }
-    found.put("data.template", "auto", words.get(rows.template, "the template that was asked for"))
+    found.put("data.template", "auto", words.get(rows.template, "the requested template"))
     if rows.stop:
-        found.put("data.stop", rows.stop, "the chat template ends an answer by nothing; a model that learns this stops")
+        found.put("data.stop", rows.stop, "the chat template does not end an answer; the model learns to stop here")
     if rows.bad:
         why = f"{rows.bad} of the first {rows.read} rows cannot be used, as: {rows.bad_sample}"
         found.put("data.bad_rows", "drop", why)
@@ -142,7 +142,7 @@ def lengths(rows: FirstRows, count: int, most: int, cuda: bool, given: dict[str,
     sample = "" if rows.template else ", guessed from characters"
     if rows.kind == "text":
         length = given.get("data.seq_length") or min(most, PACK if cuda else 512)
-        why = f"texts are cut into such pieces; they have {mean:.0f} tokens on average{sample}"
+        why = f"texts are cut into pieces of this length; they have {mean:.0f} tokens on average{sample}"
         return Lengths(length, False, length / mean, why, "texts fill whole sequences")
     longest = max(rows.tokens) if rows.whole and len(rows.tokens) == rows.read else ceil(max(rows.tokens) * 1.2)
     asked = given.get("data.seq_length")
@@ -162,13 +162,13 @@ def lengths(rows: FirstRows, count: int, most: int, cuda: bool, given: dict[str,
 
 
 def _up(tokens: int) -> int:
-    """The number of tokens, rounded up to a length that can be cut into equal parts."""
+    """Return the number of tokens, rounded up to a length that can be divided into equal parts."""
     step = next(step for limit, step in ((512, 64), (4096, 256), (float("inf"), 1024)) if tokens <= limit)
     return ceil(tokens / step) * step
 
 
 def global_batch(sequences: float, gpus: int) -> int:
-    """Sequences of a step: at most 32, at least 50 steps an epoch if the rows suffice; as many as GPUs."""
+    """Return the sequences of a step: 8 to 32, if possible 50 steps per epoch and a multiple of the GPUs."""
     batch = 8
     while batch < 32 and sequences / (2 * batch) >= 50:
         batch *= 2
@@ -179,12 +179,12 @@ def global_batch(sequences: float, gpus: int) -> int:
 
 
 def _splits(found: Choices, rows: FirstRows, count: int, lengths: Lengths, batch: int) -> int:
-    """Choose the rows that are held out. Returns the number of batches that validation has."""
+    """Choose the rows that are held out, and return the number of batches for validation."""
     tested = 0.0
     if rows.kind != "text":
         wanted = _tested(found, count)
         share = held_out(rows.places, count, wanted, 0.0) or 0.1
-        held = f"some {count * share:,.0f} rows that training never sees: base and tuned model are asked about them"
+        held = f"some {count * share:,.0f} rows that training never sees: base and tuned model answer them"
         tested = found.put("data.test", share, held)
     else:
         found.put("data.test", 0.0, "texts have no answers to compare")
@@ -199,16 +199,16 @@ def _splits(found: Choices, rows: FirstRows, count: int, lengths: Lengths, batch
 
 
 def _tested(found: Choices, count: int) -> int:
-    """Rows to hold back: those that show a gain of noise.NOTABLE, and at most a fifth of few rows."""
+    """Return the number of test rows: enough to show a gain of noise.NOTABLE, but at most a fifth if rows are few."""
     confidence = found.given.get("promote.confidence", Promote().confidence)
     enough = max(10, count // 20, noise.needed(noise.NOTABLE, confidence))
     return min(TESTED, enough, max(count // 5, noise.fewest(confidence)))
 
 
 def held_out(places: Sequence[float], count: int, wanted: int, start: float) -> float | None:
-    """The smallest share with so many rows; None if it is too large.
+    """Return the smallest share that holds `wanted` rows, or None if no share is large enough.
 
-    A row's place between 0 and 1 decides on its split. Where places are not known, some rows more are wanted.
+    A row's place between 0 and 1 decides on its split. If places are unknown, the share includes a margin.
     """
     for share in SHARES:
         if places and _between(places, start, start + share) >= wanted:
@@ -223,7 +223,7 @@ def _between(places: Sequence[float], start: float, end: float) -> int:
 
 
 def _adapter(found: Choices, facts: ModelFacts) -> str:
-    kind = found.put("adapter.kind", "lora", "a small part is trained; dora costs more, none trains every weight")
+    kind = found.put("adapter.kind", "lora", "trains a small part; dora costs more, none trains every weight")
     if kind == "none":
         return kind
     rank = found.put("adapter.rank", 16, "enough for a task of one kind; 32 to 64 for much new knowledge")
@@ -231,7 +231,9 @@ def _adapter(found: Choices, facts: ModelFacts) -> str:
     found.put("adapter.init", "kaiming", "A starts as in PEFT, whose learning rates then apply")
     found.put("adapter.targets", "all-linear", "attention, dense layers and experts")
     if facts.experts >= MANY_EXPERTS:
-        found.put("adapter.experts", "shared", f"one for all {facts.experts} experts of a layer; each would be large")
+        found.put(
+            "adapter.experts", "shared", f"one for all {facts.experts} experts of a layer; one each would be large"
+        )
     return kind
 
 
@@ -256,7 +258,7 @@ def _training(
     found.put("train.global_batch", batch, "sequences of a step; small, to have enough steps")
     if validating:
         found.put("train.validate_every", 0.1, "share of the steps: ten times in the run")
-        found.put("train.validate_batches", validating, "batches that the rows for validation fill")
+        found.put("train.validate_batches", validating, "batches that the validation rows fill")
     else:
         found.put("train.validate_every", 0, "never: no rows are held out for it")
 
@@ -278,24 +280,24 @@ def _evaluation(found: Choices, rows: FirstRows, model: Model, machine: Machine)
 
 
 def without_evaluation(found: Choices, why: str) -> None:
-    """Leave the evaluation out if the model cannot be served."""
+    """Remove the evaluation, because the model cannot be served."""
     for key in [key for key in found.made if key.startswith(("evaluate.", "promote."))]:
         del found.made[key]
     found.made["evaluate.tasks"] = Choice([], f"{why}; nothing is promoted then")
 
 
 def with_layout(found: Choices, run: Run, how: str) -> None:
-    """Add the layout that the planner has found, and what belongs to it."""
+    """Add the layout that the planner has found, and the values that depend on it."""
     usual = type(run.layout)()
     same = [key for key in type(run.layout).model_fields if getattr(run.layout, key) == getattr(usual, key)]
     shown = {key: value for key, value in run.layout if key not in same or key == "gpus_per_node"}
     for number, (key, value) in enumerate(shown.items()):
         meaning = type(run.layout).model_fields[key].description or ""
         found.put(f"layout.{key}", value, meaning if number else how)
-    found.put("train.micro_batch", run.train.micro_batch, "sequences that a GPU has at once; chosen with the layout")
+    found.put("train.micro_batch", run.train.micro_batch, "sequences of a GPU at once; chosen with the layout")
     if run.train.recompute != "none":
         found.put("train.recompute", run.train.recompute, "saves memory for activations; chosen with the layout")
         if run.train.recompute_modules:
-            found.put("train.recompute_modules", [*run.train.recompute_modules], "cheap ones")
+            found.put("train.recompute_modules", [*run.train.recompute_modules], "modules that are cheap to recompute")
     if run.optimizer.offload:
         found.put("optimizer.offload", run.optimizer.offload, "share on the host, as GPUs have no room for all of it")

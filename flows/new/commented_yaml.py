@@ -1,4 +1,4 @@
-"""Choices as a commented YAML: each reason follows its value, or precedes it if the line would be too long."""
+"""Choices as YAML with comments: each reason follows its value, or stands above it if the line would be too long."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +14,7 @@ SCHEMA = "# yaml-language-server: $schema="
 
 
 def text(found: Choices, head: Iterable[str], schema: str) -> str:
-    """The YAML of all choices, in the order of the schema, whose path editors need; "" leaves it out."""
+    """Return the YAML of all choices in the schema's order. `schema` is the path for editors; "" omits it."""
     lines = [SCHEMA + schema] if schema else []
     lines += [f"# {_line(one)}".rstrip() for one in head]
     for section in Run.model_fields:
@@ -47,7 +47,7 @@ def in_line(value: Any) -> str:
 
 
 def _line(words: str) -> str:
-    """The words as one line that no comment breaks out of."""
+    """Return the words as one line, so that they stay inside a comment."""
     return "".join(letter if letter.isprintable() else " " for letter in words).strip()
 
 

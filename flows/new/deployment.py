@@ -1,4 +1,4 @@
-"""A deployment of a new configuration, as text at the end of prefect.own.yaml: its comments and all else stay."""
+"""Deployment of a new configuration, added as text at the end of prefect.own.yaml. The rest of the file stays."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ deployments:
 
 
 def with_deployment(text: str, name: str, description: str, cuda: bool) -> str:
-    """The file, which may be empty, with an entry for NAME. An existing entry of that name stays."""
+    """Return the file's text, which may be empty, with an entry for `name`. An existing entry is kept."""
     text = text if text.strip() else HEAD
     before = listed(text, NAME)
     if any(one["name"] == name for one in before):
@@ -32,14 +32,14 @@ def with_deployment(text: str, name: str, description: str, cuda: bool) -> str:
     except (Fault, yaml.YAMLError):
         after = []
     if not after or after[:-1] != before or after[-1].get("parameters") != {"conf": name}:
-        raise Fault(f"{NAME}: no entry can be added to it; docs/reference/configuration.md has its lines")
+        raise Fault(f"{NAME}: no entry can be added; docs/reference/configuration.md shows the lines")
     return whole
 
 
 def listed(text: str, name: str) -> list[dict]:
-    """Deployments of a file of this name."""
+    """Return the deployments in the text of a file. `name` is the file's name, for errors."""
     found = yaml.safe_load(text)
     entries = found["deployments"] or [] if isinstance(found, dict) and "deployments" in found else None
     if not isinstance(entries, list) or not all(isinstance(one, dict) and "name" in one for one in entries):
-        raise Fault(f"{name}: no list of deployments with names")
+        raise Fault(f"{name}: must have a list `deployments`, each with a name")
     return entries

@@ -1,7 +1,7 @@
-"""GPUs that a new configuration is for: those that are named, those of this host, or the fewest that hold the model.
+"""GPUs of a new configuration: the named ones, those of this host, or the fewest that hold the model.
 
 parse("8xh100")          also h100, 4, 2x8xh200 (hosts x GPUs), 1xmy-gpu.yaml, cpu
-of_this_host()           what nvidia-smi lists and this process may use; None without a GPU
+of_this_host()           GPUs that nvidia-smi lists and this process may use; None without a GPU
 """
 
 import re
@@ -14,7 +14,7 @@ from conf.schema.sections import MOST
 from contract.faults import ConfigError, Fault
 from flows.arguments import MACHINE
 
-SAME = 0.94  # of a kind's memory: drivers and ECC take some, and a card of half the size has half
+SAME = 0.94  # least share of a kind's memory: drivers and ECC use some, and a half-size card has half
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Machine:
 
 
 def parse(text: str, here: Machine | None = None) -> Machine:
-    """The machine that a text names. A number alone is of this host's kind."""
+    """Return the machine that a text names. A number alone means GPUs of this host's kind."""
     given = "".join(text.split())
     found = re.fullmatch(r"(?:(\d{1,5})x)?(?:(\d{1,5})x)?([^\d].*)", given) or re.fullmatch(r"(\d{1,5})()()", given)
     if not found:
@@ -47,7 +47,7 @@ def parse(text: str, here: Machine | None = None) -> Machine:
     first, second, kind = found.groups()
     if not kind:
         if here is None or not here.gpu.cuda:
-            raise Fault(f"--gpus: {text}: of which kind? This host has no GPU; {MACHINE}")
+            raise Fault(f"--gpus: {text}: the kind is missing, and this host has no GPU; {MACHINE}")
         kind = here.kind
     try:
         gpu = hardware.read(kind, "--gpus")
@@ -76,7 +76,7 @@ def several(kind: str, gpus: int, why: str) -> Machine:
 
 
 def of_this_host() -> Machine | None:
-    """The GPUs of this host that this process may use. Raises a Fault for a kind that nobody has described."""
+    """Return the GPUs of this host that this process may use. Raise a Fault for a kind without a data sheet."""
     there = nvidia_smi.visible()
     if not there:
         return None
@@ -84,12 +84,12 @@ def of_this_host() -> Machine | None:
 
 
 def _described(count: int, row: str) -> Machine:
-    """The machine of so many GPUs, by a row of nvidia-smi: `NVIDIA H100 80GB HBM3, 81559`."""
+    """Return the machine with `count` GPUs of the kind in a row of nvidia-smi: `NVIDIA H100 80GB HBM3, 81559`."""
     name, _, memory = (part.strip() for part in row.rpartition(","))
     size = int(memory) * 2**20 if memory.isdigit() else 0
     gpu = hardware.by_device(name)
     if gpu and SAME * gpu.memory <= size <= gpu.memory / SAME:
-        return Machine(gpu.name, gpu, 1, min(count, gpu.per_host), f"what this host has: {name}")
+        return Machine(gpu.name, gpu, 1, min(count, gpu.per_host), f"the GPUs of this host: {name}")
     known = ", ".join(GPUS)
     raise Fault(
         f"--gpus: this host has {count} {name or 'GPUs'} of {size / GIB:.0f} GiB without a known data sheet "

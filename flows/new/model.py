@@ -1,8 +1,8 @@
-"""The model that a new configuration is for: its config.json, sizes and tokenizer, and whether it can be trained here.
+"""The model of a new configuration: its config.json, sizes and tokenizer, and whether it can be trained.
 
-    read(run.model, folder) -> Model      a Fault says why not, and what would be right
+    read(run.model, folder) -> Model      a Fault names the error and the fix
 
-Of a model on the Hub or on S3 config.json and the tokenizer are fetched, some MB; of a folder nothing is copied.
+From the Hub or S3, only config.json and the tokenizer are fetched, some MB. From a folder, nothing is copied.
 """
 
 from dataclasses import dataclass
@@ -25,13 +25,13 @@ CONTEXT = "max_position_embeddings"
 
 @dataclass(frozen=True)
 class Model:
-    """A released model, as far as a configuration needs to know it."""
+    """The facts of a released model that a configuration needs."""
 
-    source: str  # as model.source has it: folders by their whole path
+    source: str  # value of model.source; a folder has its absolute path
     config: dict[str, Any]
     facts: ModelFacts
-    tokenizer: Path | None  # folder; None for a folder that holds config.json alone
-    lacks: str = ""  # files without which the configuration can be planned and not run
+    tokenizer: Path | None  # folder; None if the model's folder holds only config.json
+    lacks: str = ""  # missing files, without which the configuration can be planned but not run
 
     @property
     def parameters(self) -> int:
@@ -39,7 +39,7 @@ class Model:
 
     @property
     def context(self) -> int | None:
-        """Tokens that the model was made for."""
+        """Longest sequence of the model, in tokens."""
         found = self.config.get(CONTEXT)
         return found if type(found) is int and found > 0 else None
 
@@ -49,7 +49,7 @@ class Model:
 
     @property
     def size(self) -> str:
-        """Number of parameters, for people."""
+        """Number of parameters as text."""
         active = parameters.active(self.facts)
         of_token = f", {amount(active)} of them for each token" if active < 0.9 * self.parameters else ""
         return f"{amount(self.parameters)} parameters{of_token}"
@@ -63,7 +63,7 @@ def amount(count: float) -> str:
 
 
 def whole(source: str) -> str:
-    """The source as a worker elsewhere on this host would find it: a folder by its whole path."""
+    """Return the source with the absolute path of a folder, because a worker runs in another folder."""
     is_there = hub.kind(source) == "folder"
     return str(Path(source).expanduser().resolve()) if is_there else source
 
@@ -72,9 +72,7 @@ def read(wanted: ModelSection, folder: Path) -> Model:
     """Inspect a model. Files that must be downloaded for this are written to `folder`."""
     source = wanted.source
     if not isinstance(source, str):
-        raise Fault(
-            "model.source: weights that are drawn are nothing to look at; conf/llama-125m.yaml shows how to pretrain"
-        )
+        raise Fault("model.source: random weights have no model to inspect; conf/llama-125m.yaml shows how to pretrain")
     kind, place = hub.kind(source), f"model.source: {source}"
     if kind == "tiny":
         return _tiny(source, folder)
@@ -105,12 +103,12 @@ def read(wanted: ModelSection, folder: Path) -> Model:
 
 
 def _tiny(source: str, folder: Path) -> Model:
-    """Make a model of this project's own, which lies nowhere."""
+    """Make one of this project's tiny models, which exist in no folder."""
     arguments = ["trainer.tiny", source.removeprefix("tiny://"), str(folder), "--dtype", "float32"]
     try:
         launch.process(arguments, folder.with_suffix(".log"), lambda _: None, lambda: False)
     except Fault as fault:
-        _, unknown, known = str(fault).rpartition("invalid choice: ")  # after the lines of a usage
+        _, unknown, known = str(fault).rpartition("invalid choice: ")  # after the usage lines
         raise Fault(f"model.source: {source}: no such model: {known}") if unknown else fault from None
     config = config_json.read(str(folder), "main")
     return Model(source, config, facts_in(config, f"model.source: {source}: "), folder)

@@ -1,4 +1,4 @@
-"""The layout of a new configuration, by the planner's search, and its plan; the fewest GPUs where none were named."""
+"""Layout of a new configuration, by the planner's search, and its plan. Without named GPUs: the fewest that fit."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from flows.new.machine import Machine
 from flows.new.model import Model
 
 ON_A_CPU = 2e8  # parameters; a larger model takes hours there
-KIND = "h100"  # where nobody says which GPUs there are
+KIND = "h100"  # if no GPU is named and this host has none
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -32,12 +32,12 @@ def settle_on(machine: Machine, model: Model, made: Callable[[Machine], Choices]
     """Choose the layout on these GPUs. If none fits, a Fault names the reason and a sufficient number."""
     found = _try(machine, model, made)
     if isinstance(found, Settled):
-        if not found.plan.fits:  # by what the caller gave
+        if not found.plan.fits:  # because of the caller's keys
             raise Fault(advice.refusal(found.plan))
         return found
     lacks = f"; the closest {found.closest.verdict}" if found.closest else ""
     if not machine.gpu.cuda:
-        would = "--gpus 8xh100 plans it for such"
+        would = "--gpus 8xh100 plans for GPUs"
     else:
         more = (count for count in COUNTS if count > machine.gpus and _is_whole(machine.gpu.per_host, count))
         enough = next(_fitting(machine.kind, more, model, made), None)
@@ -46,13 +46,13 @@ def settle_on(machine: Machine, model: Model, made: Callable[[Machine], Choices]
 
 
 def choose_machine(model: Model, made: Callable[[Machine], Choices]) -> Settled:
-    """Settle on this CPU for a small model, and on the fewest H100 for any other; this host has no GPU."""
+    """Choose the machine on a host without a GPU: this CPU for a small model, else the fewest H100 that fit."""
     if model.parameters < ON_A_CPU:
         why = "this host has no GPU, and the model is small"
         return settle_on(machines.cpu(why), model, made)
     found = next(_fitting(KIND, iter(COUNTS), model, made), None)
     if found is None:
-        raise Fault(f"--gpus: {model.source} fits on no {COUNTS[-1]} {KIND}; --gpus names others")
+        raise Fault(f"--gpus: {model.source} does not fit on {COUNTS[-1]} {KIND}; name others with --gpus")
     return found
 
 
@@ -61,9 +61,9 @@ def _is_whole(per_host: int, count: int) -> bool:
 
 
 def _fitting(kind: str, counts: Iterator[int], model: Model, made: Callable[[Machine], Choices]) -> Iterator[Settled]:
-    """Settle on more and more GPUs. Skip those whose plan could be wrong by more than is left."""
+    """Yield plans on more and more GPUs. Skip plans whose free memory is less than the planner's error (10%)."""
     for count in counts:
-        why = f"the fewest that fit: this host has none, so --gpus says which there are; {KIND} is a guess"
+        why = f"the fewest that fit; {KIND} is a guess, as this host has no GPU: name yours with --gpus"
         found = _try(machines.several(kind, count, why), model, made)
         if isinstance(found, Settled) and -found.plan.fullest.over > 0.1 * found.plan.fullest.total:
             yield found
@@ -98,7 +98,7 @@ def as_run(choices: Choices) -> Run:
 
 
 def told(found: Settled) -> str:
-    """Plan in a line, for people."""
+    """Return the plan as one line of text."""
     time, stage = found.plan.time, found.plan.fullest
     memory = f"{stage.total / GB:.2g} of {stage.capacity / GB:.3g} GB"
     if time is None:

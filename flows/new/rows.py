@@ -1,8 +1,8 @@
-"""The rows that a new configuration is for, as trainer/first_rows.py finds them, which reads them as preparation does.
+"""First rows of a new configuration's data, by trainer/first_rows.py, which reads rows like stage prepare.
 
     look(run, model folder, folder) -> FirstRows      a Fault if they cannot be read
 
-Of objects on S3 the first is fetched; a data set of the Hub is streamed.
+From S3, only the first object is fetched. A data set on the Hub is streamed.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 def whole(source: str) -> str:
-    """The source as a worker elsewhere on this host would find it: files by their whole path."""
+    """Return the source with the absolute path of local files, because a worker runs in another folder."""
     is_here = row_sources.kind(source, KEY) == "local"
     return regular_files.whole(source) if is_here else source
 
@@ -38,7 +38,7 @@ def look(run: Run, tokenizer: Path | None, folder: Path) -> FirstRows:
         "train": Train(steps=1, global_batch=1),
         "optimizer": Optimizer(lr=1e-4),
         "evaluate": Evaluate(),
-    }  # what rows are like depends on no more
+    }  # nothing else affects how rows are read
     alone = run.model_copy(update=bare).changed(data={**source, "packed": False}, paths=paths)
     launch.trainer("first_rows", alone, folder, lambda _: None, lambda: False, keep=HUB_TOKENS)
     found = FirstRows.read_from(folder / "first_rows.json")
@@ -48,10 +48,10 @@ def look(run: Run, tokenizer: Path | None, folder: Path) -> FirstRows:
 
 
 def _here(data: Data, folder: Path) -> tuple[dict[str, str], float]:
-    """Keys of the data with other values on this host, and the share of its rows in all rows, by bytes."""
+    """Return the data keys to change for this host, and the share of all rows, by bytes, that it reads."""
     assert data.source
     kind = row_sources.kind(data.source, KEY)
-    if kind == "hub":  # which is asked for its commit: its answer says most
+    if kind == "hub":  # a look-up of the commit gives the clearest error
         found = row_sources.identity(data.parts[0], KEY, folder / "digests.json")
         return {"revision": found["commit"]}, 1
     if kind != "s3":

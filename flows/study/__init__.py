@@ -1,1 +1,1 @@
-"""A study of a model's layouts: each is measured for a few steps, and one report compares them."""
+"""Study of a model's layouts: each layout is measured for a few steps, and one report compares all."""

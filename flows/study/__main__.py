@@ -2,7 +2,7 @@
 
     python -m flows.study gpt2-large --gpus 2 --profile             the lists of conf/studies/gpt2-large.yaml
     python -m flows.study qwen3-8b-1xh100 --gpus 4 --layers 8       the planner's fastest layouts, with 8 layers
-    python -m flows.study tiny --gpus 2                             small models, on a CPU
+    python -m flows.study tiny --gpus 2                             small models on a CPU
     python -m flows.study tiny --row 'TP2: layout.gpus_per_node=2 layout.tp=2' --row 'DP2: layout.gpus_per_node=2'
     python -m flows.study gpt2-large --report                       the report again, from earlier measurements
 
@@ -43,7 +43,7 @@ from tasks.run.places import runs_folder
 PAGE, RESULT = "study.html", "study.json"
 FOR_A_CPU = 100e6  # weights
 WARM = 2  # steps of a trial that are not measured
-TRACKED = (  # under the names of a training's curves in MLflow if such a curve exists
+TRACKED = (  # names in MLflow, equal to those of a training's curves if such curves exist
     ("ms", "study/ms_a_step"),
     ("planned_ms", "study/planned_ms"),
     ("of_planned_ms", "study/times_of_planned"),
@@ -94,7 +94,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _check_size(run: Run, layers: int | None) -> None:
-    """Refuse a model that this host, without a GPU, would compute for hours."""
+    """Raise a Fault for a model that would take hours on this host without a GPU."""
     facts = facts_of(run)
     size = parameters.total(facts) * min(1, (layers or facts.layers) / facts.layers)
     if size > FOR_A_CPU and not nvidia_smi.kind():
@@ -103,7 +103,7 @@ def _check_size(run: Run, layers: int | None) -> None:
 
 
 def _chosen(options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
-    """The selected rows, and the meaning of their lists."""
+    """Return the selected rows, and the description of each of their lists."""
     if options.row:
         found, lists = rows.given(options.conf, options.row), {}
     else:
@@ -128,7 +128,7 @@ def _chosen(options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
 def _answers(
     folder: Path, chosen: list[Row], how: How, options: argparse.Namespace
 ) -> list[tuple[Row, dict[str, Any]]]:
-    """Results of all rows, stored or measured now; a line is printed for each."""
+    """Return the results of all rows, stored or measured now, and print a line for each."""
     began, took, found = time.monotonic(), [], []
     for place, row in enumerate(chosen):
         head = f"[{place + 1}/{len(chosen)}] {row.title}"
@@ -157,7 +157,7 @@ def _line(one: dict[str, Any]) -> str:
 
 
 def _versions(answers: Sequence[tuple[Row, dict[str, Any]]]) -> dict[str, str]:
-    """Versions that the rows were measured with; all versions of each package."""
+    """Return all versions of each package with which the rows were measured."""
     found: dict[str, dict[str, None]] = {}
     for name, value in (pair for _, answer in answers for pair in answer.get("versions", {}).items()):
         found.setdefault(name, {})[value] = None
@@ -193,7 +193,7 @@ def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def track(runs: Path, experiment: str, report: dict[str, Any], files: Sequence[Path]) -> str:
-    """Hand the report's rows to a process that ships them. Returns a line that says what became of them."""
+    """Hand the report's rows to a process that sends them to MLflow, and return a line about it for the user."""
     if find_spec("mlflow") is None:
         return "tracking: MLflow is not installed here; run --report on a host that has it, with this folder"
     name, now = report["name"], time.strftime("%Y%m%d-%H%M%S")

@@ -1,4 +1,4 @@
-"""Figures of a measured layout from the result of its trial, and the reasons why its ranks hold unequal amounts."""
+"""Figures of a measured layout from its trial, and the reasons why its ranks use unequal memory."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,15 +13,15 @@ MEANS = {  # parts of the planned memory
     "activations": "activations that wait for the backward pass",
     "logits": "logits and their loss",
     "dispatch": "tokens on their way to experts",
-    "working": "what a layer works with",
+    "working": "temporary memory of a layer",
 }
 HEADS = ("layout", "GPUs", "ms a step", "planned", "documented", "tokens/s/GPU", "TFLOP/s/GPU", "of a product")
 HEADS += ("GB of the fullest", "planned", "exposed communication", "planned bubble")
-WORTH = 0.01  # of a stage's bytes: what differs by less is not told
+WORTH = 0.01  # share of a stage's bytes; smaller differences are not listed
 
 
 def of(answer: dict[str, Any]) -> dict[str, Any]:
-    """Figures of a layout, for the table and the pictures: milliseconds, gigabytes (10^9), shares."""
+    """Return the figures of a layout for the table and the pictures, in milliseconds, gigabytes (10^9) and shares."""
     if reason := failure(answer):
         return {"failed": reason}
     ranks = answer["ranks"]
@@ -49,7 +49,7 @@ def of(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Heads, and a line for each row of the report, without columns that no row has. A failed row has its reason."""
+    """Return the heads and a line for each row, without empty columns. A failed row has only its reason."""
     lines = [_cells(row) for row in rows]
     whole = [line for line in lines if len(line) == len(HEADS)]
     shown = [place for place in range(len(HEADS)) if any(line[place] for line in whole)] or [0, 1]
@@ -95,7 +95,7 @@ def _memory(rank: dict[str, Any]) -> dict[str, Any]:
 
 
 def why(ranks: list[dict[str, Any]]) -> list[str]:
-    """Lines that say by what the stages of a pipeline differ from the one that is planned to hold least."""
+    """Explain by which parts the memory of each pipeline stage exceeds that of the smallest stage in the plan."""
     stages = {rank["stage"]: rank["parts"] for rank in ranks}
     totals = {stage: sum(parts[name] for name in MEANS) for stage, parts in stages.items()}
     least = min(totals, key=lambda stage: totals[stage])
@@ -105,7 +105,7 @@ def why(ranks: list[dict[str, Any]]) -> list[str]:
             told = ", ".join(_differences(parts, stages[least], WORTH * totals[stage]))
             lines.append(f"stage {stage} is planned {_size(more)} above stage {least}: {told}")
     if not lines:
-        return [f"all {len(ranks)} ranks hold alike"] if len(ranks) > 1 else []
+        return [f"all {len(ranks)} ranks use equal memory"] if len(ranks) > 1 else []
     return lines
 
 
@@ -121,7 +121,7 @@ def _size(count: float) -> str:
 
 
 def _time(profile: dict[str, Any]) -> dict[str, Any]:
-    """Shares of the recorded step of the rank that computes least, by what its device does, and its communication."""
+    """Return the time shares of the recorded step on the rank that computes least, and its communication."""
     row = min(profile["ranks"], key=lambda rank: rank["computing"])
     talks = [one | {"hidden": max(0.0, one["ms"] - one["exposed"])} for one in row["exposed_by"]]
     return {

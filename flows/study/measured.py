@@ -1,9 +1,9 @@
-"""One layout of a study, measured by a process of python -m trainer.trial, and kept in the study's folder.
+"""Measurement of a study's layout by python -m trainer.trial, kept in the study's folder.
 
     kept(folder, row, how)        earlier measurement of this configuration, by the same code on the same device
-    measure(folder, row, how)     measures it; what fails is an answer as well, and is tried again by the next call
+    measure(folder, row, how)     measures the layout; a failure is also an answer, and the next call tries again
 
-<folder>/rows/LIST-ROW.json has the answer, <folder>/logs/ what the trial has printed, <folder>/profiles/ the traces.
+<folder>/rows/LIST-ROW.json has the answer, <folder>/logs/ the trial's output, <folder>/profiles/ the traces.
 """
 
 # pyright: reportArgumentType=false
@@ -32,30 +32,30 @@ CODE = ("contract", "conf", "trainer")
 
 @dataclass(frozen=True)
 class How:
-    """Choices that hold for every layout."""
+    """Options for every layout."""
 
     steps: int
-    layers: int | None = None  # that the model is cut to
+    layers: int | None = None  # keep only this number of layers
     profile: bool = False
     within: float = 600.0  # seconds that a trial may take
 
 
 @cache
 def versions() -> dict[str, str]:
-    """Versions of all that decides on a measurement: packages, the trainer's code, and the device."""
+    """Return the versions that affect a measurement: packages, the trainer's code, and the device."""
     code, have = checksums.of_code(launch.ROOT, CODE), packages.installed()
     found = {name: have.get(name, "none") for name in PACKAGES}
     return found | {"the trainer's code": code, "device": nvidia_smi.kind() or "cpu"}
 
 
 def of_row(row: Row) -> str:
-    """Digest of the configuration that is measured; keys that come later do not change it."""
+    """Return the digest of the measured configuration. New keys with default values do not change the digest."""
     run = row.run().model_dump(mode="json", exclude={"paths"}, exclude_defaults=True)
     return checksums.of_json(run)
 
 
 def kept(folder: Path, row: Row, how: How | None = None) -> dict[str, Any] | None:
-    """The stored result with the versions of its measurement. Without `how`, any result of this configuration."""
+    """Return the stored result with its versions. Without `how`, any result of this configuration counts."""
     file = _file(folder, row)
     try:
         found = json_object.read(file) if file.is_file() else {}
@@ -71,7 +71,7 @@ def kept(folder: Path, row: Row, how: How | None = None) -> dict[str, Any] | Non
 
 
 def measure(folder: Path, row: Row, how: How) -> dict[str, Any]:
-    """The trial's answer, or {"failed": why there is none}."""
+    """Measure a layout. Return the trial's answer, or {"failed": reason}."""
     name = slug(row)
     log, traces = folder / "logs" / f"{name}.log", folder / "profiles" / name
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def _file(folder: Path, row: Row) -> Path:
 
 
 def _answer(said: list[str]) -> dict[str, Any] | None:
-    """The line of JSON that the trial ends with. A long line arrives in pieces."""
+    """Return the JSON in the trial's last line. A long line arrives in several pieces."""
     for place in range(len(said) - 1, -1, -1):
         if said[place].startswith('{"name"'):
             try:

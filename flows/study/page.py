@@ -1,4 +1,4 @@
-"""The report of a study as one page of HTML that needs no server and no network. page.html.j2 has its words."""
+"""Report of a study as one HTML page that needs no server and no network. page.html.j2 has the text."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -69,7 +69,7 @@ def _time_bar(row: Row) -> Bar:
 
 
 def _spent(one: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Parts of a step, as its recorded one was divided; the whole if none was recorded on a device."""
+    """Yield the parts of a step, divided as in the recorded step; the whole step if none was recorded on a GPU."""
     time = one.get("time")
     if not (time and time["kinds"]):
         yield WHOLE, one["ms"]
@@ -94,7 +94,7 @@ def _kernel_bar(row: Row) -> Bar:
 
 
 def _host_bars(rows: Sequence[Row]) -> Iterator[Bar]:
-    """A bar for each layout, of the operations that take longest in all of them together, and of the others."""
+    """Yield a bar for each layout: the operations that take longest over all layouts, and the sum of the others."""
     sums: defaultdict[str, float] = defaultdict(float)
     for row in rows:
         for one in row["figures"]["time"]["operations"]:

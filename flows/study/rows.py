@@ -1,15 +1,15 @@
-"""Layouts that a study measures: lists of conf/studies/, rows of the command line, or what the planner finds.
+"""Layouts that a study measures: lists in conf/studies/, rows of the command line, or the planner's best layouts.
 
-A list is read from YAML, keys of a configuration as they stand in an override:
+A list is YAML. Its keys are those of overrides:
 
     like-for-like:
-      means: what the list is for, in a line
+      means: purpose of the list, in one line
       configuration: gpt2-large-as-documented      a name in conf/, or a file
       keys: {train.recompute: none}                of every row
       rows:
         DP2: {documented_ms: 437, keys: {layout.gpus_per_node: 2, train.global_batch: 64}}
 
-documented_ms is somebody else's measurement, for comparison.
+documented_ms is an external measurement, for comparison.
 """
 
 # pyright: reportArgumentType=false
@@ -31,7 +31,7 @@ from conf.strict_yaml import parse, read_text
 from contract.faults import ConfigError, Fault
 
 STUDIES = FOLDER / "studies"
-FOUND = 6  # layouts of the planner's
+FOUND = 6  # number of layouts from the planner
 
 
 class _Row(BaseModel):
@@ -75,12 +75,12 @@ class Row:
         return load(self.configuration, self.overrides, illegal=True)
 
     def changed(self, overrides: Sequence[str]) -> "Row":
-        """The row with these overrides, which replace those of the same keys."""
+        """Return the row with these overrides. They replace existing overrides of the same keys."""
         return replace(self, overrides=tuple(replaced(self.overrides, overrides)))
 
 
 def listed(name: str) -> tuple[list[Row], dict[str, str]]:
-    """Rows of the lists for a configuration, and the meaning of each list; empty without a file."""
+    """Return the rows of a configuration's lists, and the description of each list; empty without a file."""
     file = STUDIES / f"{name}.yaml"
     if not file.is_file():
         return [], {}
@@ -102,23 +102,23 @@ def listed(name: str) -> tuple[list[Row], dict[str, str]]:
 
 
 def written(keys: dict[str, Any]) -> Iterator[str]:
-    """Keys as overrides."""
+    """Yield keys as overrides."""
     return (f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keys.items())
 
 
 def given(configuration: str, texts: Iterable[str]) -> list[Row]:
-    """Rows of a command line, each "NAME: key=value key=value"."""
+    """Return the rows of a command line, each "NAME: key=value key=value"."""
     rows = []
     for text in texts:
         name, mark, keys = text.partition(":")
         if not (name.strip() and mark) or any("=" not in key for key in keys.split()):
-            raise Fault(f"--row: {text!r} is not a row; 'TP2: layout.gpus_per_node=2 layout.tp=2' is one")
+            raise Fault(f"--row: {text!r} is not a row, such as 'TP2: layout.gpus_per_node=2 layout.tp=2'")
         rows.append(Row("given", name.strip(), configuration, tuple(keys.split())))
     return rows
 
 
 def found(configuration: str, overrides: Sequence[str], gpus: int) -> list[Row]:
-    """The planner's fastest layouts of so many GPUs, each with the batches that suit it best."""
+    """Return the planner's fastest layouts on `gpus` GPUs, each with its best batch sizes."""
     run = load(configuration, overrides, illegal=True)
     gpu = hardware.of(run, gpus)
     best = {}
@@ -134,7 +134,7 @@ def found(configuration: str, overrides: Sequence[str], gpus: int) -> list[Row]:
 
 
 def shape(run: Run) -> str:
-    """A layout in a few letters, such as TP2+SP PP2 DP2."""
+    """Return a short name of a layout, such as TP2+SP PP2 DP2."""
     layout = run.layout
     dp = layout.world // (layout.tp * layout.cp * layout.pp)
     degrees = (("TP", layout.tp), ("CP", layout.cp), ("PP", layout.pp), ("EP", layout.ep), ("DP", dp))

@@ -1,8 +1,8 @@
 """Artifacts of stages, each identified by a fingerprint of all its inputs.
 
     <store>/<stage>/<fingerprint>/files/...         the artifact
-                                 /artifact.json     its record, written last: without one there is no artifact
-                                 /lease.json        the process that makes it now (tasks/run/lease.py)
+                                 /artifact.json     its record, written last: without a record there is no artifact
+                                 /lease.json        the process that makes it (tasks/run/lease.py)
 
 The fingerprint is derived from the stage, the version of its code, its identity keys of the configuration and the
 fingerprints of its inputs. It is known before the stage runs, and is the same on every host. A record is valid only
@@ -37,9 +37,9 @@ class Stage:
     """A requested stage, with everything that its artifact depends on."""
 
     name: str
-    version: int  # raised when a change of the stage's code changes its artifacts
+    version: int  # increased when a change of the stage's code changes its artifacts
     config: dict[str, Any] = field(default_factory=dict)
-    inputs: dict[str, str] = field(default_factory=dict)  # fingerprints, by the stage's names of its inputs
+    inputs: dict[str, str] = field(default_factory=dict)  # fingerprints by the names of the inputs
 
     @property
     def fingerprint(self) -> str:
@@ -97,7 +97,7 @@ class Work:
 
 
 def canonical(value: Any) -> str:
-    """The unique JSON text of a value. Raises TypeError for a value without one."""
+    """Return the unique JSON text of a value. Raise TypeError for a value without one."""
     for place, item in _leaves(value, ""):
         if not (item is None or isinstance(item, str | bool | int | float | dict | list | tuple)):  # empty ones
             raise TypeError(f"{place}: a {type(item).__name__} has no place in a fingerprint")
@@ -107,7 +107,7 @@ def canonical(value: Any) -> str:
 
 
 def find(stage: Stage, store: Store, deep: bool = False) -> Artifact | Missing:
-    """The artifact, if it is stored as recorded; else the reason why not."""
+    """Return the artifact if it is stored as recorded, else the reason why not."""
     artifact = read(store, stage.key)
     if artifact is None:
         return Missing("its record is damaged" if store.read(f"{stage.key}/{RECORD}") else _drift(stage, store))
@@ -170,7 +170,7 @@ def get_or_make(
 
 
 def read(store: Store, key: str) -> Artifact | None:
-    """The record at <stage>/<fingerprint>, without a check of its files. None if it is missing or damaged."""
+    """Return the record at <stage>/<fingerprint> without checking its files; None if it is missing or damaged."""
     entry = store.read(f"{key}/{RECORD}")
     if entry is None:
         return None
@@ -185,7 +185,7 @@ def read(store: Store, key: str) -> Artifact | None:
 
 
 def every(store: Store, stage: str = "") -> Iterator[Artifact]:
-    """All records of a stage, or of all stages."""
+    """Yield all records of a stage, or of all stages."""
     for key in sorted(store.keys(stage)):
         path = f"{stage}/{key}" if stage else key
         if path.count("/") == 2 and path.endswith(f"/{RECORD}") and (artifact := read(store, path[: -len(RECORD) - 1])):
@@ -193,12 +193,12 @@ def every(store: Store, stage: str = "") -> Iterator[Artifact]:
 
 
 def by_fingerprint(store: Store) -> dict[str, Artifact]:
-    """All records of the store."""
+    """Return all records of the store by fingerprint."""
     return {artifact.stage.fingerprint: artifact for artifact in every(store)}
 
 
 def sources(stage: Stage, known: dict[str, Artifact]) -> Iterator[Artifact]:
-    """Direct and indirect inputs of a stage, the nearest first, out of the artifacts that are known by fingerprint."""
+    """Yield direct and indirect inputs of a stage, the nearest first. `known` has artifacts by fingerprint."""
     pending, seen = deque(stage.inputs.values()), set[str]()
     while pending:
         fingerprint = pending.popleft()
@@ -209,7 +209,7 @@ def sources(stage: Stage, known: dict[str, Artifact]) -> Iterator[Artifact]:
 
 
 def local(artifact: Artifact, store: Store, cache: Path) -> Path:
-    """A folder on this host with the artifact's files: the store's folder, or a copy in the cache."""
+    """Return a folder on this host with the artifact's files: the store's folder, or a copy in the cache."""
     if place := store.place(f"{artifact.key}/files"):
         return place
     folder = cache / artifact.key.replace("/", "-")
@@ -226,24 +226,24 @@ def local(artifact: Artifact, store: Store, cache: Path) -> Path:
 
 
 def nearest(stage: Stage, store: Store) -> Artifact | None:
-    """The artifact of this stage with the most similar inputs, the newest of several."""
+    """Return the artifact of this stage with the most similar inputs; the newest if several are equally similar."""
     return most_similar([artifact for artifact in every(store, stage.name) if artifact.key != stage.key], stage)
 
 
 def most_similar(others: Iterable[Artifact], stage: Stage) -> Artifact | None:
-    """The artifact that differs least from the stage, the newest of several."""
+    """Return the artifact that differs least from the stage; the newest if several are equally similar."""
     return min(others, key=lambda a: (len(differences(a.stage, stage)), -a.made.get("at", 0)), default=None)
 
 
 def differences(was: Stage, now: Stage) -> list[str]:
-    """Differences, field by field: `optimizer.lr: 0.001 -> 0.002`."""
+    """List the differences field by field: `optimizer.lr: 0.001 -> 0.002`."""
     before, after = dict(_leaves(_identity(was), "")), dict(_leaves(_identity(now), ""))
     shown = [(key, _show(before, key), _show(after, key)) for key in sorted({*before, *after})]
     return [f"{key}: {was} -> {now}" for key, was, now in shown if was != now]
 
 
 def brief(changes: list[str]) -> str:
-    """The first differences in one line, and the number of the others."""
+    """Return the first differences in one line, and the number of the others."""
     return "; ".join(changes[:SHOWN]) + (f" and {len(changes) - SHOWN} more" if len(changes) > SHOWN else "")
 
 

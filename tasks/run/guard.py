@@ -8,7 +8,7 @@ Processes of the command become children of the guard when their parents die (it
 before the guard ends. If the guard itself is killed, the kernel kills the command, and torchrun's ranks end themselves
 (trainer/startup/entry.py). The exit code is the command's.
 
-It imports only the standard library and one small module of contract/, and therefore starts in 30 ms.
+The guard imports only the standard library and one small module of contract/, so it starts in 30 ms.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from contract.processes import end_with_parent
 
-GRACE = 5.0  # seconds, for a command that saves nothing: 10 s after its cancellation a run has no processes
+GRACE = 5.0  # seconds, for a command that saves nothing: a cancelled run has no processes after 10 s
 OPTION = "--grace="
 ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_CHILD_SUBREAPER = 36
@@ -67,13 +67,13 @@ def main(*arguments: str) -> int:
 
 
 def guarded(command: list[str], grace: float = GRACE, python: str = sys.executable) -> list[str]:
-    """The command under this guard, with `grace` seconds to end."""
+    """Return the command line that runs a command under this guard, with `grace` seconds to end."""
     return [python, "-m", "tasks.run.guard", f"{OPTION}{grace:g}", *command]
 
 
 def _die_with(parent: int) -> None:
     end_with_parent()
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent ended before the line above
         os._exit(1)
 
 
@@ -88,11 +88,11 @@ def _kill_all_descendants() -> None:
         for pid in pids:
             _signal(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)  # its own children become ours
+                os.waitpid(pid, 0)  # its children become children of the guard
 
 
 def _children(parent: int) -> list[int]:
-    """Child processes, from every process's stat file, as not every kernel lists the children of a process."""
+    """Return child processes from all stat files in /proc, because not every kernel lists a process's children."""
     children = []
     for entry in os.listdir("/proc"):
         try:

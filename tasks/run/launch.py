@@ -1,7 +1,7 @@
 """Start a trainer command for one resolved configuration, and forward its output.
 
-The command runs under tasks/run/guard.py: it ends when this process ends. Exit code 2 is a user error, whose line the
-trainer has printed; it becomes a Fault. Any other failure shows the last lines and the path of the log.
+The command runs under tasks/run/guard.py, so it ends when this process ends. Exit code 2 is a user error: the line that
+the trainer has printed becomes a Fault. Any other failure shows the last lines and the path of the log.
 """
 
 import collections
@@ -25,7 +25,7 @@ from tasks.run.guard import GRACE, guarded
 ROOT = Path(__file__).resolve().parents[2]
 TICK = 0.5
 SHOWN = 20  # last lines of a failed command
-LONGEST = 1 << 16  # bytes of a line; the rest is the next one
+LONGEST = 1 << 16  # bytes of a line; the rest becomes the next line
 
 # Variables that a trainer does not use and that must not appear in a log of its environment.
 PRIVATE = ("AWS_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MLFLOW_", "PREFECT_", "VLLM_API_KEY", "WANDB_API_KEY")
@@ -40,7 +40,7 @@ class Broken(RuntimeError):
 
 
 class Crashed(Broken):
-    """A command that its native code has ended without a message (segmentation fault, abort)."""
+    """A command that crashed in native code without a message (segmentation fault, abort)."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def process(
     turn: Turn | None = None,
     grace: float = GRACE,
 ) -> None:
-    """Run python -m <arguments> to its end. Raises Fault, Broken or Stopped. It has `grace` seconds to end.
+    """Run python -m <arguments> to its end. Raise Fault, Broken or Stopped. If stopped, it has `grace` seconds to end.
 
     With a turn, it first waits for its share of this host's GPUs. The guard holds them until all its processes have
     ended.
@@ -146,7 +146,7 @@ def process(
 
 
 def _code(code: int) -> str:
-    """An exit code with its meaning: 139 is a segmentation fault."""
+    """Describe an exit code with its meaning: 139 is a segmentation fault."""
     with contextlib.suppress(ValueError):
         if code > 128:
             return f"code {code} ({signal.strsignal(signal.Signals(code - 128))})"
@@ -154,7 +154,7 @@ def _code(code: int) -> str:
 
 
 def _lines(output: int, running: subprocess.Popen) -> Iterator[str | None]:
-    """Lines of the output, and None every TICK seconds. It holds one line at a time in memory."""
+    """Yield lines of the output, and None every TICK seconds. Only one line at a time is in memory."""
     pending, ticks_at = b"", time.monotonic()
     while True:
         now = time.monotonic()

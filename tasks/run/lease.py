@@ -22,13 +22,15 @@ POLLED = 1.0
 
 
 class Lost(RuntimeError):
-    """Another process has taken over the lease, because this one did not renew it in time."""
+    """Another process has taken over the lease, because this process did not renew it in time."""
 
 
 class Lease:
     def __init__(self, store: Store, key: str, tag: str, content: dict):
         self.store, self.key, self._tag, self._content = store, key, tag, content
-        self.lost = threading.Event()  # another process may have it, as this one did not renew it in time
+        self.lost = (
+            threading.Event()
+        )  # another process may have the lease, because this process did not renew it in time
         self.taken = threading.Event()  # another process has it
         self._done, self._turn = threading.Event(), threading.Lock()
         self._renewed = time.monotonic()
@@ -36,7 +38,7 @@ class Lease:
         self._thread.start()
 
     def confirm(self) -> None:
-        """Raise Lost unless the lease is still held. If the last renewal is old, this renews it first."""
+        """Raise Lost if the lease is lost. If the last renewal is old, renew the lease first."""
         if not self.taken.is_set() and time.monotonic() - self._renewed > EXPIRES / 2:
             try:
                 self._beat()
@@ -91,7 +93,7 @@ def hold(
 
 
 def holder(store: Store, key: str) -> str | None:
-    """Description of the lease's holder; None without a holder, or if it is a dead process of this host."""
+    """Return a description of the lease's holder; None without a holder, or if it is a dead process of this host."""
     entry = store.read(key)
     other = ownership.decode(entry[0]) if entry else {}
     return ownership.name(other) if other and not ownership.ended(other) else None
@@ -115,7 +117,7 @@ def _take(store: Store, key: str, content: dict, waiting: Callable[[str], None],
             continue
         if reported != other.get("id", ""):
             reported = other.get("id", "")
-            waiting(f"waits for {ownership.name(other)}, which makes the same")
+            waiting(f"waits for {ownership.name(other)}, which makes this artifact")
         time.sleep(POLLED)
     raise Stopped(f"{key}: stopped while another process was making it")
 

@@ -29,7 +29,7 @@ class Outcomes:
     def __init__(self, stages: dict[str, Stage]):
         self.stages = stages
         self.by_stage: dict[str, Outcome] = {}
-        self.pointless = ""  # why training must not start any more
+        self.pointless = ""  # reason why training must not start
 
     @property
     def made(self) -> dict[str, Artifact]:
@@ -37,7 +37,7 @@ class Outcomes:
         return {name: outcome.artifact for name, outcome in self.by_stage.items() if outcome.artifact}
 
     def verdict(self, made: Any = None) -> State:
-        """The final state of the flow, with `made` as its result if it has completed."""
+        """Return the final state of the flow, with `made` as its result if the flow is completed."""
         states = [outcome.state for outcome in self.by_stage.values()]
         ends = {name: outcome.reason for name, outcome in self.by_stage.items() if outcome.failed}
         if ends and self.pointless and "train" not in self.by_stage:

@@ -8,10 +8,10 @@ from tasks.store import Store, open_store
 
 
 def kernels_folder() -> Path:
-    """The folder for what serving compiles on this host."""
+    """Return the folder for kernels that serving compiles on this host."""
     return runs_folder() / "kernels"
 
 
 def open_run_store() -> Store:
-    """The store that FINETUNE_STORE names."""
+    """Return the store that FINETUNE_STORE names, or the folder `store` in the folder of runs."""
     return open_store(os.environ.get("FINETUNE_STORE") or str(runs_folder() / "store"))

@@ -23,7 +23,7 @@ class Progress:
     def __init__(self, key: str, unit: str):
         self.artifact, self.unit = TaskArtifact(key, "progress"), unit
         self.began = self.sent_at = self.done = 0.0  # `done` is the amount that was sent last
-        self.at_start: float | None = None  # amount of a killed attempt that is continued
+        self.at_start: float | None = None  # amount that a killed attempt has done
         self.first: tuple[float, float] | None = None  # first progress and its time, after which the rate is measured
         self.lock = threading.Lock()
 
@@ -53,7 +53,7 @@ class Progress:
 
 
 def newest(file: Path, *keys: str) -> tuple[float, ...]:
-    """Values of the last line with these keys in a growing file of JSON lines; zeros without such a line."""
+    """Return the values of these keys in the last JSON line that has them; zeros without such a line."""
     for line in reversed(last_lines(file, 4096)):
         with contextlib.suppress(ValueError, KeyError, TypeError):  # an incomplete line, or one of another kind
             values = json.loads(line)

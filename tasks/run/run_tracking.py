@@ -40,7 +40,7 @@ class RunTracking:
         self._looked_up: dict[bool, dict[str, str]] = {}
 
     def stage(self, name: str, stage: Stage) -> tracking.Stage:
-        """The stage's part of the tracking. Training has a separate run, also if several flow runs continue it."""
+        """Return the stage's part of the tracking. Training has one separate run, even across flow runs."""
         if name not in self._stages:
             if name == "train":
                 tags = {"finetune.fingerprint": stage.fingerprint, "finetune.stage": name}
@@ -67,20 +67,20 @@ class RunTracking:
         tracked.end("FINISHED")
 
     def training_run(self) -> str | None:
-        """MLflow's id of the training's run, of this flow or of the flow that made it; None until MLflow has it."""
+        """Return MLflow's id of the training's run, from this flow or an earlier one; None until MLflow has the run."""
         if tracked := self._stages.get("train"):
             return self.whole.run_id(tracked.run)
         pages = self.pages()
         return pages.trainings.get(self.training) if pages else None
 
     def pages(self) -> Pages | None:
-        """MLflow's pages, if a server shows them."""
+        """Return MLflow's pages, or None without a server."""
         return mlflow_pages.find(self.uri, self._run.track.experiment, self._run.name)
 
     def links(self, of_training: bool) -> dict[str, str]:
-        """Links for the page of a running training, or of reinforcement learning, whose curves are in this flow's run.
+        """Return links for the page of a running training, or of reinforcement learning (curves are in the flow run).
 
-        They are looked up until MLflow has the run.
+        The look-up is repeated until MLflow has the run.
         """
         id = None if of_training in self._looked_up else self.training_run() if of_training else self.whole.run_id()
         if id and (pages := self.pages()):
@@ -92,14 +92,14 @@ class RunTracking:
         return prefect | self._looked_up.get(of_training, {})
 
     def own_run(self) -> str | None:
-        """MLflow's id of this flow run; None if all stages were cached, or without a server that answers in time."""
+        """Return MLflow's id of the flow run; None if all stages were cached or the server does not answer in time."""
         until = time.monotonic() + LINK_WITHIN
         while self.whole.shipping and not self.whole.run_id() and time.monotonic() < until:
             time.sleep(0.05)
         return self.whole.run_id()
 
     def _note(self, what: str) -> dict[str, str]:
-        """Description that MLflow shows above a run."""
+        """Return the tag with the description that MLflow shows above a run."""
         where = f"[{self.name}]({self.prefect})" if self.prefect else self.name
         return {NOTE: f"{what} {where} of `{self._run.name}`, in Prefect."}
 
@@ -131,7 +131,7 @@ class RunTracking:
 
 
 def _flat(value: Any, place: str = "") -> dict[str, Any]:
-    """Dotted keys and their values."""
+    """Return values by dotted keys."""
     if isinstance(value, Run):
         value = value.model_dump(mode="json", exclude={"paths"})
     if not isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""One run of the flow, from its first stage to its last: what the stages share, and the run of each.
+"""One run of the flow: the state that its stages share, and the run of each stage.
 
-Session.stage(step) is a stage's part. Its task calls get_or_make(make) and ends as Cached, Completed, Failed with one
-line, or NotAsked. NotAsked is for stages after the last one that was asked for, and for evaluations if evaluate.tasks
-is empty. `outcomes` has the end of each stage; `tracking` reports all of it to MLflow.
+Session.stage(step) returns a StageRun. The stage's task calls its get_or_make(make) and ends as Cached, Completed,
+Failed with a one-line reason, or NotAsked. NotAsked means that the stage comes after the last requested stage, or that
+evaluate.tasks is empty. `outcomes` has the outcome of each stage; `tracking` reports to MLflow.
 """
 
 import json
@@ -33,12 +33,12 @@ from tasks.store.durable import plainly
 
 
 def may_pass(task, task_run, state: State) -> bool:
-    """Whether another attempt can help if it resumes where the last one ended."""
+    """Return whether a retry can help that resumes where the last attempt ended."""
     return not isinstance(state.result(raise_on_failure=False), Fault | Stopped)
 
 
 def _may_pass(task, task_run, state: State) -> bool:
-    """Whether another attempt can help if it starts again. A crash in native code would repeat."""
+    """Return whether a retry from the start can help. A crash in native code would repeat."""
     return not isinstance(state.result(raise_on_failure=False), Fault | Stopped | launch.Crashed)
 
 
@@ -70,23 +70,23 @@ class StageRun:
 
     @property
     def pointless(self) -> str:
-        """The reason why training is pointless now; "" if it is not."""
+        """The reason why training is pointless, or ""."""
         return self._outcomes.pointless
 
     def at(self, work: Work, **paths: Artifact | Path | None) -> Run:
-        """The configuration with these paths and that of the logs. Of an artifact it is its folder on this host."""
+        """Return the configuration with these paths and the logs' path. An artifact becomes its folder on this host."""
         local = {key: self.local(path) if isinstance(path, Artifact) else path for key, path in paths.items() if path}
         local["logs"] = work.folder / "logs"
         return self.run.changed(paths={key: str(path) for key, path in local.items()})
 
     def local(self, made: Artifact) -> Path:
-        """A folder of this host that holds the artifact's files. Never write there."""
+        """Return a folder on this host with the artifact's files. Never write to it."""
         return artifact.local(made, self.store, self._folder / "cache")
 
     def stopped(self, work: Work, fenced: bool = False) -> Callable[[], bool]:
-        """Return a function that tells whether work must end: the run is cancelled, or another process has the work.
+        """Return a function that returns whether work must end: the run is cancelled, or another process has the work.
 
-        While the store does not answer, the latter is unknown. `fenced` work continues then: its successor would wait.
+        While the store does not answer, this process cannot know. `fenced` work then continues: a successor would wait.
         """
         lost = work.lease.taken if fenced else work.lease.lost
         return lambda: self._ending.is_set() or lost.is_set()
@@ -119,7 +119,7 @@ class StageRun:
     ) -> State:
         """Make the stage's artifact if it is missing, and return the final state of its task.
 
-        `require` raises a Fault if this run cannot use the artifact. The artifact is kept nevertheless.
+        `require` raises a Fault if this run cannot use the artifact, which stays in the store.
         """
         if self._unasked:
             self._end(Outcome("NotAsked", 0.0))
@@ -196,31 +196,31 @@ class Session(AbstractContextManager):
         self.tracking.end(status, reason, self.outcomes)
 
     def stage(self, step: Step) -> StageRun:
-        """Everything of the run that the stage's task needs."""
+        """Return the StageRun that the stage's task needs."""
         return StageRun(self, step)
 
     def earlier(self, step: Step) -> dict[str, bool]:
-        """Stages that end before the step although they are not its inputs, and whether they have to succeed.
+        """Return stages that must end before the step but are not its inputs, and whether they must succeed.
 
-        A base that cannot be evaluated should show before hours of training. If this host has GPUs for both
-        (conf/rules/gpus.py), they run at the same time.
+        Training waits for the base's evaluation, because a failure should show before hours of training. If this host
+        has GPUs for both (conf/rules/gpus.py), both run at the same time.
         """
         if not step.after or gpus.beside(self.run, len(nvidia_smi.visible())):
             return {}
         return {step.after: self.run.evaluate.base == "required"}
 
     def has_ended(self, name: str) -> None:
-        """Stop training if the base's evaluation has ended without a result that evaluate.base requires."""
+        """Mark training as pointless if the base's evaluation failed and evaluate.base requires its result."""
         outcome = self.outcomes.by_stage.get(name)
         if name == "evaluate-base" and outcome and outcome.failed and self.run.evaluate.base == "required":
             self.outcomes.pointless = "evaluate-base failed; evaluate.base=optional trains without its result"
 
     def _note(self, status: str) -> None:
-        """Write down which artifacts this run refers to: flows.artifacts keeps them."""
+        """Record the artifacts that this run refers to: flows.artifacts keeps them."""
         keys = [stage.key for stage in self.request.stages.values()]
         note = {"name": self.name, "conf": self.run.name, "started": self.started, "status": status, "artifacts": keys}
         try:
             self.store.write(f"runs/{self.id}.json", json.dumps(note, indent=1).encode())
         except Fault:
-            if status == "running":  # later, the fault of the stage that met it first is the one to show
+            if status == "running":  # later, the first fault of a stage is shown instead
                 raise

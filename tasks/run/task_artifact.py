@@ -1,4 +1,4 @@
-"""Artifacts in Prefect that change while a task runs: any kind, and pages that a background thread renews.
+"""Prefect artifacts that change while a task runs: single values, and pages that a background thread updates.
 
 with LivePage("training-tiny", lambda: (text, description)):
     ...
@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager
 from typing import Any, Self
 
 EVERY = 10.0  # seconds between updates
-SHARE = 20  # for each second of CPU time of an update, seconds until the next one
+SHARE = 20  # seconds until the next update, for each second of CPU time of an update
 LONGEST = 60.0  # maximum seconds between updates
-LAST_WORDS = 5.0  # seconds that the end of the stage waits for the last text
+LAST_WORDS = 5.0  # seconds that the end of the stage waits for the last update
 
 Page = tuple[str, str]  # Markdown, and a line for lists of pages
 
@@ -41,7 +41,7 @@ class TaskArtifact:
         return self._id is not None
 
     def send(self, data: str | float, description: str) -> None:
-        """Show the data, and the description in lists of artifacts. Without a task nothing happens."""
+        """Show the data, with the description in lists of artifacts. Without a task, do nothing."""
         if self._task_run is None:
             return
         from prefect.client.orchestration import get_client
@@ -65,7 +65,7 @@ class TaskArtifact:
 
 
 class LivePage(AbstractContextManager):
-    """A page of the current task; outside a task there is none. make() returns None if nothing has changed.
+    """A page of the current task; without a task, no page. make() returns None if nothing has changed.
 
     An outage of the server does not block the task.
     """

@@ -1,6 +1,5 @@
-"""Stage convert: the released model in the form that training loads (convert.to), with every tensor accounted for.
-
-The result can be read at any layout. The flow's host converts; with convert.hosts=all, the hosts of training together.
+"""Stage convert: the released model in the form that training loads (convert.to), and a check that no tensor is lost.
+Every layout can read the result. The flow's host converts; with convert.hosts=all, all hosts of training convert.
 """
 
 from prefect import State, task

@@ -1,4 +1,4 @@
-"""Stage download: the files of the released model at one commit, or a model whose weights are drawn."""
+"""Stage download: the files of the released model at one commit, or a model with random weights."""
 
 import json
 from pathlib import Path
@@ -21,9 +21,9 @@ VERSION = 1
 
 
 def stage(run: Run) -> Stage:
-    """The stage at the current commit or content of the source.
+    """Return the stage at the current commit or content of the source.
 
-    The content of a folder is part of the identity, its path is not.
+    The content of a folder is part of the identity; its path is not.
     """
     model = run.model
     outside = {"family": families.digest(model.family)} if model.family else {}
@@ -38,7 +38,7 @@ def stage(run: Run) -> Stage:
 
 @task(name="download", **OPTIONS)
 def download(stage_run: StageRun) -> State:
-    """Fetch the released model, or make one with drawn weights."""
+    """Fetch the released model, or make a model with random weights."""
     model, config = stage_run.run.model, stage_run.asked.config
 
     def make(work: Work) -> dict:
@@ -63,7 +63,7 @@ def download(stage_run: StageRun) -> State:
 
 
 def _draw(stage_run: StageRun, work: Work, files: Path) -> None:
-    """Make a model whose weights are drawn, with the tokenizer of another model or the one next to its config.json."""
+    """Make a model with random weights. The tokenizer comes from another model or from the folder of config.json."""
     model, config = stage_run.run.model, stage_run.asked.config
     described, tokenizer = work.folder / CONFIG, work.folder / "tokenizer"
     described.write_text(json.dumps(config["config"]))
@@ -77,7 +77,7 @@ def _draw(stage_run: StageRun, work: Work, files: Path) -> None:
 
 
 def _make_once(stage_run: StageRun, work: Work, folder: Path, program: str, *arguments: object) -> None:
-    """Run a program of the trainer that makes the folder. A folder from a killed run is complete and is kept."""
+    """Run a program of the trainer that writes a folder, unless the folder exists: these folders are never partial."""
     if not any(folder.glob("*")):
         log = work.folder / f"{program.removeprefix('weights.')}.log"
         family = stage_run.run.model.family

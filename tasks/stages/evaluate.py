@@ -1,4 +1,4 @@
-"""Stage evaluate: metrics of a model, base or tuned, served by vLLM; and whether serving agrees with training."""
+"""Stage evaluate: metrics of the base or the tuned model, served by vLLM, and a comparison of serving with training."""
 
 import contextlib
 import hashlib
@@ -49,7 +49,7 @@ def evaluate(
 ) -> State:
     """Evaluate the base or the tuned model.
 
-    `before` is the base's evaluation, or its error. If weights are rounded, the tuned model is compared with it.
+    `before` is the base's evaluation or its error. A tuned model with rounded weights is compared with the base.
     """
     name = stage_run.name
 
@@ -99,29 +99,29 @@ def _made(before: Any) -> Artifact:
     if isinstance(before, Artifact):
         return before
     raise Fault(
-        "evaluate.quantization, export.quantization or model.base: the tuned model is held to the base, served in the "
-        "same way, and evaluate-base has no result; null, or model.base=bf16, holds it to training alone"
+        "evaluate.quantization, export.quantization or model.base: the tuned model is compared with the base, served "
+        "in the same way, but evaluate-base has no result; null, or model.base=bf16, compares it with training only"
     )
 
 
 def _last_words(crash: launch.Crashed, log: Path) -> str:
-    """The crash in one line, and the last lines of vLLM's own log."""
+    """Return the crash in one line, and the last lines of vLLM's log."""
     first = str(crash).partition(";")[0]
     with contextlib.suppress(OSError):
         last = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-SHOWN:]
-        return "\n".join([f"{first}; vLLM does not serve this model here; its last lines, of {log}:", *last])
+        return "\n".join([f"{first}; vLLM does not serve this model here; the last lines of {log}:", *last])
     return str(crash)
 
 
 def require_unchanged(task_files: dict[str, str]) -> None:
-    """Refuse task files that have changed since the run began: the fingerprint has their content at that time."""
+    """Raise a Fault if task files have changed since the run began: the fingerprint has their content at that time."""
     for path, digest in task_files.items():
         if _content(path) != digest:
             raise Fault(f"evaluate.tasks: {path}: it or its data have changed since the run began; start it again")
 
 
 def _content(path: str) -> str:
-    """Digest of a task file and of the local data that it names."""
+    """Return the digest of a task file and of the local data files that it names."""
     file = Path(path)
     if not file.is_file():
         raise Fault(f"evaluate.tasks: {path}: no such file")
@@ -137,7 +137,7 @@ def _content(path: str) -> str:
         raise Fault(f"evaluate.tasks: {path}: not YAML: {' '.join(str(error).split())}") from None
     kept = settings.get("dataset_kwargs") or {} if isinstance(settings, dict) else None
     if not isinstance(kept, dict):
-        raise Fault(f"evaluate.tasks: {path}: not a task of lm-eval, which is a section of keys")
+        raise Fault(f"evaluate.tasks: {path}: not a task of lm-eval; a task is a section of keys")
     named = kept.get("data_files")
     for name in sorted(_texts(named)) if isinstance(named, dict) else _texts(named):
         if Path(name).is_file():
@@ -146,7 +146,7 @@ def _content(path: str) -> str:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """All texts in nested lists and sections."""
+    """Yield all texts in nested lists and sections."""
     if isinstance(value, str):
         yield value
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():

@@ -1,4 +1,4 @@
-"""Evidence that one evaluation is better than another: row by row, or else by their standard errors.
+"""Evidence that one evaluation is better than another: row by row if possible, else by standard errors.
 
 An evaluation keeps the scores of its rows in scores.json (trainer/evaluate.py). Scores of the same rows are compared in
 pairs (conf/noise.py). Without pairs the standard errors decide, if both evaluations have them: for groups of tasks, for
@@ -16,21 +16,21 @@ from conf import noise
 from tasks.run.artifact import Artifact
 from tasks.store import Store
 
-Scores = list[list[float]]  # of each row: the sum, and the number of values in it
+Scores = list[list[float]]  # for each row: the sum of its values, and their number
 SCORES = "scores.json"
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Knowledge about the gain of one evaluation over another."""
+    """Evidence for the gain of one evaluation over another."""
 
     shown: str  # the number of right rows; "" if rows are not right or wrong
     how: str  # the kind of comparison, or why there is none
-    chance: float | None  # that equal models differ as much; None if not comparable
+    chance: float | None  # probability that equal models differ this much; None if not comparable
 
 
 def compare(metric: str, before: Artifact | None, after: Artifact, store: Store, same_rows: bool) -> Evidence:
-    """The evidence for the gain of `after` over `before`, which is None if this store does not have its record."""
+    """Return the evidence for the gain of `after` over `before`. `before` is None if this store has no record of it."""
     old, new = (_scores(one, metric, store) if one else None for one in (before, after))
     shown = ""
     if new and all(total in (0, 1) and count == 1 for total, count in new):  # rows are right or wrong
@@ -42,10 +42,10 @@ def compare(metric: str, before: Artifact | None, after: Artifact, store: Store,
     points = [_mean(old), _mean(new)] if old and new else [_reported(one, metric) for one in (before, after)]
     (was, one_error), (now, other_error) = points
     if one_error is None or other_error is None:
-        return Evidence(shown, "there are neither scores of rows nor standard errors of both", None)
+        return Evidence(shown, "both evaluations lack scores of rows or standard errors", None)
     error, gain = math.hypot(one_error, other_error), abs(now - was)
     chance = 1 - NormalDist().cdf(gain / error) if error else 0.0 if gain else 1.0
-    return Evidence(shown, "by standard errors, as rows are not the same or not known", chance)
+    return Evidence(shown, "by standard errors, as the rows differ or are unknown", chance)
 
 
 def _scores(evaluation: Artifact, metric: str, store: Store) -> Scores | None:
@@ -54,7 +54,7 @@ def _scores(evaluation: Artifact, metric: str, store: Store) -> Scores | None:
 
 
 def _mean(scores: Scores) -> tuple[float, float | None]:
-    """Mean of all values and its standard error over rows, which a single row does not have."""
+    """Return the mean of all values and its standard error over rows (None for a single row)."""
     count, values = len(scores), math.fsum(count for _, count in scores)
     mean = math.fsum(total for total, _ in scores) / values
     apart = math.fsum((total - mean * count) ** 2 for total, count in scores)
@@ -62,7 +62,7 @@ def _mean(scores: Scores) -> tuple[float, float | None]:
 
 
 def _reported(evaluation: Artifact | None, metric: str) -> tuple[float, float | None]:
-    """The metric and lm-eval's standard error: task/acc_stderr, or task/acc_stderr/FILTER."""
+    """Return the metric and lm-eval's standard error, named task/acc_stderr or task/acc_stderr/FILTER."""
     task, name, *chosen = metric.split("/")
     found: dict[str, Any] = evaluation.result["metrics"] if evaluation else {}
     error = found.get("/".join([task, f"{name}_stderr", *chosen]))

@@ -24,7 +24,7 @@ def stage(run: Run, model: Stage, trained: Stage) -> Stage:
 
 
 def is_usable(run: Run, trained: Artifact, resolved: Callable[[Run], Run]) -> bool:
-    """Whether a stored training has the step to export. It also counts if this run would not save that step."""
+    """Return whether a stored training has the step to export, or this run would not save that step either."""
     step = run.export.checkpoint
     if not isinstance(step, int) or f"checkpoints/{step_folder(Path(), step)}/{MARK}" in trained.files:
         return True
@@ -32,7 +32,7 @@ def is_usable(run: Run, trained: Artifact, resolved: Callable[[Run], Run]) -> bo
 
 
 def require_step(run: Run) -> None:
-    """Refuse export.checkpoint if this training, whose steps are known, would not save that step."""
+    """Raise a Fault if this training would not save the step of export.checkpoint. The run's steps must be known."""
     step = run.export.checkpoint
     if isinstance(step, int) and not schedule.saves(run, step):
         every, last, keep = run.checkpoint.save_every, schedule.last_step(run), run.checkpoint.keep
@@ -57,7 +57,7 @@ def export(stage_run: StageRun, model: Artifact, base: Artifact, trained: Artifa
 
 
 def _links(stage_run: StageRun, made: Path, released: str) -> dict[str, str]:
-    """URIs of the exported model: merged, or the adapter if nothing was merged. An adapter has its base's URI too.
+    """Return the URI of the merged model, or of the adapter if nothing was merged. An adapter also has its base's URI.
 
     `released` is the base's folder in the store.
     """

@@ -1,8 +1,8 @@
-"""Stage zero: the needs of the run, from the model's config.json alone, before anything is downloaded or paid for.
+"""Stage plan: the needs of the run, from the model's config.json alone, before any download or cost.
 
     planned = settle(run)       fetches some KB; raises ConfigError or Fault if no plan can be made
     planned = recalled(run)     fetches nothing, for a model whose config.json is known here
-    refusal(planned)            why the flow ends here, with layouts that would fit; "" if it continues
+    refusal(planned)            reason why the flow ends here, with layouts that would fit; "" if it continues
     unserved(planned, asked)    the same for a model that could be trained but not evaluated
     unanswered(planned, asked)  the same for a model that could not answer prompts next to its training
     unasked(planned, asked)     the same for a teacher that does not fit at its layout
@@ -53,7 +53,7 @@ from tasks.stages.run_job import job_of
 
 @task(name="plan", **OPTIONS | {"task_run_name": "plan"})
 def plan(run: Run, asked: Collection[str]) -> State:
-    """Plan: is it legal, does it fit, how long does it take, what does it cost? `asked` are the stages to make."""
+    """Plan the run: is it legal, does it fit, how long does it take, what does it cost? `asked` names its stages."""
     try:
         planned = settle(run)
     except (ConfigError, Fault) as fault:
@@ -73,7 +73,7 @@ def settle(run: Run) -> Plan:
 
 
 def recalled(run: Run) -> Plan:
-    """The plan from what is known here: the model, as in flows.plan, and the size of the data."""
+    """Return the plan from facts that this host knows: the model, as in flows.plan, and the size of the data."""
     return _settle(run, verdict.facts_of(run), verdict.teacher_of(run), lambda _: None)
 
 
@@ -89,11 +89,11 @@ def _settle(
         return replace(verdict.plan(settled, facts, hardware.of(settled), teacher, rows), noise=few)
     sequences, assumed = training_rows.sequences(settled, made)
     planned = verdict.plan(schedule.assumed(settled, sequences), facts, hardware.of(settled), teacher, rows)
-    return replace(planned, run=settled, assumed=assumed, noise=few)  # the true steps follow from prepared data
+    return replace(planned, run=settled, assumed=assumed, noise=few)  # the exact steps are known after prepare
 
 
 def _prepared(run: Run) -> dict[str, Any] | None:
-    """The result of stage prepare for these data, if it is in the store."""
+    """Return the result of stage prepare for these data, if the store has it."""
     found = artifact.find(prepare.stage(run, download.stage(run)), open_run_store())
     return found.result if isinstance(found, artifact.Artifact) else None
 
@@ -106,12 +106,12 @@ def refusal(planned: Plan) -> str:
 
 
 def _unless_warned(run: Run, reason: str) -> str:
-    """A reason that hardware.gate=warn overrides."""
+    """Return the reason, or "" if hardware.gate=warn overrides it."""
     return "" if run.hardware.gate == "warn" else f"plan: {reason}; hardware.gate=warn continues nevertheless"
 
 
 def any_refusal(planned: Plan, asked: Collection[str], here: bool = True) -> str:
-    """The first reason why the run does not start, on this host if it is `here`; "" if it does."""
+    """Return the first reason why the run does not start, or "". `here` means that it would run on this host."""
     found = refusal(planned) or unserved(planned, asked, here) or unanswered(planned, asked)
     return found or unasked(planned, asked) or unfit(planned, asked)
 
@@ -121,9 +121,9 @@ def _is_evaluated(asked: Collection[str]) -> bool:
 
 
 def unserved(planned: Plan, asked: Collection[str], here: bool = True) -> str:
-    """The reason why vLLM cannot serve the model for its evaluation; "" if it can, or if there is no evaluation.
+    """Return the reason why vLLM cannot serve the model for its evaluation; "" if it can, or without an evaluation.
 
-    If the run is not `here`, its host is taken to have vLLM for hardware.gpu.
+    If the run is not `here`, its host is assumed to have vLLM for hardware.gpu.
     """
     run = planned.run
     if not _is_evaluated(asked):
@@ -141,16 +141,16 @@ def unserved(planned: Plan, asked: Collection[str], here: bool = True) -> str:
 
 
 def unanswered(planned: Plan, asked: Collection[str]) -> str:
-    """The reason why reinforcement learning is impossible; "" if it is possible, or not asked for."""
+    """Return the reason why reinforcement learning is impossible; "" if it is possible or not requested."""
     if not planned.unanswered or "reinforce" not in asked:
         return ""
-    if reinforcement.uncut(planned.run, planned.facts):  # vLLM itself refuses that
+    if reinforcement.uncut(planned.run, planned.facts):  # vLLM refuses this
         return f"plan: {planned.unanswered}"
     return _unless_warned(planned.run, f"reinforce: {planned.unanswered}")
 
 
 def unasked(planned: Plan, asked: Collection[str]) -> str:
-    """The reason why the reference cannot be computed; "" if it can, or if it is not asked for."""
+    """Return the reason why the reference cannot be computed; "" if it can, or is not requested."""
     if not planned.unasked or "reference" not in asked:
         return ""
     if planned.asking is None:  # illegal
@@ -159,7 +159,7 @@ def unasked(planned: Plan, asked: Collection[str]) -> str:
 
 
 def unfit(planned: Plan, asked: Collection[str]) -> str:
-    """The reason why a stage would refuse the rows, which are not read here, or the model; "" if it may take them."""
+    """Return the reason why a stage would refuse the data or the model, or "". No rows are read."""
     run, found = planned.run, list[str]()
     if "train" in asked:
         found += [objectives.unfit(run, *one) for one in _known(run.data)]
@@ -173,13 +173,13 @@ def unfit(planned: Plan, asked: Collection[str]) -> str:
 
 
 def _known(data: Data) -> list[tuple[str, str]]:
-    """Sources whose kind is known without reading rows, each with its kind."""
+    """Return the sources whose kind is known without reading rows, each with its kind."""
     shapes = [(part.source or "", row_sources.shape(part)) for part in data.parts]
     return [(source, objectives.kind_of(shape)) for source, shape in shapes if shape]
 
 
 def _evaluates_here(run: Run) -> bool:
-    """Whether evaluations run on this host, and not on hosts of an engine."""
+    """Return whether evaluations run on this host, not on hosts of an engine."""
     elsewhere = job_of("evaluate", run)
     return elsewhere is None or elsewhere.run.gang.engine == HERE
 
@@ -224,7 +224,7 @@ def numbers(planned: Plan) -> dict[str, float]:
 
 
 def beside(planned: Plan, made: dict[str, Artifact]) -> list[tuple[str, float, float]]:
-    """Planned and measured figures of the stages that this run has made: name, planned, measured."""
+    """Return figures of the stages that this run has made: name, planned value, measured value."""
     found = []
     if train := made.get("train"):
         found += [("GB that the fullest rank has allocated", _allocated(planned), train.result["peak_memory_gb"])]
@@ -238,7 +238,7 @@ def beside(planned: Plan, made: dict[str, Artifact]) -> list[tuple[str, float, f
 
 
 def _allocated(planned: Plan) -> float:
-    """GB that training reports as memory_gb: memory allocated by PyTorch; on a CPU, all memory of a process."""
+    """Return the planned value of memory_gb: GB allocated by PyTorch; on a CPU, all memory of a process."""
     stage = planned.fullest
     return (stage.allocated if planned.gpu.cuda else stage.total - stage.margin) / GB
 

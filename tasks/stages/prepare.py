@@ -1,7 +1,7 @@
 """Stage prepare: rows, their tokens, the template and a report, for training and evaluation.
 
-The tokenizer comes from the model, so the model is an input; its weights are not fetched. Neither the number of
-processes nor the place of a source is part of the identity.
+The model is an input because of its tokenizer; its weights are not fetched. The number of processes and the path of a
+source are not part of the identity.
 """
 
 import json
@@ -33,7 +33,7 @@ HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 def stage(run: Run, model: Stage, source: str = "data.source") -> Stage:
-    """The stage of a run's data. `source` is the key that names one source: reinforce.source for its prompts."""
+    """Return the stage of a run's data. `source` is the key of a single source: reinforce.source for prompts."""
     data = run.data
     if not data.parts:
         raise Fault(f"{source}: required by the flow: a Hub data set, files, s3://... or tiny://tickets")
@@ -65,7 +65,7 @@ def prepare(stage_run: StageRun, model: Artifact) -> State:
             work.say,
             stage_run.stopped(work),
             lambda: bar.update(*newest(told, "done", "total")),
-            keep=HUB_TOKENS,  # data sets of the Hub are read there
+            keep=HUB_TOKENS,  # prepare reads data sets from the Hub
         )
         require_unchanged(stage_run.run.data, stage_run.asked)  # the fingerprint names these sources
         report = json.loads((files / "report.json").read_text("utf-8"))
@@ -88,7 +88,7 @@ def prepare(stage_run: StageRun, model: Artifact) -> State:
 
 
 def require_enough(run: Run, made: Artifact) -> None:
-    """Refuse data that training cannot use, or too few rows, before GPUs are paid."""
+    """Raise a Fault for data that training cannot use, or too few rows, before GPUs cost money."""
     if refused := objectives.unfit(run, made.key, made.result["kind"]):
         raise Fault(refused)
     if lacks := lacking(run, made.key, *(made.result[key] for key in ("kind", "rows", "sequences"))):
@@ -96,7 +96,7 @@ def require_enough(run: Run, made: Artifact) -> None:
 
 
 def require_prompts(run: Run, made: Artifact) -> None:
-    """Refuse data without prompts just as early."""
+    """Raise a Fault for data without prompts, before GPUs cost money."""
     if refused := reinforcement.unfit(run, made.key, made.result["kind"]):
         raise Fault(refused)
 
@@ -109,7 +109,7 @@ def publish(store: Store, made: Artifact, name: str) -> None:
 
 
 def require_unchanged(data: Data, asked: Stage) -> None:
-    """Refuse local files that have changed. Other sources are pinned, or compared when they are fetched."""
+    """Raise a Fault for local files that have changed. Other sources are pinned, or compared when they are fetched."""
     if data.template.endswith(".jinja") and _template(data.template) != asked.config["template"]:
         raise Fault(f"data.template: {data.template}: has changed since the run began; start it again")
     for (key, part), found in zip(_parts(data), asked.config["sources"], strict=True):
@@ -120,7 +120,7 @@ def require_unchanged(data: Data, asked: Stage) -> None:
 
 
 def _parts(data: Data, source: str = "data.source") -> list[tuple[str, Part]]:
-    """The sources, each with its key."""
+    """Return the sources, each with its key."""
     if not data.mixture:
         return [(source, part) for part in data.parts]
     for number, part in enumerate(data.mixture):
@@ -130,7 +130,7 @@ def _parts(data: Data, source: str = "data.source") -> list[tuple[str, Part]]:
 
 
 def _here(stage_run: StageRun, model: Artifact, work: Work) -> Run:
-    """The run with the local paths of its sources and of the tokenizer."""
+    """Return the run with local paths of its sources and its tokenizer."""
     fetched = Progress("fetch-data", "bytes").update
     parts = [
         row_sources.local(part, found, key, work.folder / f"source-{number}", fetched)
@@ -150,6 +150,6 @@ def _here(stage_run: StageRun, model: Artifact, work: Work) -> Run:
 
 
 def _template(name: str) -> str:
-    """Digest of a Jinja file. Its path is not part of the identity."""
+    """Return the digest of a Jinja file as the template's identity, which does not include the path."""
     with named("data.template"):
         return f"sha256:{checksums.of(regular_files.read(Path(name).expanduser()))}.jinja"

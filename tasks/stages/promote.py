@@ -1,12 +1,11 @@
 """Stage promote: register the tuned model in MLflow. It always becomes challenger, and champion if it is better.
 
-It is better if it beats the base, and the champion if there is one, by more than promote.margin and by more than noise
-(promote.confidence, tasks/stages/evidence.py). Without promote.confidence it only has to beat the champion, if there is
-one. The champion's value is a tag of its version; if it was measured on other questions, for example because the data
-have grown, the reason mentions it.
-
+It is better if its gain over the base, and over the champion if one exists, is above promote.margin and above noise
+(promote.confidence, tasks/stages/evidence.py). Without promote.confidence, it is compared with the base only if no
+champion exists. The champion's value is a tag of its version. If the value was measured on other questions, for example
+because the data have grown, the reason says so.
 The source of a version is the URI of the merged model, which must be complete in the store. If only the adapter was
-exported, the source is its URI, and the version's tags name the base.
+exported, the source is the adapter's URI, and the version's tags name the base.
 """
 
 import contextlib
@@ -38,10 +37,10 @@ from tasks.tracking.address import public, registry
 from tasks.tracking.mlflow_pages import authorization
 
 VERSION = 1
-LOWER = ("perplexity", "bits_per_byte")  # ends of metric names for which less is better
+LOWER = ("perplexity", "bits_per_byte")  # metrics that end with these names: lower is better
 LONG = 400  # characters of a path
 HELD_OUT = re.compile(r"test\.(jsonl|bin)")  # the questions in prepared data
-ASKED = "finetune.asked."  # begins a version's tag with the questions that a metric was measured on
+ASKED = "finetune.asked."  # prefix of the tag with the questions of a metric
 
 
 @dataclass(frozen=True)
@@ -50,14 +49,14 @@ class Rival:
 
     name: str
     value: float | None  # of the metric; None if it was never measured
-    evidence: Evidence | None = None  # for a gain over it; None if promote.confidence is 0
+    evidence: Evidence | None = None  # for a gain over the rival; None if promote.confidence is 0
 
 
 def stage(run: Run, tuned: Stage, before: Stage, after: Stage) -> Stage:
     asked = run.evaluate.tasks
-    names_known = not any(task.endswith((".yaml", ".yml")) for task in asked)  # a task file has its own name inside
+    names_known = not any(task.endswith((".yaml", ".yml")) for task in asked)  # a task file contains its name
     if asked and names_known and not run.promote.metric.startswith(asked):  # mmlu also yields mmlu_anatomy/acc
-        raise Fault(f"promote.metric: {run.promote.metric} belongs to none of evaluate.tasks: {', '.join(asked)}")
+        raise Fault(f"promote.metric: {run.promote.metric} is not a metric of evaluate.tasks: {', '.join(asked)}")
     inputs = {"tuned": tuned.fingerprint, "before": before.fingerprint, "after": after.fingerprint}
     return Stage("promote", VERSION, identity.flat(run, "promote"), inputs)
 
@@ -68,7 +67,7 @@ def promote(
 ) -> State:
     """Register the model, and promote it if it is better.
 
-    `before` is None if the weights of the base were drawn: it is not evaluated.
+    `before` is None if the base has random weights, because such a base is not evaluated.
     """
     settings, tracking = stage_run.run.promote, stage_run.tracking
 
@@ -87,7 +86,7 @@ def promote(
             wins, reason = True, f"{metric} {value:.4g}; it was champion before"
         if champion and not same:
             name = rivals[0].name
-            reason += f"; {name} was measured on other questions, so the two values are hard to compare"
+            reason += f"; {name} was measured on other questions, so the comparison is uncertain"
         # With nan as its value, a champion could never be replaced.
         measured = {settings.metric: repr(value), ASKED + settings.metric: questions} if math.isfinite(value) else {}
         tags = measured | {"reason": reason}
@@ -97,10 +96,12 @@ def promote(
         client.set_registered_model_alias(settings.model, "challenger", version)
         if wins:
             client.set_registered_model_alias(settings.model, "champion", version)
-        # Runs are forgotten in time; what the registry names stays (flows/artifacts.py).
+        # flows/artifacts.py keeps artifacts of registered versions, even if their runs are removed.
         keys = [made.key for made in (tuned, before, after) if made]
         pin, place = {"artifacts": keys, "model": settings.model, "version": version}, _pin(settings.model, version)
-        if measured or not stage_run.store.read(place):  # else the one before names the evaluation of its value
+        if measured or not stage_run.store.read(
+            place
+        ):  # else keep the existing pin, which names the evaluation of the value
             stage_run.store.write(place, json.dumps(pin).encode())
         aliases = ["challenger", *(["champion"] if wins else [])]
         decision = {"model": settings.model, "version": version, "aliases": aliases, "reason": reason, "value": value}
@@ -112,7 +113,7 @@ def promote(
 
 
 def description(run: Run, tuned: Artifact, version: str, reason: str, tracking: RunTracking) -> str:
-    """The version in Markdown: the reason, the path, its sources, and how to serve it."""
+    """Describe the version in Markdown: the reason, the path, the sources, and how to serve the model."""
     whose = f"[{tracking.name}]({tracking.prefect})" if tracking.prefect else tracking.name
     sources = ", ".join(str(part.source) for part in run.data.mixture or (run.data,))
     trained = "every weight" if run.adapter.kind == "none" else f"{run.adapter.kind} of rank {run.adapter.rank}"
@@ -130,7 +131,7 @@ def _path(uri: str) -> str:
 
 
 def _needed(tuned: Artifact, released: Artifact | None) -> dict[str, Stage]:
-    """Stages whose artifacts are needed to serve the model: an adapter needs its base."""
+    """Return the stages whose artifacts are needed to serve the model: an adapter also needs its base."""
     is_adapter = tuned.result["uri"] == tuned.result.get("adapter")
     return {"": tuned.stage} | ({"its base: ": released.stage} if is_adapter and released else {})
 
@@ -138,7 +139,7 @@ def _needed(tuned: Artifact, released: Artifact | None) -> dict[str, Stage]:
 def _rivals(
     settings: Promote, champion: Any, before: Artifact | None, after: Artifact, store: Store, same_questions: bool
 ) -> list[Rival]:
-    """The champion, if there is one, and the base, each with the evidence for a gain over it."""
+    """Return the models to beat (the champion if one exists, and the base) with the evidence for a gain over each."""
 
     def rival(name: str, value: float | None, evaluation: Artifact | None, same_rows: bool = True) -> Rival:
         known = settings.confidence and value is not None
@@ -157,18 +158,18 @@ def _rivals(
 def decide(
     metric: str, value: float, rivals: Sequence[Rival], margin: float, confidence: float = 0.0
 ) -> tuple[bool, str]:
-    """Whether the model is better than each rival and becomes champion, and the reason."""
+    """Return whether the model is better than every rival and becomes champion, and the reason."""
     if not rivals:
-        return math.isfinite(value), f"{metric} {value:.4g}; it is the first, and started from random weights"
+        return math.isfinite(value), f"{metric} {value:.4g}; it is the first version, and started from random weights"
     found = [_beats(metric, value, rival, margin, confidence) for rival in rivals]
     return all(wins for wins, _ in found), "; ".join(reason for _, reason in found)
 
 
 def _beats(metric: str, value: float, rival: Rival, margin: float, confidence: float) -> tuple[bool, str]:
-    """Whether the model is better than the rival, and the reason."""
+    """Return whether the model is better than the rival, and the reason."""
     if not math.isfinite(value):
         against = "" if rival.value is None else f" against {rival.value:.4g} of {rival.name}"
-        return False, f"{metric} {value}{against}, which is not above anything"
+        return False, f"{metric} {value}{against}, which cannot be compared"
     if rival.value is None:
         return False, f"{rival.name} was never measured by {metric}, so it is unknown whether {value:.4g} is better"
     apart = round(value - rival.value, 9)  # 0.4 is not 0.1 above 0.3 by more than 0.1
@@ -191,7 +192,7 @@ def _beats(metric: str, value: float, rival: Rival, margin: float, confidence: f
 
 
 def _questions(metric: str, after: Artifact, store: Store) -> str:
-    """The questions that the metric was measured on, as text. Values with equal texts are comparable.
+    """Return the questions of the metric as text. Values with equal texts are comparable.
 
     Metrics that count tokens also depend on the tokenizer and the template. lm-eval's tasks are known by their names.
     """
@@ -216,7 +217,7 @@ def _questions(metric: str, after: Artifact, store: Store) -> str:
 
 
 def _evaluation(store: Store, model: str, version: str) -> Artifact | None:
-    """Evaluation of a registered version, the last in its pin. None if it is in another store."""
+    """Return the evaluation of a registered version, the last artifact in its pin; None if another store has it."""
     pin = store.read(_pin(model, version))
     return artifact.read(store, json.loads(pin[0])["artifacts"][-1]) if pin else None
 
@@ -228,12 +229,12 @@ def _pin(model: str, version: str) -> str:
 def _value(evaluation: Artifact, metric: str) -> float:
     metrics = evaluation.result["metrics"]
     if metric not in metrics:
-        raise Fault(f"promote.metric: {metric}: not evaluated; there are {', '.join(sorted(metrics))}")
+        raise Fault(f"promote.metric: {metric}: not evaluated; the metrics are {', '.join(sorted(metrics))}")
     return metrics[metric]
 
 
 def _number(tag: str | None) -> float | None:
-    """The value in a version's tag, which people may edit; None if it is not a number."""
+    """Return the value of a version's tag; None if it is not a number, because users can edit tags."""
     try:
         value = float(tag or "")
     except ValueError:
@@ -253,7 +254,7 @@ def _by_alias(client, model: str, alias: str):
 
 
 def _register(client, name: str, tracking: RunTracking, tuned: Artifact, tags: dict[str, str]) -> str:
-    """Register the model and return its version. An earlier attempt may have registered it and died."""
+    """Register the model and return its version. If an earlier attempt registered it, update that version's tags."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -268,7 +269,7 @@ def _register(client, name: str, tracking: RunTracking, tuned: Artifact, tags: d
                 client.set_model_version_tag(name, version.version, key, value)
             return version.version
     uri, run_id = tuned.result["uri"], tracking.training_run()
-    if tracking.uri.startswith("http"):  # a server refuses foreign file:// URIs; the tag has the true one
+    if tracking.uri.startswith("http"):  # a server refuses file:// URIs; the tag finetune.uri has the original
         uri = re.sub("^file:", "folder:", uri)
     return client.create_model_version(name, uri, run_id=run_id, tags=tags).version
 
@@ -278,7 +279,7 @@ def _identity(tuned: Artifact) -> dict[str, str]:
 
 
 def _parts(tuned: Artifact) -> dict[str, str]:
-    """Tags to serve the adapter together with its base."""
+    """Return tags with the URIs of the adapter and its base, which serving needs."""
     return {f"finetune.{part}": tuned.result[part] for part in ("adapter", "base") if part in tuned.result}
 
 
@@ -287,7 +288,7 @@ def _is(tags: dict[str, str], tuned: Artifact) -> bool:
 
 
 def _is_registered(uri: str, made: Artifact, tuned: Artifact) -> bool:
-    """Whether the registry has the model. A server gets one plain request: MLflow's client takes 2 s to import."""
+    """Return whether the registry has the model. A server gets a plain request: MLflow's client takes 2 s to import."""
     name, version = made.result["model"], made.result["version"]
     if uri.startswith("sqlite:///"):
         return _is_in_file(Path(uri.removeprefix("sqlite:///")), name, version, tuned)
@@ -312,7 +313,7 @@ def _is_registered(uri: str, made: Artifact, tuned: Artifact) -> bool:
 
 
 def _is_in_file(database: Path, name: str, version: str, tuned: Artifact) -> bool:
-    """Whether MLflow's local database has the model. Its two tables have not changed since its version 1."""
+    """Return whether MLflow's local database has the model. These two tables have not changed since MLflow 1."""
     query = "SELECT 1 FROM model_versions WHERE name = ? AND version = ? AND current_stage != 'Deleted_Internal'"
     tags = "SELECT key, value FROM model_version_tags WHERE name = ? AND version = ?"
     if not database.is_file():
@@ -321,6 +322,6 @@ def _is_in_file(database: Path, name: str, version: str, tuned: Artifact) -> boo
         try:
             found = connection.execute(query, (name, version)).fetchone()
             there = dict(connection.execute(tags, (name, version)).fetchall())
-        except sqlite3.OperationalError:  # not a registry yet
+        except sqlite3.OperationalError:  # the registry has no tables yet
             return False
     return found is not None and _is(there, tuned)

@@ -1,7 +1,7 @@
-"""Stage reference: another model's log-probabilities of the rows, computed once for all trainings on them.
+"""Stage reference: another model's log-probabilities of the rows, computed once for all trainings on these rows.
 
-For dpo that model is the start of training: the base, with model.adapter if it is set. For distill it is the teacher.
-It runs on the hosts of training. Neither the layout nor the optimizer is part of the identity.
+For dpo, this model is the start of training: the base, with model.adapter if it is set. For distill, it is the teacher.
+The stage runs on the hosts of training. Layout and optimizer are not part of the identity.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -35,7 +35,7 @@ def stage(run: Run, base: Stage, data: Stage, teacher: Stage | None = None) -> S
 def reference(
     stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact, teacher: Artifact | None = None
 ) -> State:
-    """Compute the reference of the rows."""
+    """Compute the reference model's log-probabilities of the rows."""
 
     def make(work: Work) -> dict:
         paths = {"model": model, "data": data, "reference": work.files, "output": work.folder / "none"}

@@ -68,7 +68,7 @@ def reinforce(
 
 
 def require_unchanged(run: Run, asked: Stage) -> None:
-    """Refuse a user's file that has changed since the run began: the fingerprint has its content at that time."""
+    """Raise a Fault if a user's file has changed since the run began: the fingerprint has its content at that time."""
     for name, content in rules.contents(run).items():
         if content != asked.config[name]:
             place = getattr(run.reinforce, name)

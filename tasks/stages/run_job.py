@@ -1,6 +1,6 @@
-"""Run a stage's command of the trainer: as a gang on several hosts, or on this host when its GPUs are free.
+"""Run a stage's trainer command: as a gang on several hosts, or on this host when its GPUs are free.
 
-learn() does it for a command that writes metrics.jsonl, and shows them: a bar and a page in Prefect, curves in MLflow.
+learn() also shows the metrics of a command that writes metrics.jsonl: a bar and a page in Prefect, curves in MLflow.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ JOBS = {"convert": conversion, "reference": reference, "reinforce": reinforcemen
 
 
 def job_of(command: str, run: Run) -> Job | None:
-    """The job of a gang that runs the command; None if this host runs it."""
+    """Return the gang's job that runs the command; None if this host runs it."""
     if command == "train":
         return training(run) if gpus.takes(run, "train").engine else None
     if command == "evaluate":
@@ -44,9 +44,9 @@ def run_job(
     say: Callable[[str], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Run `python -m trainer.COMMAND` to its end. Raises Fault, Broken or Stopped.
+    """Run `python -m trainer.COMMAND` to its end. Raise Fault, Broken or Stopped.
 
-    It ends early if the run is cancelled, if another process has taken over the work, or if `stop` returns True.
+    The command ends early if the run is cancelled, another process has taken over the work, or `stop` returns True.
     """
     say, job = say or work.say, job_of(command, run)
     stopped = stage_run.stopped(work, fenced=job is not None)
@@ -75,7 +75,7 @@ def learn(
     say: Callable[[str], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Line]:
-    """Run a job that writes metrics, and return their lines. `page` makes the page of the lines and their picture.
+    """Run a job that writes metrics, and return the lines of metrics. `page` makes a page from the lines and a picture.
 
     `kind` is training or reinforcement.
     """

@@ -1,6 +1,7 @@
 """Prefect's report of a run in Markdown: answers of the tuned model, the training, and how to serve the result.
 
-On a screen of 1,280 pixels Prefect gives a table about 720 and cuts off the rest. So cells are plain words that wrap.
+On a screen of 1,280 pixels, Prefect shows about 720 pixels of a table and cuts off the rest. So cells have text that
+wraps.
 """
 
 import json
@@ -22,13 +23,13 @@ from tasks.stages import plan
 from tasks.store import Store
 
 PICTURES = ("training.png", "loss.png")  # older trainings have loss.png
-PATHS = re.compile(r"^paths:\n(?: .*\n)*", re.MULTILINE)  # of this host, in a configuration
+PATHS = re.compile(r"^paths:\n(?: .*\n)*", re.MULTILINE)  # paths of this host in a configuration
 
 Made = dict[str, Artifact]  # by the name of the stage
 
 
 def page(name: str, planned: Plan, outcomes: Outcomes, links: dict[str, str], store: Store) -> str:
-    """The report. `links` are addresses or paths by their titles."""
+    """Return the report. `links` are addresses or paths by title."""
     made, image = outcomes.made, None
     for file in PICTURES:
         image = image or _file(store, made.get("train"), file)
@@ -54,7 +55,7 @@ def page(name: str, planned: Plan, outcomes: Outcomes, links: dict[str, str], st
 
 
 def verdict(made: Made) -> str:
-    """Short form of the report: whether the model was promoted and why, and its metrics."""
+    """Return a short report: whether and why the model was promoted, and its metrics."""
     headline, *command = _headline(made)
     return "\n".join([headline, *_evaluation(made), *command])
 
@@ -65,7 +66,7 @@ def _evaluation(made: Made) -> list[str]:
 
 
 def gains(made: Made) -> list[tuple[str, float | None, float]]:
-    """Metrics of the evaluation: name, base, tuned model. Drawn weights are not evaluated as a base."""
+    """Return metrics as (name, base, tuned model). A base with random weights is not evaluated."""
     before, after = made.get("evaluate-base"), made.get("evaluate-tuned")
     is_drawn = "download" in made and "seed" in made["download"].stage.config
     if not after or not (before or is_drawn):
@@ -76,7 +77,7 @@ def gains(made: Made) -> list[tuple[str, float | None, float]]:
 
 
 def serving(made: Made) -> str:
-    """The command that serves the result; "" if there is no model to serve."""
+    """Return the command that serves the result; "" if there is no model to serve."""
     if promoted := made.get("promote"):
         result = promoted.result
         return f"python -m flows.serve {result['model']}@{result['version']}"
@@ -123,7 +124,7 @@ def _trained(run: Run) -> str:
 
 
 def _spent(planned: Plan, made: Made) -> list[tuple[str, str]]:
-    """Hours and cost of the training and of all stages, cached ones too; and the planned values."""
+    """Return hours and cost of the training and of all stages, including cached stages, and the planned values."""
     if "train" not in made:
         return []
     of = {name: one.made["seconds"] / 3600 for name, one in made.items()}
@@ -150,7 +151,7 @@ def _data(store: Store, made: Made) -> dict:
 
 
 def _answers(store: Store, made: Made) -> list[tuple[str, str, str, str]]:
-    """Prompt, the base's answer, the tuned model's, and the reference."""
+    """Return rows of prompt, the base's answer, the tuned model's answer and the reference answer."""
     found = []
     for name in ("evaluate-base", "evaluate-tuned"):
         text = _file(store, made.get(name), "results.json")

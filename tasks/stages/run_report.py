@@ -67,7 +67,7 @@ def lines(outcomes: Outcomes, links: dict[str, str]) -> list[str]:
 
 
 def publish(planned: Plan, outcomes: Outcomes, store: Store, tracking: RunTracking) -> None:
-    """Publish the page as a Prefect artifact, the table in the terminal, and the figures of the whole in MLflow."""
+    """Publish the page in Prefect, the table in the terminal, and the figures of the run in MLflow."""
     made, name = outcomes.made, tracking.name
     links = _links(planned.run, made, store, tracking)
     text = run_page.page(name, planned, outcomes, links, store)

@@ -31,10 +31,10 @@ def stage(run: Run, base: Stage, data: Stage, reference: Stage | None = None) ->
     if run.model.adapter:
         config["model"] = config.get("model", {}) | {"adapter": adapters.identity(run.model.adapter, runs_folder())}
     if packed_base.format_of(run) and packed_base.once_rounded(run, released_config.read(run)):
-        config["model"] |= {"codes": "as released"}  # earlier versions made them from rounded weights
+        config["model"] |= {"codes": "as released"}  # earlier versions computed codes from rounded weights
     if run.adapter.kind != "none" and run.adapter.experts == "shared":
-        # Each counts once in the norm of gradients (trainer/patches/shared_experts.py): ep does not change the model.
-        # In earlier versions that held for ep 1 only; this keeps their artifacts valid.
+        # Each shared adapter counts once in the gradient norm (trainer/patches/shared_experts.py): ep does not change
+        # the model. Earlier versions were right for ep 1 only; ep 1 in the identity keeps their artifacts valid.
         config["layout"] = {"ep": 1}
     if run.checkpoint.keep_best:  # the best is one of the saved checkpoints
         config["checkpoint"] |= {"save_every": run.checkpoint.save_every}
@@ -44,7 +44,7 @@ def stage(run: Run, base: Stage, data: Stage, reference: Stage | None = None) ->
 
 
 def config_of(run: Run, trained: Run) -> dict[str, dict[str, Any]]:
-    """The keys in a training's identity. `trained` has the values that training uses."""
+    """Return the keys of a training's identity. `trained` has the values that training uses."""
     config = identity.of(run, "train")
     for section, values in auxiliary_losses.identity(trained, released_config.read(run)).items():
         config[section] |= values
@@ -102,14 +102,14 @@ def train(
 
 
 def require_done(job: Job) -> None:
-    """Refuse a training that an outside signal ended: it has saved a checkpoint and exited in order."""
+    """Raise Broken if a signal ended the training early: it then saved a checkpoint and exited without an error."""
     if not job.is_done():
         where = f"step {job.newest()} of {job.run.train.steps}"
         raise launch.Broken(f"training was ended from outside at {where}; it can resume there")
 
 
 def _counted(run: Run) -> dict[str, object]:
-    """Numbers of steps in the run's schedule."""
+    """Return the numbers of steps in the run's schedule."""
     return {
         "schedule.steps": run.train.steps,
         "schedule.warmup_steps": run.optimizer.warmup_steps,

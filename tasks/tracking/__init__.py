@@ -1,4 +1,4 @@
-"""Tracking in MLflow: one run for a flow run, and one for its training. The flow never waits for it.
+"""Tracking in MLflow: one run for a flow run, and one for its training. The flow never waits for MLflow.
 
     t = tracking.start(runs, uri, "glm47", flow_run_id, "brisk-otter", tags={...}, params={...})
     t.ship()                                        # from now on, in threads
@@ -16,8 +16,8 @@ Each call writes to a journal on the disk (journal.py) and returns; threads send
 mlflow_sink.py). If track.wandb is set, followed metrics are also sent to Weights & Biases. A stage with an id, such as
 its fingerprint, is one MLflow run across flow runs until it has finished: a flow that starts again after a crash
 continues it, and the metrics of each step are logged once. A stage without an id belongs to this flow run. Runs are not
-nested, as MLflow draws no curves of nested runs. A flow whose stages are all cached logs nothing. Not covered: large
-files. Artifacts of stages are logged by URI; files passed to this module are copied.
+nested, because MLflow draws no curves of nested runs. A flow whose stages are all cached logs nothing. Files passed to
+this module are copied, so they should be small; artifacts of stages are logged by URI.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -41,7 +41,7 @@ from tasks.tracking.journal import Journal
 from tasks.tracking.shipping import Shipper, same_service
 from tasks.tracking.tail import Tail, metrics
 
-POLL = 1.0  # seconds between looks at a followed file
+POLL = 1.0  # seconds between reads of a followed file
 HANDED_OVER = 60.0  # seconds that a background process tries to ship a short flow's events; the next flow tries again
 SAMPLE = 10.0  # seconds between samples of the host; six times that after the first hour
 log = logging.getLogger("finetune.tracking")
@@ -51,7 +51,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 class Stage:
     """One MLflow run. Every method returns at once."""
 
-    folder = ""  # of its files
+    folder = ""  # prefix of its files
 
     def __init__(self, events: Journal, run: str, stages: list["Stage"], shared: bool = False):
         self._journal, self.run, self._stages = events, run, stages
@@ -143,7 +143,7 @@ class Stage:
             self._journal.append(*[{"do": "log", **self._names, "axis": "step", "metrics": c} for c in chunks])
 
     def _file(self, content: bytes | Path, name: str) -> str | None:
-        """Log a file. Returns the path of its copy, None if it cannot be copied."""
+        """Log a file. Return the path of its copy, or None if it cannot be copied."""
         try:
             copy = str(self._journal.folder / self._journal.keep(content, name))
         except OSError as error:
@@ -153,7 +153,7 @@ class Stage:
         return copy
 
     def sample(self, values: dict[str, float]) -> None:
-        """Log the host's load after the first metrics of the training, as MLflow keeps the order of arrival."""
+        """Log the host's load, but only after the first metrics of training: MLflow lists metrics by arrival."""
         if not self._has_curves:
             return
         self._append(do="log", axis="time", metrics=[[key, value, _now(), 0] for key, value in values.items()])
@@ -207,7 +207,7 @@ class Tracking(Stage):
         return stage
 
     def metrics_at_end(self, values: dict) -> None:
-        """Log metrics after all others of the run, as MLflow lists them in the order of their arrival."""
+        """Log metrics at the end of the run, because MLflow lists metrics in order of arrival."""
         self._at_end |= values
 
     def end(self, status: Status = "FINISHED", reason: str = "") -> None:
@@ -216,26 +216,26 @@ class Tracking(Stage):
         super().end(status, reason)
 
     def part(self, name: str) -> Part:
-        """The part of a stage without a separate run."""
+        """Return the part of a stage that has no separate run."""
         return Part(self, self._journal, name)
 
     def run_id(self, id: str = "flow") -> str | None:
-        """MLflow's id of a run, by the id or the name of its stage; None until MLflow has created it."""
+        """Return MLflow's id of a run, by the id or the name of its stage; None until MLflow has created the run."""
         runs = self._shippers[0].runs
         return runs.get(id) or runs.get(f"{self._flow}.{id}")
 
     def ship(self) -> None:
-        """Begin to ship while the flow runs."""
+        """Start to send events while the flow runs."""
         if not self.shipping:
             self.shipping = True
             for thread in (*self._shippers, self._watch):
                 thread.start()
 
     def close(self, timeout: float = 10.0, hand_over: bool = False) -> str | None:
-        """Wait for the rest to be shipped, at most `timeout` seconds. Returns a line if events remain on the disk.
+        """Wait at most `timeout` seconds until all events are sent. Return a message if events remain on the disk.
 
-        A flow that has not begun to ship lets a background process do it, as MLflow's import takes longer than such a
-        flow. `hand_over` starts that process also for a flow that is killed and has no time left.
+        If ship() was not called, a background process sends the events, because importing MLflow takes longer than such
+        a flow. `hand_over` starts this process also for a killed flow, which has no time left.
         """
         if not self.shipping:
             self._journal.release()
@@ -258,7 +258,7 @@ class Tracking(Stage):
         return line + f"the next flow ships them, or python -m tasks.tracking {self._runs}"
 
     def drop(self) -> None:
-        """Drop the events of a flow whose stages are all cached. Events of killed flows are shipped nevertheless."""
+        """Drop the events of a flow whose stages are all cached. Events of killed flows are still sent."""
         self._journal.release(drop=True)
         if journal.others(self._journal.folder.parent):
             self._hand_over()
@@ -344,5 +344,5 @@ def _now() -> int:
 
 
 def _plain(value):
-    """A value that a browser's JSON parser accepts: it has no NaN."""
+    """Return a value that a browser's JSON parser accepts: NaN and infinity become text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

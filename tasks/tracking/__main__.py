@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a service (600)")
     parser.add_argument("--after", type=Path, metavar="JOURNAL", help="begin when its owner has ended, or in a minute")
     args = parser.parse_args()
-    if not args.runs.is_dir():  # otherwise the output would be: nothing waits
+    if not args.runs.is_dir():  # otherwise the command would report: nothing waits
         print(f"error: {args.runs}: no such folder; FINETUNE_RUNS names it, or it is runs/", file=sys.stderr)
         return 2
     until = time.monotonic() + LEAVES_WITHIN

@@ -1,4 +1,4 @@
-"""Address of MLflow: the one that a flow uses, and its public form without the password."""
+"""Address of MLflow that a flow uses, and its public form without the password."""
 
 import os
 import re
@@ -10,12 +10,12 @@ from urllib.parse import urlsplit
 from contract.faults import Fault
 from contract.waits import limited
 
-ANSWERS_WITHIN = 60.0  # seconds of a server, with the repetitions of MLflow's client
+ANSWERS_WITHIN = 60.0  # seconds for a server's answer, including retries of MLflow's client
 SCHEMES = {"http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks"}
 
 
 def resolve(uri: str | None, runs: Path) -> str:
-    """The address `uri`, else that of the environment, else a database in the folder of runs."""
+    """Return `uri`, else the address in the environment, else a database in the folder of runs."""
     uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{runs.absolute() / 'mlflow.db'}"
     if urlsplit(uri).scheme.partition("+")[0] not in SCHEMES:
         raise Fault(
@@ -26,7 +26,7 @@ def resolve(uri: str | None, runs: Path) -> str:
 
 
 def registry(uri: str) -> Any:
-    """MLflow's client. Its methods raise a Fault if a server does not answer in time."""
+    """Return MLflow's client. Its methods raise a Fault if a server does not answer in time."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of libraries that MLflow imports
         from mlflow import MlflowClient
@@ -38,20 +38,20 @@ def registry(uri: str) -> Any:
 
 
 def public(uri: str) -> str:
-    """An address without user and password."""
+    """Return the address without user and password."""
     head, separator, rest = uri.partition("://")
     host, slash, path = rest.partition("/")
     return head + separator + host.rpartition("@")[2] + slash + path
 
 
 def with_password(uri: str) -> str:
-    """The address with the environment's password, if the environment has the same address."""
+    """Return the address with the environment's password, if the environment has the same address."""
     known = os.environ.get("MLFLOW_TRACKING_URI", "").rstrip("/")
     return known if public(known) == uri else uri
 
 
 def clean(text: str) -> str:
-    """A text without the passwords in addresses and in MLflow's environment variables."""
+    """Return the text without passwords in addresses and in MLflow's environment variables."""
     text = re.sub(r"://[^/\s]*@", "://", text)
     for name in ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"):
         secret = os.environ.get(name, "")

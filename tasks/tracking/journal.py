@@ -60,7 +60,7 @@ class Journal:
             listener.set()
 
     def keep(self, content: bytes | Path, name: str) -> str:
-        """Copy a file into the journal, under its final name. Returns the path inside the folder."""
+        """Copy a file into the journal under its final name. Return the path inside the folder."""
         place = Path("files", secrets.token_hex(4), Path(name).name)
         path = self.folder / place
         path.parent.mkdir(parents=True)
@@ -73,7 +73,7 @@ class Journal:
         return str(place)
 
     def read(self, offset: int) -> list[tuple[dict, int]]:
-        """Events from this offset on, each with the offset after it. An unreadable line is an empty event."""
+        """Return the events from this offset on, each with the offset after it. A damaged line is an empty event."""
         events = []
         data = os.pread(self._events, READ, offset)
         if len(data) == READ and b"\n" not in data:
@@ -94,7 +94,7 @@ class Journal:
 
     def cursor(self, sink: str) -> dict:
         cursor = json_object.read_or_empty(self.folder / f"cursor-{sink}.json")
-        return cursor or {"offset": 0, "runs": {}}  # start again, as every event may be sent twice
+        return cursor or {"offset": 0, "runs": {}}  # start from the beginning: events may be sent twice
 
     def advance(self, sink: str, cursor: dict) -> None:
         write_atomically(self.folder / f"cursor-{sink}.json", json.dumps(cursor), durable=False)
@@ -139,12 +139,12 @@ def create(root: Path, id: str, meta: dict) -> Journal:
 
 
 def others(root: Path) -> bool:
-    """Whether journals of living or dead processes exist."""
+    """Return whether journals of any process exist, running or dead."""
     return any(root.glob("[!.]*/"))
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process holds the journal. A process holds it until its last thread has ended."""
+    """Return whether a process holds the journal. A process holds it until its last thread has ended."""
     try:
         os.close(_locked(folder))
     except BlockingIOError:
@@ -155,11 +155,11 @@ def is_held(folder: Path) -> bool:
 
 
 def dead(root: Path) -> Iterator[Journal]:
-    """Journals of dead processes, the oldest first. The caller holds each until it releases it."""
+    """Yield journals of dead processes, the oldest first. The caller holds each journal until it releases it."""
     for folder in sorted(root.glob("[!.]*/"), key=_created):
         try:
             lock = _locked(folder)
-        except OSError:  # its process lives, or another process has just shipped and removed it
+        except OSError:  # its process runs, or another process has just sent and removed it
             continue
         try:
             journal = Journal(folder, lock)

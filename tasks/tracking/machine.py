@@ -1,6 +1,6 @@
 """One sample of this host's load, under the names of MLflow's system metrics with the prefix utilization/.
 
-MLflow would list the prefix `system/` above all other metrics. Not covered: the other hosts of a gang.
+MLflow would list the prefix `system/` above all other metrics. Other hosts of a gang are not sampled.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def sample() -> dict[str, float]:
-    """Load since the previous sample. The first sample of a process has no CPU load."""
+    """Return the load since the previous sample. The first sample of a process has no CPU load."""
     values: dict[str, float] = {}
     for monitor in _monitors():
         monitor.clear_metrics()
@@ -21,10 +21,12 @@ def sample() -> dict[str, float]:
 
 @cache
 def _monitors() -> list[Any]:
-    """MLflow's readers of the processors, the disk, the network and NVIDIA's GPUs, as far as this host has them."""
+    """Return MLflow's monitors for CPUs, disk, network and NVIDIA GPUs that this host has."""
     from mlflow.system_metrics.metrics import cpu_monitor, disk_monitor, gpu_monitor, network_monitor
 
-    logging.getLogger(gpu_monitor.__name__).setLevel(logging.ERROR)  # MIG devices have no utilization, each time
+    logging.getLogger(gpu_monitor.__name__).setLevel(
+        logging.ERROR
+    )  # hides an error about MIG devices, which have no utilization, in each sample
     monitors: list[Any] = [cpu_monitor.CPUMonitor(), disk_monitor.DiskMonitor()]
     with contextlib.suppress(AttributeError):  # without a network
         monitors.append(network_monitor.NetworkMonitor())

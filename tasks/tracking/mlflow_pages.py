@@ -14,7 +14,7 @@ import httpx
 
 from tasks.tracking.address import public
 
-PATIENCE = 3.0  # seconds that a request waits: a report without links is better than a late one
+PATIENCE = 3.0  # seconds that a request waits: a report without links is better than a late report
 COMPARED = 6  # trainings at most
 TRAINING = "workflowType=machine_learning"
 
@@ -42,7 +42,7 @@ class Pages:
         return f"{self.address}/#/models/{quote(model)}/versions/{version}?{TRAINING}"
 
     def compared(self, id: str) -> str:
-        """A comparison of a training with the newest others of its configuration; "" without others."""
+        """Return the page that compares a training with the newest others of its configuration; "" without others."""
         others = [other for other in self.trainings.values() if other != id][: COMPARED - 1]
         runs, experiments = quote(json.dumps([id, *others])), quote(json.dumps([self.experiment]))
         return f"{self.address}/#/compare-runs?runs={runs}&experiments={experiments}&{TRAINING}" if others else ""
@@ -75,7 +75,7 @@ def find(address: str, experiment: str, conf: str) -> Pages | None:
 
 
 def authorization() -> dict[str, str]:
-    """Headers with credentials from the environment, as in MLflow's client."""
+    """Return headers with credentials from the environment, as in MLflow's client."""
     if token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
         return {"Authorization": f"Bearer {token}"}
     if name := os.environ.get("MLFLOW_TRACKING_USERNAME"):

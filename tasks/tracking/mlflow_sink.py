@@ -1,8 +1,8 @@
 """Sink that sends the events of a journal to MLflow. Repeating an event has the same effect as sending it once.
 
-Before a run is created, it is searched by its tag finetune.id. An unfinished run with this id is continued: its status
-becomes RUNNING, its parent becomes the new flow's run (finetune.parent), and the old flow's run is marked KILLED if its
-status is still RUNNING. Metrics of a followed file have one value per step: steps of a key up to the highest in MLflow
+Before it creates a run, the sink searches for the tag finetune.id. An unfinished run with this id is continued: its
+status becomes RUNNING, its parent becomes the new flow's run (finetune.parent), and an old flow's run that is still
+RUNNING becomes KILLED. Metrics of a followed file have one value per step: steps of a key up to the highest in MLflow
 are not sent again. The other metrics keep the time of the event, so a repetition is the same row.
 
 Only the shipping thread imports this module: mlflow takes 1.3 s to import, and a new sqlite database needs seconds for
@@ -103,7 +103,7 @@ class MlflowSink:
         self.begun.add(event["id"])
 
     def _find(self, event: dict, attempt: str):
-        """The run with this id, if this attempt created it or it has not finished."""
+        """Return the run with this id, if this attempt created it or it has not finished."""
         flow, all_of_flow = event["flow"], not event.get("shared") and event["id"] not in self.begun
         if all_of_flow and flow in self.flows:  # one search is enough for all stages of a flow
             return self.flows[flow].get(event["id"])
@@ -234,7 +234,7 @@ class MlflowSink:
         self.client.log_inputs(run_id, models=[entities.LoggedModelInput(model.model_id)])
 
     def _is_ours(self, run_id: str, attempt: str) -> bool:
-        """Whether no other flow has taken over the run. This also reads the run's state again."""
+        """Return whether no other flow has taken over the run. This also reads the run's state again."""
         run = self.client.get_run(run_id)
         self._note(run)
         return run.data.tags.get("finetune.attempt") == attempt
@@ -267,7 +267,9 @@ def _client(address: str) -> MlflowClient:
         return MlflowClient(address, address)
     path = Path(address.removeprefix("sqlite:///"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with ownership.locked(path.with_name(path.name + ".lock")):  # two that create the tables at once break them
+    with ownership.locked(
+        path.with_name(path.name + ".lock")
+    ):  # two processes that create the tables at once break them
         if not path.exists():
             _make_database(path)
         client = MlflowClient(address, address)
@@ -284,7 +286,7 @@ def _make_database(path: Path) -> None:
     begun.rename(path)
 
 
-# Kind of the pages that MLflow shows of an experiment; by default those of applications.
+# Kind of pages that MLflow shows for an experiment; the default is pages of applications.
 KIND = ("mlflow.experimentKind", "custom_model_development")
 
 

@@ -12,6 +12,6 @@ class Refused(Exception):
 
 
 def line_of(error: Exception) -> str:
-    """The error as one short line without passwords. A database's error contains a complete statement."""
+    """Return the error as one short line without passwords: a database's error contains a complete statement."""
     text = clean(" ".join(str(error).split()))
     return text if len(text) < 300 else text[:300] + "..."

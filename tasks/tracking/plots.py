@@ -1,6 +1,6 @@
 """Figures of a training from its metrics.jsonl, as PNG: loss, rate, gradient norm, throughput, memory, experts, reward.
 
-It uses matplotlib without pyplot, as any thread may draw. matplotlib is imported at the first figure.
+It uses matplotlib without pyplot, because any thread may draw. matplotlib is imported for the first figure.
 """
 
 import math
@@ -18,7 +18,7 @@ TOGETHER = {  # in one picture; the first is the largest
 
 
 def read(path: Path) -> list[dict]:
-    """The complete lines of a metrics file."""
+    """Return the complete lines of a metrics file."""
     return [line for text in path.read_bytes().splitlines() if (line := parse(text))]
 
 
@@ -27,7 +27,7 @@ def figures(lines: list[dict]) -> dict[str, bytes]:
 
 
 def together(lines: list[dict], names: tuple[str, ...], width: float = 9, height: float = 7) -> bytes | None:
-    """Figures in one picture, over the same steps; the first is the largest. None if all would be empty."""
+    """Return several figures over the same steps in one picture, the first the largest; None if all would be empty."""
     if not any(_curves(lines, name) for name in names):
         return None
     drawing = blank(width, height)
@@ -73,7 +73,7 @@ def draw(axes: Any, lines: list[dict], name: str) -> None:
 
 
 def _curves(lines: list[dict], name: str) -> dict[str, list[tuple[int, float]]]:
-    """The points of each series that has some, by its label."""
+    """Return the points of each non-empty series, by its label."""
     series = FIGURES[name]["series"]
     return {label: points for kind, key, label in series if (points := _points(lines, kind, key))}
 

@@ -1,6 +1,6 @@
 """Figures of reports, as PNG.
 
-Of prepared data: lengths of rows, skipped rows, efficiency of packing. Of a plan: the memory of every pipeline stage,
+For prepared data: lengths of rows, skipped rows, efficiency of packing. For a plan: the memory of every pipeline stage,
 and the content of each GPU.
 """
 

@@ -22,8 +22,8 @@ from tasks.tracking.outages import Away, Refused, line_of
 
 log = logging.getLogger("finetune.tracking")
 
-PAUSE = 0.3  # seconds between rounds, in which events accumulate for one call
-PATIENCE = 10.0  # seconds between tries at most
+PAUSE = 0.3  # seconds between rounds; events of this time are sent in one call
+PATIENCE = 10.0  # longest pause between retries, in seconds
 
 
 class Sink(Protocol):
@@ -60,7 +60,7 @@ class Shipper(threading.Thread):
         self.start()
 
     def close(self, timeout: float) -> bool:
-        """Whether all events were sent in time."""
+        """Wait at most `timeout` seconds. Return whether all events were sent."""
         self.closing.set()
         self.hurry.set()
         self.news.set()
@@ -130,7 +130,7 @@ def _open(service: str, address: str, events: Journal) -> Sink:
 
 
 def drain(root: Path, timeout: float) -> list[str]:
-    """Ship the journals of killed processes. Returns a line for each of them."""
+    """Send the journals of killed processes. Return a line for each journal."""
     lines, until = [], time.monotonic() + timeout
     for dead in journal.dead(root):
         end_the_dead(dead)
@@ -160,7 +160,7 @@ def end_the_dead(dead: Journal) -> None:
 
 
 def same_service(root: Path, uri: str) -> Iterable[Journal]:
-    """Dead journals for this service. The others are released at once."""
+    """Yield dead journals for this service. Other journals are released at once."""
     for dead in journal.dead(root):
         if dead.meta["uri"] == uri:
             yield dead

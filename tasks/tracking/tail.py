@@ -22,12 +22,12 @@ NAMES, VALIDATION = METRICS["names"], METRICS["validation"]
 class Tail:
     def __init__(self, path: Path):
         self.path = path
-        self._file: int | None = None  # open, as the file that replaces it then gets another inode
+        self._file: int | None = None  # kept open, so that a file that replaces it has another inode
         self._offset = 0
         self._last: dict[str, int] = {}
 
     def lines(self) -> list[dict]:
-        """New lines of the next CHUNK bytes; empty if there are none."""
+        """Return new lines of the next CHUNK bytes; empty if there are none."""
         if self._moved():
             self.close()
             try:
@@ -50,7 +50,7 @@ class Tail:
         try:
             path, file = os.stat(self.path), os.fstat(self._file)
         except OSError:
-            return False  # removed; another may replace it
+            return False  # removed; another file may replace it
         return (path.st_dev, path.st_ino) != (file.st_dev, file.st_ino) or file.st_size < self._offset
 
     def _is_new(self, line: dict) -> bool:
@@ -61,7 +61,7 @@ class Tail:
 
 
 def metrics(line: dict) -> list[list]:
-    """Numbers of a line of a known kind, each as [key, value, milliseconds, step]."""
+    """Return the numbers of a line of a known kind, each as [key, value, milliseconds, step]."""
     if line["kind"] not in ("train", "validation", "start", "reinforce", "held_out"):
         return []
     at = round(float(line.get("time") or 0) * 1000)
@@ -82,7 +82,7 @@ def _is_number(value) -> bool:
 
 
 def parse(text: bytes) -> dict | None:
-    """A complete line of metrics."""
+    """Return a line of metrics, or None if it is incomplete."""
     try:
         line = json.loads(text)
         return line if isinstance(line["kind"], str) and isinstance(line["step"], int) else None

@@ -108,7 +108,7 @@ def test_list(world):
 @pytest.mark.parametrize("stage, says", [("trian", "did you mean train?"), ("evaluate-base", "evaluate"), ("runs", "")])
 def test_a_stage_that_is_none_is_named(world, stage, says):
     code, out, err = world.run("list", stage)
-    assert code == 2 and not out and err.startswith(f"error: {stage}: no stage") and says in err
+    assert code == 2 and not out and err.startswith(f"error: {stage}: not a stage") and says in err
     assert err.count("\n") == 1
 
 
@@ -148,7 +148,7 @@ def test_show_takes_the_part_that_tells_it_apart(world):
 
 def test_an_input_that_is_gone_is_said_to_be(world):
     world.store.delete(world.convert.key)
-    assert f"base: {world.convert.stage.fingerprint} (not there any more)" in world.run("show", "train")[1]
+    assert f"base: {world.convert.stage.fingerprint} (deleted)" in world.run("show", "train")[1]
 
 
 def test_verify(world):
@@ -179,7 +179,7 @@ def test_verify_sees_a_damaged_record(world):
 def test_gc_is_dry_unless_told(world):
     before = world.store.keys("")
     code, output, _ = world.run("gc")
-    assert code == 0 and output.count("would remove ") == 3 and output.endswith("to free; --delete does it\n")
+    assert code == 0 and output.count("would remove ") == 3 and output.endswith("can be freed with --delete\n")
     assert world.store.keys("") == before
     code, output, _ = world.run("gc", "--delete")
     assert code == 0 and output.count("removes ") == 3 and output.endswith("freed\n")
@@ -259,7 +259,7 @@ def test_what_no_stage_has_made_stays(world):
         (world.root / name).parent.mkdir(parents=True, exist_ok=True)
         (world.root / name).write_text("years of work")
     _, output, _ = world.run("gc", "--days", "0", "--delete")
-    assert "leaves 3 folders that no stage has made, such as convert/0123456789abcdeg" in output
+    assert "leaves 3 folders that no stage has written, such as convert/0123456789abcdeg" in output
     assert sorted(world.store.keys("")) == sorted(kept)
 
 

@@ -259,6 +259,6 @@ def test_store_in_s3_wants_an_answer_and_credentials(monkeypatch):
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{address}")
         assert doctor.store().mend == "aws configure"
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIASECRET")
-        assert doctor.store() == ("ok", "store", "S3 at AWS_ENDPOINT_URL: answers, credentials are there", "")
+        assert doctor.store() == ("ok", "store", "S3 at AWS_ENDPOINT_URL: answers, credentials exist", "")
     assert requests[0][0] == "HEAD"
     assert doctor.store().status == "fail"

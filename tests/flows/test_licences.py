@@ -14,7 +14,7 @@ from flows import licences
         ("License: BSD\nClassifier: License :: OSI Approved :: MIT License", "BSD"),
         ("License: Copyright me\n        All rights\nClassifier: License :: OSI Approved :: ISC", "ISC"),
         ("License: Copyright me\n        All rights", "Copyright me"),
-        ("Classifier: Topic :: Text", "not named; it brings no licence file"),
+        ("Classifier: Topic :: Text", "not named; no licence file"),
     ],
 )
 def test_a_licence_is_shown_as_it_is_stated(tmp_path, about, says):

@@ -110,7 +110,7 @@ def test_an_empty_store_lists_nothing_and_has_nothing(world):
 def test_a_gang_whose_flow_is_gone_is_said_to_be_nobody_s(world, monkeypatch):
     monkeypatch.setattr(lease, "RENEWED", 0.3)
     world.attempt(1)
-    assert "  nobody controls it\n" in world.ask()[1]
+    assert "  no flow controls it\n" in world.ask()[1]
     with lease.hold(world.store, f"{GANG.replace('-', '/')}/lease.json", print):
         assert "  attempt 1 trains on 2 hosts\n" in world.ask()[1]
 
@@ -152,7 +152,7 @@ def test_of_a_rank_a_host_or_torchrun(two):
     [
         (["train-6a8f"], f"train-6a8f: no such gang; did you mean {GANG}? there are {GANG}, tiny, tiny-1121"),
         (["tiny", "--attempt", "3"], f"--attempt: 3: {GANG} has 1 to 2"),
-        (["tiny", "--rank", "4"], "--rank: 4 is none of attempt 2, which has 0 to 3"),
+        (["tiny", "--rank", "4"], "--rank: 4 is not a rank of attempt 2, which has 0 to 3"),
         (["tiny", "--host", "bb"], "--host: bb: no host of attempt 2; did you mean b? there are a, b"),
     ],
 )

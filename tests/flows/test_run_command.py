@@ -56,8 +56,11 @@ def test_a_plain_run(run):
         (["tiny", "optimizer"], "override optimizer: not of the form key=value"),
         (["tiny", "paths.output=/tmp/x"], "paths.output: the flow sets all paths"),
         (["huge"], "no such configuration: huge; it is a file, or one of deepseek-v3-512, "),
-        (["tiny", "--until", "trian"], "trian: no stage; there are download, prepare, prepare-prompts, convert"),
-        (["tiny", "--from", "publish"], "publish: no stage; there are download"),
+        (
+            ["tiny", "--until", "trian"],
+            "trian: not a stage; the stages are download, prepare, prepare-prompts, convert",
+        ),
+        (["tiny", "--from", "publish"], "publish: not a stage; the stages are download"),
         (["tiny", "--from", "export", "--until", "train"], "from-stage export comes after until-stage train"),
         (["tiny", "data.source=tiny://x", "--dry-run"], "data.source: tiny://x: no such data"),
         (
@@ -167,7 +170,7 @@ def test_ctrl_c_ends_in_a_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["finetune", "tiny"])
     monkeypatch.setattr(prefect_server, "use", lambda: None)
     assert command(SimpleNamespace(name="finetune", with_options=lambda **_: interrupted)) == 130
-    assert capsys.readouterr().err.startswith("error: interrupted; what was made is kept")
+    assert capsys.readouterr().err.startswith("error: interrupted; results are kept")
 
 
 @pytest.mark.parametrize(("row", "would"), [({"input": "a", "output": "b"}, 2), ({"chosen": "a", "rejected": "b"}, 0)])

@@ -259,7 +259,7 @@ def test_the_doctor_asks_the_server_of_make_up_where_no_other_is_named(monkeypat
         (finding,) = doctor.schedules(healthy)
         assert (finding.status, "schedule_recent_deployments failed 2 times" in finding.fact) == ("fail", True)
         (tmp_path / "prefect.log").write_text("")
-        assert doctor.schedules(healthy)[0].fact == "1 active, none without its next run or a worker"
+        assert doctor.schedules(healthy)[0].fact == "1 active, each with a next run and a worker"
 
 
 def register(runs, pid: int, api: str, log) -> dict:

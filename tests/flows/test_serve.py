@@ -97,9 +97,9 @@ def test_the_form_with_an_adapter_is_said(made, answers, capsys):
         (["nothing", "--port", "99999"], "error: --port: 99999 is not a port, from 1 to 65535"),
         (
             ["nothing", "--length", "0"],
-            "error: --length: 0 leaves no token for an answer after a question; 2 at least",
+            "error: --length: 0 is too small for a question and an answer; it must be at least 2",
         ),
-        (["nothing", "--host", "0.0.0.0"], "error: --host 0.0.0.0: others reach it, and nothing asks them for a key"),
+        (["nothing", "--host", "0.0.0.0"], "error: --host 0.0.0.0: other hosts can connect without a key"),
     ],
 )
 def test_a_refusal_is_one_line(made, answers, capsys, arguments, said):

@@ -220,7 +220,7 @@ def test_a_file_of_processes_that_is_damaged_is_a_line(tmp_path, monkeypatch, ca
     monkeypatch.setattr(sys, "argv", ["services", do])
     assert flows.services.main() == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {path}: ") and "not known any more" in line
+    assert line.startswith(f"error: {path}: ") and "end the processes that make up has started by hand" in line
     assert path.read_text("latin-1") == content
 
 

@@ -21,7 +21,7 @@ def test_the_other_takes_over_from_one_that_is_killed(toys: Toys):
     maker = toys.start("one", "--until", "convert", convert="slow")
     wait_for(lambda: toys.begun("convert"), LONG)
     other = toys.start("two", "--until", "convert", beside="one")
-    wait_for(lambda: "which makes the same" in toys.said("two"), LONG)
+    wait_for(lambda: "which makes this artifact" in toys.said("two"), LONG)
     maker.kill()
     killed = time.monotonic()
     assert other.wait(LONG) == 0, toys.said("two")

@@ -105,7 +105,7 @@ def test_what_a_user_adds_is_in_no_file_that_git_tracks(place):
 def test_a_configuration_of_an_earlier_version_stays_where_it_is(place, capsys):
     (place / "conf/desk.yaml").write_text("mine")
     assert new.main(["model", "desk.csv", "--name", "desk"]) == 2
-    assert "error: --name: conf/desk.yaml: is there already" in capsys.readouterr().err
+    assert "error: --name: conf/desk.yaml: exists already" in capsys.readouterr().err
     assert new.main(["model", "desk.csv", "--name", "desk", "--force"]) == 0
     assert load(place / "conf/desk.yaml").name == "desk" and not [*(place / "conf/own").iterdir()]
 
@@ -128,7 +128,7 @@ def test_nothing_is_replaced_unless_asked(place, capsys):
     (place / "conf/own/desk.yaml").write_text("mine")
     assert new.main(["model", "desk.csv", "--name", "desk"]) == 2
     assert capsys.readouterr().err == (
-        "error: --name: conf/own/desk.yaml: is there already; --force replaces it, another name keeps it\n"
+        "error: --name: conf/own/desk.yaml: exists already; --force replaces it, another name keeps it\n"
     )
     assert (place / "conf/own/desk.yaml").read_text() == "mine"
     assert new.main(["model", "desk.csv", "--name", "desk", "--force"]) == 0
@@ -152,7 +152,7 @@ def test_all_that_is_wrong_is_said_at_once(place, capsys, monkeypatch):
     assert new.main(arguments) == 2
     lines = capsys.readouterr().err.splitlines()
     wanted = (
-        "--name: 'Desk': small letters, digits and dashes alone; as desk",
+        "--name: 'Desk': use a-z, 0-9 and -, such as desk",
         "override optimizer.lrr=1: optimizer.lrr: unknown key; did you mean optimizer.lr?",
         "--gpus: 'foo' is not one of a100",
         'override adapter.rank=x: adapter.rank: "x" is not an integer',
@@ -243,7 +243,7 @@ def test_too_few_gpus_are_answered_with_how_many_would_do(place, capsys):
 @pytest.mark.parametrize(
     "given, complaint",
     [
-        ("name=x", "name: --name names it"),
+        ("name=x", "name: use --name"),
         ("data.source=x.csv", "data.source: DATA says so"),
         ("paths.output=x", "paths.output: the flow sets all paths"),
         ("optimizer.warmup_steps=500", "optimizer.warmup_steps: 500 leaves none of the 225 steps for the decay"),
@@ -279,7 +279,7 @@ def test_a_full_disk_leaves_nothing_behind(place, capsys, monkeypatch):
 
 
 def test_a_file_of_deployments_of_another_form_is_left_alone():
-    with pytest.raises(Fault, match=r"prefect.own.yaml: no list of deployments"):
+    with pytest.raises(Fault, match=r"prefect.own.yaml: must have a list"):
         deployment.with_deployment("name: x\n", "desk", "Desk.", True)
     closed = deployment.with_deployment("", "other", "Other.", True) + "more: 1\n"
     with pytest.raises(Fault, match=r"no entry can be added"):

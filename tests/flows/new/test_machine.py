@@ -32,7 +32,7 @@ def test_gpus_by_name(text, kind, nodes, per_node):
 @pytest.mark.parametrize(
     "text, complaint",
     [
-        ("8", "of which kind"),
+        ("8", "the kind is missing"),
         ("8xfoo", "'foo' is not one of a100"),
         ("0xh100", "0 is not a number of GPUs"),
         ("12xh100", "not a whole number of hosts of 8 h100"),

@@ -132,7 +132,7 @@ def test_memory_of_a_rank_is_states_and_what_comes_and_goes():
 
 
 def test_ranks_that_hold_alike_are_said_to():
-    assert figures.why(answer(2, 1)["ranks"]) == ["all 2 ranks hold alike"]
+    assert figures.why(answer(2, 1)["ranks"]) == ["all 2 ranks use equal memory"]
     assert figures.why(answer(1, 1)["ranks"]) == []
 
 

@@ -115,7 +115,7 @@ def test_a_silent_holder_of_another_host_is_replaced_after_a_while(store):
     with hold(store, KEY, said.append):
         assert time.monotonic() - began >= lease.EXPIRES
     assert said == [
-        "waits for flow-1 (process 7 on elsewhere), which makes the same",
+        "waits for flow-1 (process 7 on elsewhere), which makes this artifact",
         "takes over from flow-1 (process 7 on elsewhere), which has died",
     ]
     assert store.read(KEY) is None

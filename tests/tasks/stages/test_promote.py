@@ -31,7 +31,7 @@ ROWS = 100
         (0.41, 0.3, 0.1, True, "above the margin of 0.1"),
         (-2.0, -3.0, 0.5, True, "+1, above"),  # log-likelihoods
         (0.9, None, 0.0, False, "X was never measured by held_out/exact_match"),
-        (float("nan"), 0.1, 0.0, False, "not above"),
+        (float("nan"), 0.1, 0.0, False, "cannot be compared"),
         (0.9, float("nan"), 0.0, False, "not above"),
     ],
 )
@@ -225,7 +225,7 @@ def test_a_champion_that_was_asked_other_questions_is_told_of(world, data, asked
     world.run(1, 0.6, max_tokens=8, rows=200)
     given = {"max_tokens": 8, "rows": 200} | asked
     second = world.run(2, 0.5, data=world.held_out(**data), **given)
-    told = "champion 1 was measured on other questions, so the two values are hard to compare"
+    told = "champion 1 was measured on other questions, so the comparison is uncertain"
     assert second.result["reason"].endswith(f"; {told}")
     assert aliases(world) == {"challenger": "2", "champion": "1"}
     third = world.run(3, 0.9, data=world.held_out(**data), **given)  # so that a schedule over growing data goes on
@@ -322,7 +322,8 @@ def test_an_adapter_is_registered_with_its_base_which_has_to_be_there(world):
 
 def test_a_wrong_metric_shows_what_there_is(world):
     with pytest.raises(
-        Fault, match=r"^promote.metric: held_out/accuracy: not evaluated; there are arc/acc, held_out/exact_match$"
+        Fault,
+        match=r"^promote.metric: held_out/accuracy: not evaluated; the metrics are arc/acc, held_out/exact_match$",
     ):
         world.run(1, 0.6, "promote.metric=held_out/accuracy")
     assert world.client.search_registered_models() == []
@@ -430,7 +431,7 @@ def test_evaluations_without_scores_are_compared_by_their_standard_errors(world)
         return "champion" in made.result["aliases"], made.result["reason"]
 
     wins, reason = decided(0.0, 0.032, 0.032)
-    assert not wins and "within noise: challenger (by standard errors, as rows are not the same" in reason
+    assert not wins and "within noise: challenger (by standard errors, as the rows differ" in reason
     wins, reason = decided(0.1, 0.4, 0.05)
     assert wins and "outside noise (by standard errors" in reason
 
