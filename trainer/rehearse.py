@@ -4,9 +4,9 @@
 
 One rank of each pipeline stage, or every rank with --all, is built without memory (trainer/rehearsal/meta_model.py),
 after Megatron has checked the configuration as before training. Its parameters are compared, kind by kind, with
-conf/planner/parameters.py, and the bytes of gradients and optimizer with conf/planner/memory.py. The config.json is the
-one that the plan reads. With --steps, a scaled-down twin of the run then
-takes real steps on this CPU (trainer/rehearsal/scaled_down.py).
+conf/planner/parameters.py, and the bytes of gradients and optimizer with conf/planner/memory.py. It reads the same
+config.json as the plan. With --steps, a scaled-down twin of the run also takes real steps on this CPU
+(trainer/rehearsal/scaled_down.py).
 
 Exit code 0: all is equal. 1: Megatron refuses the layout, counts differ, Megatron builds a layout that
 conf/rules/layout.py refuses because it trains wrongly, or the twin fails. 2: the arguments are wrong.

@@ -6,7 +6,8 @@
     python -m trainer.trial glm47 --layers 6 layout.nodes=1 layout.gpus_per_node=1 layout.tp=1 layout.sp=false \\
         layout.pp=1 layout.vpp=null layout.ep=1 train.global_batch=4
 
-It takes about twelve minutes before a large run is paid for: one host, the run's recipe and kernels, and no download.
+A trial takes about twelve minutes, before a large run costs money. It uses one host and the run's recipe and kernels,
+and downloads nothing.
 The model is cut to K layers with the whole model's share of dense layers, and all its MTP layers. Weights and tokens
 are random, and tokens are routed evenly. The plan is for the cut model (conf/planner/). A ratio of 1 means that the
 plan of the whole model is credible for this kind of layer and GPU. The step time is the median after the first two

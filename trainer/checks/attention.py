@@ -22,7 +22,7 @@ def check(run: Run, provider) -> None:
 
 
 def cudnn() -> tuple[int, int, int]:
-    """Version that Transformer Engine has loaded; torch may be built for another one."""
+    """Return the version of cuDNN that Transformer Engine has loaded; torch may be built for another version."""
     from transformer_engine.pytorch.utils import get_cudnn_version
 
     return get_cudnn_version()

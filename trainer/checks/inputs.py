@@ -1,4 +1,4 @@
-"""Checks of a command's inputs on disk, without torch and before any rank starts. Only data take over a second.
+"""Checks of a command's inputs on disk, without torch and before any rank starts. Only checks of data take over 1 s.
 
 Each check raises a Fault of one line with the file, the problem and the remedy.
 """
@@ -71,7 +71,7 @@ def check_train(run: Run) -> Run:
 
 
 def _check_base(run: Run, mark: dict[str, Any]) -> None:
-    """Check that a base that training packs is of this release, and that a packed one has the run's format."""
+    """Check that a base to pack was made from this release, and that a packed base has the run's format."""
     if mark.get("to") == "packed" and mark.get("base") != run.model.base:
         text = f"holds weights in {mark.get('base')}, but model.base is {run.model.base}"
         raise Fault(f"paths.base: {run.paths.base}: {text}; model.base={mark.get('base')}, or convert again")
@@ -80,7 +80,7 @@ def _check_base(run: Run, mark: dict[str, Any]) -> None:
         text = f"holds {packed} packed, but model.pack is {', '.join(packed_base.parts(run))}"
         raise Fault(f"paths.base: {run.paths.base}: {text}; model.pack=[{packed}], or convert again")
     if packed_base.format_of(run) is None:
-        return  # Megatron compares the shapes of such a base; packing and reading codes do not
+        return  # without packing, Megatron compares the shapes
     if other := released.unlike(Path(run.paths.base), weights.tensors(Path(run.paths.model))):
         text = f"made from another release than paths.model, {run.paths.model}: {len(other)} tensors differ"
         raise Fault(f"paths.base: {run.paths.base}: {text}: {released.enumerate_names(other)}; convert paths.model")
@@ -231,7 +231,7 @@ def check_adapter(run: Run) -> None:
 
 
 def _adapter_keys(scale: float, root: float) -> str:
-    """The keys that give this scale, by the rank or by its root. An export of rsLoRA may have a fractional alpha."""
+    """Return the keys for this scale, by the rank or by its root. An rsLoRA export may have a fractional alpha."""
     for rooted, alpha in (("false", scale * root**2), ("true", scale * root)):
         if round(alpha) > 0 and math.isclose(alpha, round(alpha), rel_tol=1e-6):
             return f"adapter.alpha={round(alpha)} adapter.rslora={rooted}"
@@ -248,7 +248,7 @@ def _refuse(problem: str | None) -> None:
 
 
 def _converted(run: Run) -> int:
-    """Bytes of the converted model."""
+    """Return the bytes of the converted model."""
     config, tensors = _described(run)
     if run.convert.to == "packed":
         return stage_needs.converted(run, facts_from_hf(config))

@@ -1,4 +1,4 @@
-"""Checks of the paths that a command reads and writes, before it does so; contract/output_marks.py has the rules.
+"""Checks of the paths that a command will read and write; contract/output_marks.py has the rules.
 
 Only folders that this project has written may be replaced, and an output must not overlap an input or another output.
 All problems are reported at once, one line for each path.
@@ -85,7 +85,7 @@ def _outputs(run: Run, **kinds: marks.Kind) -> Outputs:
 
 
 def _sources(run: Run) -> Inputs:
-    """Folders of rows on this disk, and their files, which may be links to other places."""
+    """Return the folders of rows on this disk, and their files, which may be links to other places."""
     return {name: [*_of_source(source)] for name, source in _named(run) if sources.is_local(source)}
 
 

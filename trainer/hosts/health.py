@@ -24,7 +24,7 @@ from contract import checksums
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "nvidia-nccl-cu13", "transformers")
 BLOCK = 4 << 20
-# Reasons for lower clocks that a healthy GPU does not have. The power cap (0x4) is normal under full load.
+# Reasons for lower clocks that indicate a defect. The power cap (0x4) is not among them: it is normal under full load.
 SLOWDOWNS = {0x8: "hardware slowdown", 0x40: "too hot (hardware)", 0x80: "power brake", 0x20: "too hot (software)"}
 
 
@@ -58,7 +58,7 @@ def _rdma() -> dict[str, str]:
 
 
 def _disk(folder: Path, size: int) -> dict[str, Any]:
-    """Bytes/s of one file, written with fsync and read past the page cache, and the free space."""
+    """Return the bytes/s of writing (with fsync) and reading (without the page cache) one file, and the free space."""
     path = folder / f"preflight-{socket.gethostname()}-{os.getpid()}"
     block = os.urandom(BLOCK)
     try:
@@ -125,7 +125,7 @@ def used_by_others(number: int) -> int:
 
 
 def _links(nvml, gpu) -> dict[str, int]:
-    """Number of NVLinks that are up, and of all NVLinks."""
+    """Return the number of active NVLinks, and of all NVLinks."""
     up = count = 0
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:

@@ -1,12 +1,13 @@
-"""Verdict on hosts: which of them do not fit a gang, by pre-flight's measurements on all. Pure functions of facts.
+"""Verdict on hosts: find the hosts that are unfit for a gang, from pre-flight's measurements. Pure functions of facts.
 
     misfits(hosts, ranks, pairs, expected) -> list[Misfit]
 
-A figure is compared with the data sheet's, if it is known (conf/planner/hardware.py), and with the other hosts'. Each
-host is judged by its best pair: a host is slow if it is slow with every other host. With three hosts this identifies a
-slow one. With two it is only known that one of them is slow: none is left out, and the gang is refused.
+A figure is compared with the data sheet's figure, if it is known (conf/planner/hardware.py), and with the figures of
+other hosts. Each host is judged by its best pair: a host is slow if it is slow with every other host. With three or
+more hosts this identifies a slow host. With two hosts it is only known that one of them is slow. Then no host is left
+out, and the gang is refused.
 
-Versions and configuration are compared with those of most hosts; if several are equally frequent, with the first.
+Versions and configuration are compared with the most frequent value; if several are equally frequent, with the first.
 """
 
 from collections import Counter
@@ -16,8 +17,8 @@ from statistics import median_high
 from typing import Any
 
 GB = 1e9
-# A figure below this share of the others' is slow. GPUs have their own links and adapters, and differ by a few percent.
-# Processes without GPUs share cores with other programs: for them only the links between hosts are judged.
+# A figure below this share of the others' is slow. GPUs have separate links and adapters, and differ by a few percent.
+# Processes without GPUs share cores with other programs, so only the links between hosts are judged.
 AGAINST_OTHERS = {"gpu": 0.75, "cpu": 0.2}
 AGAINST_SHEET = 0.5  # share of the data sheet's figure: NCCL reaches 0.8 with large messages, 0.6 in an all-to-all
 DISK_SHARE, DISK_ENOUGH = 0.25, 200e6  # share of the others' speed; bytes/s that are enough in any case
@@ -171,7 +172,7 @@ def _slow_ranks(
 
 
 def slow_hosts(pairs: Pairs, bound: float, sheet: float | None) -> list[Misfit]:
-    """Judge each host by its slowest rail; the speed of a rail is that of the host's best pair there."""
+    """Judge each host by its slowest rail. The speed of a rail is the speed of the host's best pair on it."""
     hosts = sorted({host for pair in pairs for host in pair})
     if not hosts:
         return []
@@ -209,7 +210,7 @@ def slow_hosts(pairs: Pairs, bound: float, sheet: float | None) -> list[Misfit]:
 
 
 def rounds(hosts: int, most: int) -> list[list[tuple[int, int]]]:
-    """Rounds of pairs of hosts that are measured at the same time, each host in one pair.
+    """Return rounds of pairs of hosts. The pairs of a round are measured in parallel; each host is in one of them.
 
     All pairs take hosts - 1 rounds; at most `most` rounds are returned.
     """

@@ -12,7 +12,7 @@ ATTEMPTS = 3  # the fastest counts, because disturbances can only slow it
 
 
 def speed(device, dtype) -> float:
-    """FLOP/s of the fastest of a few attempts."""
+    """Return the FLOP/s of the fastest of a few attempts."""
     import torch
 
     size, repeats = SIZE[device.type], REPEATS[device.type]

@@ -32,7 +32,7 @@ LEAST = 1e-9  # lower bound of the probability of all other tokens: its logarith
 
 
 def at(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Logits of these tokens, on every rank; each token's logit is on one tensor-parallel rank."""
+    """Return the logits of these tokens, on every rank. Each token's logit comes from one tensor-parallel rank."""
     local_ids = ids - parallel_state.get_tensor_model_parallel_rank() * logits.size(-1)
     is_local = (local_ids >= 0) & (local_ids < logits.size(-1))
     local = logits.gather(-1, local_ids.clamp(0, logits.size(-1) - 1)) * is_local
@@ -40,7 +40,7 @@ def at(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def likeliest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest log-probabilities of each position, in descending order, and their tokens."""
+    """Return the k largest log-probabilities of each position, in descending order, and their tokens."""
     size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     values, ids = (logits - log_sum_exp(logits)[..., None]).topk(min(k, logits.size(-1)), dim=-1)
     ids = ids + rank * logits.size(-1)
@@ -55,7 +55,7 @@ def likeliest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def divergence(logits: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """KL(teacher || student) of each position, over the teacher's likeliest tokens and all others as one class."""
+    """Return KL(teacher || student) of each position, over the likeliest tokens and all other tokens as one class."""
     student = at(logits, ids) - log_sum_exp(logits)[..., None]
     teacher_rest, student_rest = (log_p.exp().sum(-1).neg().add(1).clamp(min=LEAST) for log_p in (values, student))
     of_rest = teacher_rest * (teacher_rest.log() - student_rest.log())

@@ -27,7 +27,7 @@ OF_PAIRS = ("loss_mask", "reference")  # entries of a batch that the loss reads
 def preference(
     beta: float, smoothing: float, chosen: torch.Tensor, rejected: torch.Tensor, reference: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and figures of each pair. Tensors are [pairs], sums over an answer's tokens; `reference` is [2, pairs]."""
+    """Return loss and figures of each pair. Tensors are [pairs], sums over an answer; `reference` is [2, pairs]."""
     rewards = [beta * (chosen - reference[0]), beta * (rejected - reference[1])]
     margin = rewards[0] - rewards[1]
     losses = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
@@ -36,7 +36,7 @@ def preference(
 
 
 def answer_log_probs(log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Log-probability of each row's answer: the sum over its learned tokens. Both arguments are [rows, tokens]."""
+    """Return the log-probability of each row's answer, the sum over learned tokens. Arguments are [rows, tokens]."""
     return (log_probs * mask).sum(-1)
 
 

@@ -1,4 +1,4 @@
-"""The logarithm of the softmax's sum, of logits whose vocabulary is split over tensor-parallel ranks."""
+"""Logarithm of the softmax's sum, for logits whose vocabulary is split over tensor-parallel ranks."""
 
 import torch
 from megatron.core import parallel_state
@@ -7,7 +7,7 @@ from torch import distributed
 
 
 def log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
-    """The logarithm of the sum over the whole vocabulary; the last dimension of `logits` is this rank's part."""
+    """Return the logarithm of the sum over the whole vocabulary; the last dimension of `logits` is this rank's part."""
     group = parallel_state.get_tensor_model_parallel_group()
     largest = logits.detach().amax(-1)
     distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=group)

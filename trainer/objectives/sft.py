@@ -53,7 +53,7 @@ class WithZLoss:
 
 
 def _squares(logits: torch.Tensor) -> torch.Tensor:
-    """Squares of each token, from the logits of this rank's part of the vocabulary.
+    """Return the squares of each token, from the logits of this rank's part of the vocabulary.
 
     The logits are copied to fp32, because Megatron-core's loss overwrites them.
     """

@@ -17,8 +17,8 @@ from typing import Any
 from trainer.profiling import gaps, intervals, kinds
 from trainer.profiling.trace import Trace, Work
 
-SMALL = 10.0  # microseconds: launching a kernel takes the host about as long
-OPERATIONS = 15  # of the host that are shown
+SMALL = 10.0  # microseconds; the host needs about this time to launch a kernel
+OPERATIONS = 15  # number of the host's operations that are shown
 
 
 def of(trace: Trace) -> dict[str, Any]:
@@ -48,9 +48,9 @@ def of(trace: Trace) -> dict[str, Any]:
 
 
 def waiting(collectives: Iterable[list[Work]]) -> list[dict[str, Any]]:
-    """Milliseconds of the collectives of each kind and group, and of these the time waiting for other ranks.
+    """Return the milliseconds of the collectives of each kind and group, and how many of them are waiting for ranks.
 
-    The n-th collective of a kind and group is the same on all its ranks. The rank on which it was shortest came last
+    The n-th collective of a kind and group is the same on all its ranks. The rank on which it was shortest arrived last
     and did not wait. A group with different numbers of collectives on its ranks is left out.
     """
     by_group: dict[tuple[str, str, str], list[list[Work]]] = defaultdict(list)
@@ -122,7 +122,7 @@ def _host(trace: Trace) -> dict[str, Any]:
 
 
 def _operations(trace: Trace) -> list[dict[str, Any]]:
-    """Operations with most of the host's time, over all threads, without the operations inside them."""
+    """Return the operations that took most of the host's time, over all threads, without operations inside them."""
     count, took = Counter(event.name for event in trace.operations), Counter()
     by = defaultdict(list)
     for event in trace.operations:

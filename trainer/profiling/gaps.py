@@ -21,8 +21,8 @@ from trainer.profiling.trace import Call, Trace, Work
 
 LATE, WAITED, DEPENDS, SHORT = "host late", "after a wait", "dependency", "below 2 us"
 LEAST = 2.0  # microseconds that are always between two kernels of a stream
-LEAD = 20.0  # microseconds between a call's return and the start of its work, below which the host is barely in time
-RUN = 10  # consecutive works with a lead below LEAD that make a stretch: fewer may be chance
+LEAD = 20.0  # microseconds from a call's return to the start of its work; with less, the host is barely in time
+RUN = 10  # least number of consecutive works with a lead below LEAD in a stretch; fewer may be chance
 MOST = 10  # gaps that are shown
 STRETCHES = 5  # stretches that are shown
 NAMED = 4  # operations of the host that are named for each
@@ -75,7 +75,7 @@ def by_cause(gaps: Iterable[Gap], span: float) -> dict[str, dict[str, Any]]:
 
 
 def costliest(trace: Trace, gaps: list[Gap]) -> list[dict[str, Any]]:
-    """The longest gaps, with the operations of the thread that ended each."""
+    """Return the longest gaps, each with the operations of the thread that ended it."""
     longest = sorted(gaps, key=lambda gap: gap.start - gap.end)[:MOST]
     events = _by_thread(trace)
     rows = []
@@ -174,7 +174,7 @@ def _by_thread(trace: Trace) -> dict[str, list[Call]]:
 
 
 def _main(trace: Trace) -> str:
-    """The thread with most calls."""
+    """Return the thread with the most calls."""
     counts = Counter(call.thread for call in trace.calls or trace.operations)
     return counts.most_common(1)[0][0] if counts else ""
 

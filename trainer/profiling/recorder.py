@@ -1,7 +1,7 @@
 """Recording of whole steps with torch's profiler, as a callback of Megatron-Bridge's loop.
 
-The step before a recorded one is also profiled and thrown away, because starting the profiler takes time. Stacks and
-shapes are not recorded: that would take more of the host's time than the recorded work.
+The step before a recorded step is also profiled, and its trace is dropped, because starting the profiler takes time.
+Stacks and shapes are not recorded, because this would take more of the host's time than the recorded work.
 """
 
 # pyright: reportArgumentType=false
@@ -13,7 +13,7 @@ from conf.schema.run import Run
 from trainer.profiling.report import TRACE
 from trainer.startup import device
 
-FEW = 8  # up to so many ranks all are recorded, and equally delayed; of more only the first and the last
+FEW = 8  # up to this number, all ranks are recorded and equally delayed; with more, only the first and the last
 
 
 def folder_of(run: Run, step: int) -> Path:

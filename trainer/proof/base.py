@@ -1,12 +1,12 @@
-"""Prove a base against the release: every tensor is in its place, with the same numbers to the last bit.
+"""Prove that a base has every tensor of the release in its place, with bit-identical values.
 
     python -m trainer.proof.base CONF [key=value ...]       reads <paths.model> and <paths.base>, writes only a log
 
-The release is compared with its checksums from the time when the base was converted. Then each weight of the base is
-split into the released weights, as an export does it, and compared bit by bit; a conversion does not use this code.
-Only one weight at a time is in memory. For a packed base, codes and scales are computed again from these weights and
-compared byte by byte; those that were copied from the release must give the release's numbers. Exit code 1 and a line
-for each weight that differs; 2 if nothing can be proven.
+The release is compared with its checksums from the time of the conversion. Then each weight of the base is split into
+released weights by the code of the export, which the conversion does not use, and compared bit by bit. Only one weight
+at a time is in memory. For a packed base, codes and scales are computed again from these weights and compared byte by
+byte; codes that were copied from the release must give the release's values. Exit code 1 and a line for each weight
+that differs; 2 if nothing can be proven.
 """
 
 import json

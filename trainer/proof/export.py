@@ -3,9 +3,9 @@
     python -m trainer.proof.export CONF [key=value ...]     reads <paths.model>, .base, .output and .export
 
 Weights that were not trained must equal the release's, bit by bit. A merged weight is computed again in fp32 from the
-release and the adapter, and must agree within rounding. The adapter's file, the weights of a full fine-tuning and those
-that were rounded to the release's format must agree to the last bit. Only one weight at a time is in memory. Exit code
-1 and a line for each weight that differs; 2 if nothing can be proven.
+release and the adapter, and must agree within rounding. The adapter's file, the weights of a full fine-tuning and
+weights rounded to the release's format must be bit-identical. Only one weight at a time is in memory. Exit code 1 and a
+line for each weight that differs; 2 if nothing can be proven.
 """
 
 import json
@@ -82,7 +82,7 @@ def _other_files(model: released.Model, folder: Path, unpacked: bool, findings: 
 
 
 def _wrong(trained, rounding, path: Path, name: str, place: weights.Entry) -> str:
-    """The reason why the tensor at this place is wrong; "" if it is right."""
+    """Return the reason why the tensor at this place is wrong; "" if it is correct."""
     from trainer.weights import released_tensors
 
     model, source = trained.model, trained.copies.get(name, name)

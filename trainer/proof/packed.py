@@ -29,7 +29,7 @@ def prove(base: Path, name: str, stored: Stored, findings: Findings) -> int:
 
 
 def _wrong(packed: files.Packed, again: Packing, name: str, as_released: bool) -> str:
-    """The reason why a tensor in the files is wrong; "" if it is right."""
+    """Return the reason why a tensor in the files is wrong; "" if it is correct."""
     shape, row = again.shape(name), packed.index[name]
     if packed.shape(name) != shape:
         return f"is {list(packed.shape(name))}, and should be {list(shape)}"

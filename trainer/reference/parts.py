@@ -24,7 +24,7 @@ from contract.output_marks import JOURNAL
 from trainer.data import references
 
 OF = "what.json"
-# A part is written after this share of the time so far (hours then make few files), and at least these seconds.
+# A part is written after this share of the time so far, so long runs write few files, and after at least these seconds.
 SHARE, LEAST = 0.02, 5.0
 
 
@@ -72,7 +72,7 @@ class Parts:
         self.scores.append(scores)
 
     def write(self, last: bool = False) -> None:
-        """Write the scores since the last part, if it is time to or these are the last."""
+        """Write the scores since the last part, if enough time has passed or `last` is true."""
         now = time.monotonic()
         if not self.rows or not (last or now - self.written > max(LEAST, SHARE * (now - self.began))):
             return

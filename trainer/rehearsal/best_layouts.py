@@ -4,8 +4,8 @@
     measured(candidate, conf, given, more) -> Row            one trial, in a separate process
     line(row), verdict(rows, conf, given)                    the measurements, and the keys of the fastest plan
 
-A planned time is as inaccurate as hosts differ: the same MoE step took 2.4 to 3.4 s on three hosts with the same GPU.
-So the plan proposes layouts, and trials choose.
+A planned time cannot be exact, because hosts differ: the same MoE step took 2.4 to 3.4 s on three hosts with the same
+GPU. Therefore the plan proposes layouts, and trials choose among them.
 
 Not covered: several hosts. Trials of a cut model rank layouts of the whole model only if each stage keeps its share of
 layers.

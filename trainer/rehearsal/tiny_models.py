@@ -34,7 +34,7 @@ def write_json(path: Path, value: Config) -> None:
 
 
 def make_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Make a byte-level BPE with exactly `vocab_size` tokens: any text goes in and comes out again."""
+    """Make a byte-level BPE with exactly `vocab_size` tokens, which encodes and decodes any text without loss."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -77,9 +77,9 @@ FUSED = re.compile(r"\b(q|k|v|gate|up)(?=_proj\.weight$)")
 
 
 def quantise(config: Config, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Tensors of a release in the format of its quantization_config, which all layers have but the head and routers.
+    """Return the tensors in the format of the release's quantization_config. The head and routers stay unquantised.
 
-    Those that are computed as one share NVFP4's factor, as in releases.
+    As in releases, weights that are computed as one product share NVFP4's factor.
     """
     import torch
 

@@ -1,12 +1,12 @@
 """Read torch's libraries from the disk while Python still imports other modules.
 
-If the host has copied a model that is larger than its memory, the page cache has lost the packages. The dynamic linker
-then waits for each page that it touches, and the kernel reads 8 MB around it. It is known in advance which parts are
-needed: of every library the linker reads the symbol and relocation tables and writes the data segments, and
-libtorch_cpu registers operations from all over its code. As soon as Python has found the package of
-`python -m trainer.convert`, a thread asks the kernel to read these parts during the imports. With most of the packages
-out of memory, imports took 6.4 to 6.9 s with the thread and 7.8 to 9.0 s without; with all in memory 4.6 s
-(2026-11-24). The kernel does not read cached pages again: processes that start together read once.
+If the host has copied a model that is larger than its memory, the packages are no longer in the page cache. The dynamic
+linker then waits for each page that it touches, and the kernel reads 8 MB around it. The needed parts are known in
+advance: the linker reads the symbol and relocation tables and writes the data segments of every library, and
+libtorch_cpu registers operations from all parts of its code. As soon as Python imports the package trainer for
+`python -m trainer.convert`, a thread asks the kernel to read these parts during the other imports. If most packages
+were not in memory, imports took 6.4 to 6.9 s with the thread and 7.8 to 9.0 s without it. With all packages in memory
+they took 4.6 s (2026-11-24). The kernel does not read cached pages again, so processes that start together read once.
 """
 
 import contextlib

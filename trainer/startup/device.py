@@ -95,7 +95,7 @@ def _install_cpu() -> None:
     from trainer.startup.cpu import cuda, gloo
 
     sys.path.insert(0, str(Path(__file__).parent / "cpu" / "stand_in"))
-    # 8 ranks on 2 cores with a thread per core each would mostly wait for each other.
+    # With a thread per core in each rank, 8 ranks on 2 cores would mostly wait for each other.
     torch.set_num_threads(cores())
     gloo.install()
     cuda.install()

@@ -1,8 +1,8 @@
 """Start ranks by forking the command, if it uses no GPU: the modules that all ranks need are imported once.
 
-torchrun imports torch, and then each rank imports all of Megatron again: on two cores that is half the time of a small
-conversion. Forks are supervised as torchrun does it: the first that fails ends the others, and all end with the
-command. A process that has used a GPU cannot be forked; commands that train use torchrun.
+torchrun imports torch, and then each rank imports all of Megatron again. On two cores this takes half the time of a
+small conversion. Forks are supervised as by torchrun: the first fork that fails ends the others, and all end with the
+command. A process that has used a GPU cannot be forked, so commands that train use torchrun.
 """
 
 import multiprocessing
@@ -96,8 +96,8 @@ def _rank(work: Callable[[], None], rank: int, count: int, ports: Connection, er
     end_with_parent()
     if os.getppid() != command:
         os._exit(1)
-    # A terminal sends Ctrl-C to all processes: ranks end silently, the command reports. In the background it is
-    # ignored.
+    # A terminal sends Ctrl-C to all processes: ranks end silently, and the command reports it. A command in the
+    # background ignores it.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

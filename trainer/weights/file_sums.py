@@ -26,12 +26,12 @@ def name(file: str, offset: int) -> str:
 
 def of(file: BinaryIO, start: int = 0, length: int = sys.maxsize) -> str:
     """Return the checksum of a file, or of a part of it."""
-    found, block, left = xxhash.xxh3_128(), memoryview(bytearray(min(BLOCK, length))), length
+    checksum, block, left = xxhash.xxh3_128(), memoryview(bytearray(min(BLOCK, length))), length
     file.seek(start)
     while left and (count := file.readinto(block[: min(left, BLOCK)])):  # pyright: ignore[reportAttributeAccessIssue]
-        found.update(block[:count])
+        checksum.update(block[:count])
         left -= count
-    return found.hexdigest()
+    return checksum.hexdigest()
 
 
 def write(folder: Path, sums: dict[str, str]) -> None:

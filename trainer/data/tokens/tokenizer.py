@@ -88,10 +88,10 @@ def encodings(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[Encoding]:
     for batch in _batches(texts):
         processor, backend.post_processor = backend.post_processor, None
         try:
-            found = backend.encode_batch(batch, add_special_tokens=False)
+            batch_encodings = backend.encode_batch(batch, add_special_tokens=False)
         finally:
             backend.post_processor = processor
-        yield from found
+        yield from batch_encodings
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
@@ -108,8 +108,8 @@ def facts(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def digest(folder: Path) -> str:
     """Return the digest of all files of a tokenizer and its chat template, without loading them."""
-    found = [p for p in folder.rglob("*") if p.name in tokenizer_files.NAMES or p.suffix in (".jinja", ".py")]
-    lines = [f"{checksums.of_file(path)} {path.relative_to(folder)}" for path in sorted(found)]
+    paths = [p for p in folder.rglob("*") if p.name in tokenizer_files.NAMES or p.suffix in (".jinja", ".py")]
+    lines = [f"{checksums.of_file(path)} {path.relative_to(folder)}" for path in sorted(paths)]
     return checksums.of("\n".join(lines))
 
 

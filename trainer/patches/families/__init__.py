@@ -1,7 +1,7 @@
-"""Patches for model families. One that is named as a family's model_type patches transformers for that family.
+"""Patches for model families. A module with the name of a model_type patches transformers for this family.
 
-install(model_type)      that patch, if there is one
-install_for(folder)      the same for the model in a folder
+install(model_type)      apply the family's patch, if it exists
+install_for(folder)      apply the patch for the model in a folder
 """
 
 import importlib

@@ -2,9 +2,9 @@
 
 Megatron-core lets Transformer Engine multiply bf16 with bf16 to fp32 scores, and passes the bias in bf16. The product
 reads it as fp32: each expert gets the bias of another, and some get memory after the biases. In fp32, and on a CPU, it
-is correct. A tiny model's log-probabilities on an H200 were off by 0.6 nats per token.
-https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/moe/moe_utils.py Remove when
+is correct. A tiny model's log-probabilities on an H200 were off by 0.6 nats per token. Remove when
 RouterGatingLinearFunction passes the product a bias of the scores' type, or none.
+https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/moe/moe_utils.py
 """
 
 import torch

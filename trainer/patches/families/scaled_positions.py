@@ -2,9 +2,9 @@
 
 Megatron-core rotates with thirteen kernels if positions are scaled, because Transformer Engine's kernel does not scale.
 The scale applies to the whole result, so it can be multiplied after the rotation. Partial and interleaved rotations,
-and those on a CPU, stay unchanged. Packed rows use this too (trainer/patches/packed_positions.py).
-https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/models/common/embeddings/rope_utils.py Remove when
+and those on a CPU, stay unchanged. Packed rows use this too (trainer/patches/packed_positions.py). Remove when
 apply_rotary_pos_emb uses the fused kernel with an mscale.
+https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/models/common/embeddings/rope_utils.py
 """
 
 # pyright: reportAttributeAccessIssue=false

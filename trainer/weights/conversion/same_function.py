@@ -90,18 +90,18 @@ def compare(run: Run, checkpoint: Path, is_new: bool = False) -> dict[str, float
     """
     cut, stored = cut_down(run), replace(unwritten.open_base(run, checkpoint), is_new=is_new)
     expected: Added = {}
-    found: Added = {}
-    rank, beside = atomic_folder.rank(), min(1, int(os.environ["LOCAL_WORLD_SIZE"]) - 1)
+    actual: Added = {}
+    rank, second = atomic_folder.rank(), min(1, int(os.environ["LOCAL_WORLD_SIZE"]) - 1)
     with torch.no_grad(), _folder(cut) as folder:
-        if rank == beside:
+        if rank == second:
             expected = _by_transformers(cut, folder, _types(stored, open_bridge(run)))
             gc.collect()
         if rank == 0:
-            there = cut.run.changed(paths={"model": str(folder)})
-            found = _by_megatron(cut, make_provider(there, open_bridge(there)), stored)
-    every = atomic_folder.gather((expected, found))
-    expected, found = every[beside][0], every[0][1]
-    differences = {name: difference(expected[name], found[name]) for name in expected}
+            run_of_layers = cut.run.changed(paths={"model": str(folder)})
+            actual = _by_megatron(cut, make_provider(run_of_layers, open_bridge(run_of_layers)), stored)
+    every = atomic_folder.gather((expected, actual))
+    expected, actual = every[second][0], every[0][1]
+    differences = {name: difference(expected[name], actual[name]) for name in expected}
     for name, value in differences.items():
         if not value <= BOUND:
             kind = "multi-token prediction" if cut.mtp and name == cut.mtp_name else _kind(cut, name)
@@ -118,7 +118,7 @@ def cut_down(run: Run) -> Cut:
     model = released.read(Path(run.paths.model))
     facts = facts_from_hf(model.config)
     lists = {k: v for k, v in model.config.items() if isinstance(v, list) and len(v) == facts.layers > 1}
-    kinds = [(kind, *(str(one[layer]) for one in lists.values())) for layer, kind in enumerate(facts.kinds)]
+    kinds = [(kind, *(str(of_layers[layer]) for of_layers in lists.values())) for layer, kind in enumerate(facts.kinds)]
     layers, mtp = 1 + max(kinds.index(kind) for kind in set(kinds)), bool(run.model.mtp and facts.mtp_layers)
     experts, count = _experts(model, facts, layers, mtp), min(VOCABULARY, facts.vocab)
     config = model.config | {key: value[:layers] for key, value in lists.items()} | dict.fromkeys(TOKENS)
@@ -165,9 +165,9 @@ def _is_taken(name: str, facts: ModelFacts, layers: int, mtp: bool) -> bool:
     return layer is None or layer < layers or (mtp and layer == facts.layers)
 
 
-def difference(expected: torch.Tensor, found: torch.Tensor) -> float:
+def difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
     """Return the second largest of the rows' relative differences."""
-    rows = (found - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+    rows = (actual - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
     return float(rows.nan_to_num(nan=torch.inf).sort().values[-2])
 
 
@@ -189,11 +189,11 @@ def _folder(cut: Cut) -> Iterator[Path]:
 def _types(stored: torch_dist.Stored, bridge) -> dict[str, torch.dtype]:
     """Return the type of each tensor of the base, by the names of the released tensors from which it is made."""
     registry = bridge._model_bridge.mapping_registry()
-    found: dict[str, torch.dtype] = {}
+    types: dict[str, torch.dtype] = {}
     for name, place in stored.places.items():
         if mapping := registry.megatron_to_hf_lookup(name):
-            found |= dict.fromkeys(released_names(mapping), place.dtype)
-    return found
+            types |= dict.fromkeys(released_names(mapping), place.dtype)
+    return types
 
 
 def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> Added:
@@ -255,7 +255,7 @@ def _made_on_cpu(kind) -> Iterator[None]:
     contexts = kind.get_init_context
 
     def on_cpu(*args, **kwargs) -> list:
-        return [one for one in contexts(*args, **kwargs) if not isinstance(one, torch.device)] + [no_init_weights()]
+        return [c for c in contexts(*args, **kwargs) if not isinstance(c, torch.device)] + [no_init_weights()]
 
     with mock.patch.object(kind, "get_init_context", on_cpu):
         yield
@@ -323,8 +323,8 @@ def _fill(cut: Cut, chunks, stored: torch_dist.Stored) -> None:
     for name, tensor in coverage.named_tensors(chunks):
         if tensor.numel() == 0:
             continue
-        if found := MEGATRON_EXPERT.match(name):
-            name = f"{found[1]}{cut.experts[int(found[2])]}"
+        if expert := MEGATRON_EXPERT.match(name):
+            name = f"{expert[1]}{cut.experts[int(expert[2])]}"
         place = stored.places.get(name) or stored.places.get(name.replace(".mtp_model_layer.", ".transformer_layer."))
         if place is None:
             raise Fault(f"{stored.folder}: holds no {name}")

@@ -33,16 +33,16 @@ def main() -> int:
 
 
 def _draw(config: Path, tokenizer: Path, out: Path, seed: int) -> None:
-    said = started = time.monotonic()
+    reported = started = time.monotonic()
 
-    def told(done: int, total: int) -> None:
-        nonlocal said
-        if done == total or time.monotonic() - said >= EVERY:
-            said = time.monotonic()
-            say(f"draw: {size(done)} of {size(total)}, after {said - started:.0f} s")
+    def report(done: int, total: int) -> None:
+        nonlocal reported
+        if done == total or time.monotonic() - reported >= EVERY:
+            reported = time.monotonic()
+            say(f"draw: {size(done)} of {size(total)}, after {reported - started:.0f} s")
 
     try:
-        files.write(config_json.read(config), tokenizer, out, seed, told)
+        files.write(config_json.read(config), tokenizer, out, seed, report)
     except FileExistsError as error:
         raise Fault(str(error)) from None
     except OSError as error:

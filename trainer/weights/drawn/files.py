@@ -44,8 +44,8 @@ EMBEDDING = re.compile(r"(embed_tokens|\bwte)\.weight$")
 CORRECTION = "e_score_correction_bias"  # of routers; float32 in every release
 
 
-def write(config: Config, tokenizer: Path, folder: Path, seed: int, told: Callable[[int, int], None]) -> None:
-    """Write the folder, which appears only when it is complete. Call told(bytes done, all bytes) after each tensor."""
+def write(config: Config, tokenizer: Path, folder: Path, seed: int, report: Callable[[int, int], None]) -> None:
+    """Write the folder; it appears only when it is complete. Call report(done, total), in bytes, after each tensor."""
     if config.get("quantization_config"):
         raise Fault("config.json: quantization_config: drawn weights are unquantised; leave it out")
     named = config.get("dtype") or config.get("torch_dtype") or "float32"
@@ -59,7 +59,7 @@ def write(config: Config, tokenizer: Path, folder: Path, seed: int, told: Callab
             if (tokenizer / name).is_file():
                 shutil.copyfile(tokenizer / name, partial / name)
         (partial / config_json.NAME).write_text(json.dumps(config, indent=2) + "\n")
-        _write_shards(described, TYPES[named], partial, seed, told)
+        _write_shards(described, TYPES[named], partial, seed, report)
 
 
 def described_whole(config: Config) -> Config:
@@ -72,13 +72,13 @@ def described_whole(config: Config) -> Config:
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise Fault(f"config.json: model_type: {json.dumps(kind)}: transformers has no such model")
     try:
-        made = CONFIG_MAPPING[kind].from_dict(config).to_dict()
+        defaults = CONFIG_MAPPING[kind].from_dict(config).to_dict()
     except Exception as error:  # each family checks its keys in its own way, and may raise any type
         raise Fault(f"config.json: transformers rejects it: {' '.join(str(error).split())}") from None
-    found = made | {key: value for key, value in config.items() if value is not None}
-    if "num_attention_heads" in found and not found.get("head_dim"):
-        found["head_dim"] = found["hidden_size"] // found["num_attention_heads"]
-    return found
+    whole = defaults | {key: value for key, value in config.items() if value is not None}
+    if "num_attention_heads" in whole and not whole.get("head_dim"):
+        whole["head_dim"] = whole["hidden_size"] // whole["num_attention_heads"]
+    return whole
 
 
 def with_ends(config: Config, tokenizer: Path) -> Config:
@@ -90,7 +90,7 @@ def with_ends(config: Config, tokenizer: Path) -> Config:
     return {key: value for key, value in named.items() if value is not None} | config
 
 
-def _write_shards(config: Config, dtype: str, folder: Path, seed: int, told: Callable[[int, int], None]) -> None:
+def _write_shards(config: Config, dtype: str, folder: Path, seed: int, report: Callable[[int, int], None]) -> None:
     tensors = shapes(config)
     types = {name: "F32" if name.endswith(CORRECTION) else dtype for name in tensors}
     sizes = {name: math.prod(shape) * BITS[types[name]] // 8 for name, shape in tensors.items()}
@@ -104,7 +104,7 @@ def _write_shards(config: Config, dtype: str, folder: Path, seed: int, told: Cal
                 for block in blocks(config, name, tensors[name], seed):
                     f.write(as_bytes(torch.from_numpy(block).to(DTYPES[types[name]])))
                 done += sizes[name]
-                told(done, total)
+                report(done, total)
     if len(parts) > 1:
         new_safetensors.write_index(folder, total, {name: file for file, part in files.items() for name in part})
 
@@ -132,10 +132,10 @@ def blocks(config: Config, name: str, shape: tuple[int, ...], seed: int) -> Iter
         if not deviation:
             yield np.full(size, constant, np.float32)
             continue
-        found = _generator(seed, name, number).standard_normal(size, np.float32)
-        found *= np.float32(deviation)
-        found[max(0, hole.start - start) : max(0, hole.stop - start)] = 0
-        yield found
+        values = _generator(seed, name, number).standard_normal(size, np.float32)
+        values *= np.float32(deviation)
+        values[max(0, hole.start - start) : max(0, hole.stop - start)] = 0
+        yield values
 
 
 def _padding(config: Config, name: str, shape: tuple[int, ...]) -> range:
