@@ -176,7 +176,7 @@ def test_on_a_terminal_it_asks_for_what_is_missing(place, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", answers)
     assert new.main([]) == 0
     asked = capsys.readouterr().err
-    assert asked.count("Model (") == 2 and "Name [model-desk]" in asked and "none here" in asked
+    assert asked.count("Model (") == 2 and "Name [model-desk]" in asked and "none on this host" in asked
     assert load(place / "conf/own/help.yaml").name == "help"
 
 
@@ -244,7 +244,7 @@ def test_too_few_gpus_are_answered_with_how_many_would_do(place, capsys):
     "given, complaint",
     [
         ("name=x", "name: use --name"),
-        ("data.source=x.csv", "data.source: DATA says so"),
+        ("data.source=x.csv", "data.source: use DATA"),
         ("paths.output=x", "paths.output: the flow sets all paths"),
         ("optimizer.warmup_steps=500", "optimizer.warmup_steps: 500 leaves none of the 225 steps for the decay"),
         ("train.micro_batch=3", "train.global_batch: 8 is not a multiple of micro_batch 3"),
