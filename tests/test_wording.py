@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("contract", "conf", "flows", "tasks", "trainer")
-LIMIT = 133
+LIMIT = 79
 HARD = re.compile(
     r"\b(?:where (?:there|it|they|the|a|an|no|that|one)|behind|beside|(?:is|are|was) told|go(?:es|ne)? on"
     r"|of (?:its|their|our|one's) own|by (?:itself|themselves)|(?:is|are) no [a-z]+"
