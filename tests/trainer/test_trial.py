@@ -84,7 +84,7 @@ def test_results_without_a_place_go_to_the_folder_of_runs(tmp_path, monkeypatch)
         ("--layers 5", "--layers: 5 is not between 1 and 4"),
         ("--layers 1", "--layers: 1 leaves no dense layer of 4"),
         ("layout.ep=3 layout.gpus_per_node=3", "layout.ep: 3 does not divide the 8 experts"),
-        ("--gpu h300", "gpu: 'h300' is none of "),
+        ("--gpu h300", "gpu: 'h300' is not one of "),
         ("--profile-to conf", "conf exists and is not empty"),
     ],
 )
