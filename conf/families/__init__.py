@@ -95,7 +95,10 @@ def _file_of(part: str) -> Path | None:
     """Return the file of a torch part, which is a file or an import path; None if there is none."""
     if part.endswith(".py"):
         return Path(part) if Path(part).is_file() else None
-    spec = importlib.util.find_spec(part) if part else None
+    try:
+        spec = importlib.util.find_spec(part) if part else None
+    except ModuleNotFoundError:  # the package that should contain it
+        return None
     return Path(spec.origin) if spec and spec.origin else None
 
 

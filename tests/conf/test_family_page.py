@@ -100,6 +100,7 @@ def test_the_digest_of_a_family_follows_its_torch_part_next_to_it(tmp_path):
     [
         ("FAMILY = 3\n", "FAMILY in it is not a conf.families.Family"),
         (of_page().replace('"qwen3"', '"mine", megatron="bridge.py"'), "megatron in it: "),
+        (of_page().replace('"qwen3"', '"mine", megatron="no_package.part"'), "megatron in it: no_package.part: "),
         ("import nothing_of_this_name\n", "no family can be loaded from it: ModuleNotFoundError: No module named"),
         (None, "no family can be loaded from it: FileNotFoundError"),
     ],
