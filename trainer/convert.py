@@ -57,7 +57,7 @@ def main(run: Run) -> None:
     if same and before["stamps"] == stamps:
         say(f"convert: {base} already exists, from these {before['tensors']} tensors")
     else:
-        sums = _checksums(model, _recorded(base)) if same else None
+        sums = _checksums(model, released.recorded_sums(base)) if same else None
         if sums and before["digest"] == released.digest(model, sums):
             say(f"convert: {base} already exists, from the same {before['tensors']} tensors")
         else:
@@ -88,12 +88,6 @@ def _convert(run: Run, model: released.Model, known: dict[str, str] | None, fact
                 packed.write(run, conversion.chunks, partial, partial / JOURNAL / "packed")
             compare.converted(run, partial)  # in parallel with the disk's writes
             conversion.work.wait()
-
-
-def _recorded(base: Path) -> dict[str, str]:
-    """Return the checksums of the tensors from which the base was made."""
-    rows = json.loads((base / released.SOURCE).read_text())
-    return {name: checksum for name, (_, _, checksum) in rows.items()}
 
 
 def _checksums(model: released.Model, recorded: dict[str, str]) -> dict[str, str]:

@@ -63,7 +63,7 @@ from contract import closed_pipe
 from contract.faults import Fault
 from contract.installation import runs_folder
 from contract.processes import end_with_parent
-from trainer.data.identity import MANIFEST
+from trainer.data.preparation import MANIFEST
 from trainer.data.write import sequences_file
 from trainer.measure import EXHAUSTED, RESULT
 from trainer.profiling import recorder, report

@@ -8,17 +8,9 @@ counts words. Equal arguments give equal bytes.
 
 import random
 
-from trainer.data.tickets import NAMES, command
+from trainer.data.tickets import NAMES, WORDS, command
 
-PLACES = ["bakery", "garden", "harbour", "library", "market", "museum", "school", "station", "theatre", "workshop"]
-THINGS = {
-    "basket": ["apples", "bread", "eggs", "plums"],
-    "box": ["nails", "pencils", "screws", "stamps"],
-    "bag": ["books", "letters", "maps", "papers"],
-    "jar": ["beans", "coins", "honey", "tea"],
-}
-MOODS = {"glad": "smiles", "tired": "yawns", "late": "runs", "lost": "asks for the way", "curious": "looks around"}
-TIMES = ["in the morning", "at noon", "in the evening", "before the rain", "after the rain"]
+PLACES, THINGS, MOODS, TIMES = (WORDS[kind] for kind in ("places", "things", "moods", "times"))
 
 
 def stories(rows: int, seed: int) -> list[dict[str, str]]:

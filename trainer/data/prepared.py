@@ -25,8 +25,7 @@ from conf.schema.run import Run
 from contract import checkpoints, checksums, json_object, regular_files
 from contract.faults import Fault
 from contract.processes import end_with_parent
-from trainer.data import preparation
-from trainer.data.identity import MANIFEST
+from trainer.data.preparation import MANIFEST, prepare_splits
 from trainer.data.read import choose, sources
 from trainer.data.tokens import tokenizer
 from trainer.data.write import packing
@@ -103,7 +102,7 @@ def make(run: Run) -> None:
         _require_the_same(run, source, steps[-1])
     # In a separate process: preparation loads transformers without torch, which training could not use afterwards.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=end_with_parent) as process:
-        process.submit(preparation.prepare_splits, run, source, folder(run)).result()
+        process.submit(prepare_splits, run, source, folder(run)).result()
 
 
 def _require_the_same(run: Run, source: Path, step: int) -> None:

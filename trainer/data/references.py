@@ -24,7 +24,7 @@ from contract.faults import Fault
 from contract.files import open_atomically, write_atomically
 from contract.output_marks import REFERENCE
 from trainer.data import prepared
-from trainer.data.identity import MANIFEST
+from trainer.data.preparation import MANIFEST
 
 MARK = REFERENCE.mark
 ARRAYS = ("values", "ids")  # files of arrays; dpo has only values

@@ -9,24 +9,14 @@ twice. A model that has not seen the task names none of the teams. Equal argumen
 import argparse
 import json
 import random
-import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-TEAMS = {
-    "billing": ["the invoice shows a wrong amount", "I was charged twice", "my card was declined", "the tax is wrong"],
-    "shipping": [
-        "the parcel has not arrived",
-        "the courier went to a wrong door",
-        "it is late",
-        "tracking stands still",
-    ],
-    "returns": ["I want to send it back", "the refund is missing", "it broke after a day", "I got the wrong size"],
-    "accounts": ["I cannot log in", "my password does not work", "please change my address", "delete my profile"],
-    "sales": ["is there a discount for ten", "when is it in stock", "can I have a quote", "is there a larger model"],
-}
-NAMES = re.findall(r"\w+", "Ada Ben Cleo Dan Eva Finn Gus Hana Ivo Jana Kai Lea Max Nina Otto Pia")
-GREETINGS = ["Thanks", "Best", "Yours", "Regards"]
+import yaml
+
+WORDS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text("utf-8"))
+TEAMS, NAMES, GREETINGS = WORDS["teams"], WORDS["names"], WORDS["greetings"]
 
 
 def tickets(rows: int, seed: int) -> dict[str, str]:

@@ -16,7 +16,6 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -87,17 +86,14 @@ def _set_magnitudes(model) -> None:
                 module.adapter.weight_magnitude.data.copy_(module._get_weight_norm())
 
 
-@torch.no_grad()
 def draw_initial_values(model, seed: int, init: str) -> None:
     """Fill every A with its part of a matrix that is drawn whole, and every B with zeros."""
-    drawn = partial(_draw, seed, init)
-    for whole, parameter, parts in _matrices(model):
-        if whole.endswith(".adapter.linear_in.weight"):
-            parameter.copy_(_piece(whole, parameter, drawn, parts))
-        else:
-            parameter.zero_()
-            if SPREAD_OF_B:
-                parameter.copy_(_piece(whole, parameter, drawn, parts) * SPREAD_OF_B)
+
+    def matrix(name: str, shape: list[int]) -> torch.Tensor:
+        spread = 1.0 if ".adapter.linear_in." in name else SPREAD_OF_B
+        return _draw(seed, init, name, shape) * spread if spread else torch.zeros(shape)
+
+    fill(model, matrix)
 
 
 @torch.no_grad()

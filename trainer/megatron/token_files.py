@@ -40,23 +40,20 @@ class TokenFiles(DatasetProvider):
         return built[0], built[1] if self.do_validation else None, None
 
     def _split(self, split: str) -> "Rows":
-        path = file(Path(self.folder), split)
-        if self.reference is None:
-            return Rows(path, self.seq_length, self.pad_id)
-        reference = references.read(Path(self.reference), split)
-        kind = Answers if isinstance(reference, np.ndarray) else Taught
-        return kind(path, self.seq_length, self.pad_id, reference)  # pyright: ignore[reportAbstractUsage]
+        reference = None if self.reference is None else references.read(Path(self.reference), split)
+        kind = Rows if reference is None else Answers if isinstance(reference, np.ndarray) else Taught
+        return kind(file(Path(self.folder), split), self.seq_length, self.pad_id, reference)
 
 
 class Rows(Dataset):
-    """Rows of a token file. The row group read last is cached."""
+    """Rows of a token file. The row group read last is cached. `reference` has another model's outputs for the rows."""
 
     read: ClassVar[dict[str, type]] = {"input_ids": np.int32, "loss_mask": np.int8}
 
-    def __init__(self, path: str, seq_length: int, pad_id: int):
+    def __init__(self, path: str, seq_length: int, pad_id: int, reference: Any = None):
         from pyarrow import parquet
 
-        self.path, self.seq_length, self.pad_id = path, seq_length, pad_id
+        self.path, self.seq_length, self.pad_id, self.reference = path, seq_length, pad_id, reference
         facts = parquet.read_metadata(path)
         groups = [facts.row_group(i).num_rows for i in range(facts.num_row_groups)]
         self.starts = np.concatenate([[0], np.cumsum(groups)]).astype(np.int64)
@@ -108,14 +105,11 @@ class Answers(Rows):
 
     read: ClassVar[dict[str, type]] = Rows.read | {"seq_start_id": np.int32}
 
-    def __init__(self, path: str, seq_length: int, pad_id: int, reference: np.ndarray | None = None):
-        super().__init__(path, seq_length, pad_id)
-        self.reference = np.zeros((len(self), 2), np.float32) if reference is None else reference
-
     def __getitem__(self, row: int) -> Any:
         """Return a row's two answers in the form of Rows, and the reference's log-probabilities of both."""
         ids, learned, (_, first) = self.values(row)
-        return (ids[:first], learned[:first]), (ids[first:], learned[first:]), self.reference[row]
+        reference = np.zeros(2, np.float32) if self.reference is None else self.reference[row]
+        return (ids[:first], learned[:first]), (ids[first:], learned[first:]), reference
 
     def collate_fn(self, rows: list[Any]) -> dict[str, Any]:
         answers = [answer for *both, _ in rows for answer in both]
@@ -126,15 +120,11 @@ class Answers(Rows):
 class Taught(Rows):
     """Rows with the teacher's most likely tokens at each learned position."""
 
-    def __init__(self, path: str, seq_length: int, pad_id: int, teacher: references.Likeliest):
-        super().__init__(path, seq_length, pad_id)
-        self.teacher = teacher
-
     def __getitem__(self, row: int) -> Any:
-        return *self.values(row), *self.teacher.of(row)
+        return *self.values(row), *self.reference.of(row)
 
     def collate_fn(self, rows: list[Any]) -> dict[str, Any]:
-        shape = len(rows), self.seq_length, self.teacher.k
+        shape = len(rows), self.seq_length, self.reference.k
         values, tokens = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
         for i, (_, learned, *likeliest) in enumerate(rows):
             places = np.flatnonzero(learned[:-1])

@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from megatron.bridge.training import gpt_step
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.utils import get_batch_on_this_cp_rank
-from torch import distributed
 
 from conf.schema.run import Run
 from trainer.megatron.whole_rows import whole
@@ -41,15 +43,9 @@ def at(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 def likeliest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the k largest log-probabilities of each position, in descending order, and their tokens."""
-    size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     values, ids = (logits - log_sum_exp(logits)[..., None]).topk(min(k, logits.size(-1)), dim=-1)
-    ids = ids + rank * logits.size(-1)
-    if size > 1:
-        group = parallel_state.get_tensor_model_parallel_group()
-        gathered = [[torch.empty_like(share) for _ in range(size)] for share in (values, ids)]
-        for shares, share in zip(gathered, (values, ids), strict=True):
-            distributed.all_gather(shares, share.contiguous(), group=group)
-        values, ids = (torch.cat(shares, -1) for shares in gathered)
+    ids = ids + parallel_state.get_tensor_model_parallel_rank() * logits.size(-1)
+    values, ids = (gather_from_tensor_model_parallel_region(share) for share in (values, ids))
     values, places = values.topk(k, dim=-1)
     return values, ids.gather(-1, places)
 

@@ -20,7 +20,7 @@ from trainer.serving import agreement
 from trainer.startup.console import say
 from trainer.training import resume
 from trainer.training.validations import Validations
-from trainer.weights import digests, model_digests
+from trainer.weights import model_digests
 from trainer.weights.exported import peft_format
 from trainer.weights.trained import find
 
@@ -41,20 +41,17 @@ class MarkCheckpoints(Callback):
 
     def on_checkpoint_save(self, context) -> None:
         """Mark the checkpoint. Bridge calls this on every rank after all ranks have written and passed a barrier."""
-        of_tensors = model_digests.of_model(context.model, context.state.cfg.peft)
-        alpha = model_digests.alpha(context.model)
+        step = context.state.train_state.step
+        folder = checkpoints.step_folder(self.folder, step)
+        model_digests.write(folder, context, len(agreement.rows(self.run)))
         if distributed.get_rank() == 0:
-            step = context.state.train_state.step
-            folder = checkpoints.step_folder(self.folder, step)
-            facts = {"step": step, "alpha": alpha, "prompts": len(agreement.rows(self.run)), "digests": of_tensors}
-            digests.write(folder, facts)
             self._export(step, folder)
             self._mark(context)
             line = {"kind": "checkpoint", "step": step, "time": time.time(), "folder": str(folder)}
             self.metrics.write(line | self.metrics.skips())
             say(f"step {step}: checkpoint {folder}")
         if self.validations:
-            self.validations.after_save(context.state.train_state.step)
+            self.validations.after_save(step)
 
     def on_eval_end(self, context) -> None:
         """Mark the last checkpoint again, to record its loss: Bridge validates only after saving it."""

@@ -67,13 +67,10 @@ class WeightMeans(Callback):
         distributed.barrier()
         with self._in_place(self.means):
             dist_checkpointing.save(self._state(context), str(folder))
-            of_tensors = model_digests.of_model(context.model, context.state.cfg.peft)
-        alpha = model_digests.alpha(context.model)
+            of_tensors = model_digests.write(folder, context, len(agreement.rows(self.run)))
         if of_tensors is not None:
             self.weights = digests.of_all(of_tensors)
             shutil.copyfile(whole / CONFIG, folder / CONFIG)
-            facts = {"step": step, "alpha": alpha, "prompts": len(agreement.rows(self.run)), "digests": of_tensors}
-            digests.write(folder, facts)
         distributed.barrier()
 
     def as_weights(self) -> contextlib.AbstractContextManager[None]:

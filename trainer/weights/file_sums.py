@@ -5,18 +5,15 @@ November 2026 have checksums of whole files instead. Older bases, and checkpoint
 """
 
 import json
-import sys
 from pathlib import Path
-from typing import BinaryIO
 
-import xxhash
-
+from conf.model_files.weights import Entry
 from contract import json_object
 from contract.faults import Fault
 from contract.files import write_atomically
+from trainer.weights import released
 
 FILE = "sums.json"
-BLOCK = 2**18  # bytes read at once; fits into a core's cache
 
 
 def name(file: str, offset: int) -> str:
@@ -24,14 +21,10 @@ def name(file: str, offset: int) -> str:
     return f"{file}:{offset}"
 
 
-def of(file: BinaryIO, start: int = 0, length: int = sys.maxsize) -> str:
-    """Return the checksum of a file, or of a part of it."""
-    checksum, block, left = xxhash.xxh3_128(), memoryview(bytearray(min(BLOCK, length))), length
-    file.seek(start)
-    while left and (count := file.readinto(block[: min(left, BLOCK)])):  # pyright: ignore[reportAttributeAccessIssue]
-        checksum.update(block[:count])
-        left -= count
-    return checksum.hexdigest()
+def of(path: Path, start: int = 0, length: int | None = None) -> str:
+    """Return the checksum of a file, or of a part of it. Raise a Fault if the file ends within the part."""
+    size = path.stat().st_size if length is None else length
+    return released.checksum(path, Entry("U8", (size,), path.name, start, size))
 
 
 def write(folder: Path, sums: dict[str, str]) -> None:

@@ -3,14 +3,12 @@
 Each unit has an entry, a small JSON object, in a folder next to the output, on storage that all ranks share.
 """
 
-import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from contract import json_object
-from contract.faults import Fault
 from contract.files import write_atomically
 from trainer.startup import heartbeat
 from trainer.weights import atomic_folder
@@ -87,8 +85,5 @@ def share(sizes: dict[int, int], ranks: int) -> list[list[int]]:
 
 
 def _entries(folder: Path, numbers: Iterable[int]) -> dict[int, Entry]:
-    entries = {}
-    for number in numbers:
-        with contextlib.suppress(OSError, ValueError, Fault):
-            entries[number] = json_object.read(folder / f"{number}.json")
-    return entries
+    entries = {number: json_object.read_or_empty(folder / f"{number}.json") for number in numbers}
+    return {number: entry for number, entry in entries.items() if entry}

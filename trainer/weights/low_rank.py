@@ -9,12 +9,12 @@ Everything is computed in fp32 and rounded once, to the type of W.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import frexp
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from trainer.weights.mapped import kept_memory
+from trainer.weights.mapped.read_rows import ReadRows
 
 AT_ONCE = 2**19  # elements merged at a time
 TILE = 64  # Blocks have multiples of this many rows: their products are then bit-identical to the whole matrix's.
@@ -24,16 +24,7 @@ CROWDED, APART = 256, 16
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Matrix(Protocol):
-    """A matrix read by rows in order: a tensor, or one in a file (read_rows.py)."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def __getitem__(self, rows: slice, /) -> torch.Tensor: ...
+Matrix = torch.Tensor | ReadRows  # read by rows in order
 
 
 @dataclass(frozen=True)

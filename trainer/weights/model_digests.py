@@ -7,6 +7,7 @@ GPU this takes three passes over the trained weights, and copies only a few mill
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import itertools
+from pathlib import Path
 
 import torch
 from megatron.bridge.training.checkpointing import apply_peft_adapter_filter_to_state_dict
@@ -44,6 +45,17 @@ def of_model(model, adapter) -> dict[str, str] | None:
         for name, number in of_rank.items():
             total[name] = total.get(name, 0) + number
     return {name: digests.text(number) for name, number in total.items()}
+
+
+def write(folder: Path, context, prompts: int) -> dict[str, str] | None:
+    """Write the digests of a training's model next to its checkpoint, on rank 0. Return them there. All ranks must call
+    it.
+    """
+    of_tensors, of_adapters = of_model(context.model, context.state.cfg.peft), alpha(context.model)
+    if of_tensors is not None:
+        step = context.state.train_state.step
+        digests.write(folder, {"step": step, "alpha": of_adapters, "prompts": prompts, "digests": of_tensors})
+    return of_tensors
 
 
 def of_adapter(state: dict, adapter) -> dict:

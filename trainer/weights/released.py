@@ -83,6 +83,11 @@ def read(folder: Path) -> Model:
         return Model(folder, config, tensors, quantization.packed(config, tensors))
 
 
+def recorded_sums(base: Path) -> dict[str, str]:
+    """Return the checksums of the tensors from which the base was made."""
+    return {name: checksum for name, (_, _, checksum) in json_object.read(base / SOURCE).items()}
+
+
 def unlike(base: Path, tensors: Mapping[str, Entry]) -> list[str]:
     """Return the names of tensors whose type, shape or existence differs from the release of the base."""
     recorded = json_object.read(base / SOURCE)

@@ -220,7 +220,7 @@ def _load(
         try:
             if (layout := stored.layouts.get((key, *offsets))) is None:
                 layout = mapped_piece.layout(f, place.offset, place.length)
-                if not (stored.digests or stored.is_new or _is_sound(stored, place, f, layout)):
+                if not (stored.digests or stored.is_new or _is_sound(stored, path, place, f, layout)):
                     raise ValueError("other numbers than were saved")
                 stored.layouts[key, *offsets] = layout
             piece = mapped_piece.read(f, layout, index)
@@ -229,12 +229,12 @@ def _load(
     return piece[tuple(slice(first, first + count) for first, count in inside)]
 
 
-def _is_sound(stored: Stored, place: Any, file: BinaryIO, layout: mapped_piece.Layout) -> bool:
+def _is_sound(stored: Stored, path: Path, place: Any, file: BinaryIO, layout: mapped_piece.Layout) -> bool:
     """Whether a piece is intact: its checksum is correct, or its file's."""
     name = place.relative_path
     if known := stored.sums.get(file_sums.name(name, place.offset)):
-        return file_sums.of(file, place.offset, place.length) == known
+        return file_sums.of(path, place.offset, place.length) == known
     with stored.looking:
         if name in stored.sums and name not in stored.whole:
-            stored.whole[name] = file_sums.of(file) == stored.sums[name]
+            stored.whole[name] = file_sums.of(path) == stored.sums[name]
     return stored.whole.get(name, False) or mapped_piece.is_sound(file, place.offset, place.length, layout)

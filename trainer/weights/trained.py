@@ -1,6 +1,5 @@
 """Trained tensors, matched with the released model: the source of each tensor of an export."""
 
-import json
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -178,11 +177,10 @@ def match(run: Run, folder: Path) -> Trained:
     model, stored = released.read(Path(run.paths.model)), unwritten.open_base(run, folder)
     base = Path(run.paths.base)
     base_mark = checkpoints.require(base, "paths.base", CONVERT)
-    recorded = json.loads((base / released.SOURCE).read_text())
-    if recorded.keys() != model.tensors.keys():
+    sums = released.recorded_sums(base)
+    if sums.keys() != model.tensors.keys():
         raise Fault(f"{base}: was not made from {model.folder}, whose tensors have other names")
     copies = released.repeated(model)
-    sums = {name: row[2] for name, row in recorded.items()}
     trained = Trained(model, base_mark["digest"], sums, stored, config, registry=registry, copies=copies)
     torch_dist.require_all(stored)
     if any(".adapter." in name for name in stored.places | stored.digests):

@@ -1,6 +1,6 @@
-"""trainer/training/pace.py: the time that is left."""
+"""trainer/training/metrics.py: the time that is left."""
 
-from trainer.training.pace import Pace
+from trainer.training.metrics import Pace
 
 
 def test_the_first_step_which_compiles_is_no_measure_of_those_to_come():

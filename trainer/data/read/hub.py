@@ -24,7 +24,7 @@ ROWS = 1_000
 SIGNED = re.compile(r"""(https?://[^\s?'"]+)\?[^\s'"]*""")  # a signed address gives access
 
 
-def pieces(part: Part, commit: str | None, done: Callable[[int], bool]) -> Iterator[Piece]:
+def pieces(part: Part, done: Callable[[int], bool]) -> Iterator[Piece]:
     """Yield the pieces of a data set.
 
     The size of each piece is reported as 0, because it is unknown. done() is true only for chunks that exist.
@@ -33,7 +33,7 @@ def pieces(part: Part, commit: str | None, done: Callable[[int], bool]) -> Itera
     while done(first):
         yield 0, partial(Rows, [], "", ())
         first += 1
-    for number, values in enumerate(batched(_streamed(part, commit, first * ROWS), ROWS), first):
+    for number, values in enumerate(batched(_streamed(part, first * ROWS), ROWS), first):
         numbers = range(number * ROWS + 1, (number + 1) * ROWS + 1)
         yield 0, partial(Rows, list(values), f"{part.source} {part.split} row ", numbers)
 
@@ -41,18 +41,18 @@ def pieces(part: Part, commit: str | None, done: Callable[[int], bool]) -> Itera
 def count(part: Part) -> int | None:
     """Return the number of rows of the split from the data set's description; None if it has none."""
     datasets = _imported()
-    with _faults(part, part.revision):
+    with _faults(part):
         splits = datasets.load_dataset_builder(part.source, part.config, revision=part.revision).info.splits or {}
     return splits[part.split].num_examples if part.split in splits else None
 
 
-def _streamed(part: Part, commit: str | None, skipped: int) -> Iterator[Row]:
+def _streamed(part: Part, skipped: int) -> Iterator[Row]:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", part.source or ""):
         raise Fault(f"data.source: {part.source}: no such file, and not a name of a data set on the Hub (org/name)")
     datasets = _imported()
-    revision = commit or part.revision
-    with _faults(part, revision):
-        stream = datasets.load_dataset(part.source, part.config, split=part.split, revision=revision, streaming=True)
+    options = {"split": part.split, "revision": part.revision, "streaming": True}
+    with _faults(part):
+        stream = datasets.load_dataset(part.source, part.config, **options)
         for row in stream.skip(skipped) if skipped else stream:
             yield {name: without_absent_keys(value) for name, value in row.items()}
 
@@ -68,7 +68,7 @@ def _imported() -> Any:
 
 
 @contextmanager
-def _faults(part: Part, revision: str) -> Iterator[None]:
+def _faults(part: Part) -> Iterator[None]:
     import httpx
     from datasets.exceptions import DatasetsError
 
@@ -80,5 +80,5 @@ def _faults(part: Part, revision: str) -> Iterator[None]:
         line = SIGNED.sub(r"\1", line)
         source = f"{part.source} ({part.config})" if part.config else part.source
         raise Fault(
-            f"data.source: {source} {part.split} at {revision[:8]}: {line}; and no file or folder has this name"
+            f"data.source: {source} {part.split} at {part.revision[:8]}: {line}; and no file or folder has this name"
         ) from None

@@ -61,16 +61,15 @@ def _of_texts(prompt: Any, chosen: str, rejected: str, system: str) -> list[Row]
     answers = [
         conversations.text(text, side, "empty answer") for text, side in zip((chosen, rejected), SIDES, strict=True)
     ]
-    if looks_like(prompt, False):
-        before = conversations.read(prompt, "prompt")
-        return [_checked([*before, _new_message("assistant", answer)], "prompt") for answer in answers]
-    question = conversations.text(prompt, "prompt", "empty")
-    if all(answer.startswith(question) for answer in answers):
-        answers = [conversations.text(answer[len(question) :], "chosen", "empty answer") for answer in answers]
-    if not system.strip():
-        return [{"input": question, "output": answer} for answer in answers]
-    before = [_new_message("system", system), _new_message("user", question)]
-    return [_checked([*before, _new_message("assistant", answer)], "chosen") for answer in answers]
+    before, field = _question(prompt), "prompt"
+    if not looks_like(prompt, False):
+        question, field = before[0]["content"], "chosen"
+        if all(answer.startswith(question) for answer in answers):
+            answers = [conversations.text(answer[len(question) :], "chosen", "empty answer") for answer in answers]
+        if not system.strip():
+            return [{"input": question, "output": answer} for answer in answers]
+        before = [_new_message("system", system), *before]
+    return [_checked([*before, _new_message("assistant", answer)], field) for answer in answers]
 
 
 def _conversation(prompt: Any, answer: Any, side: str, system: str) -> Row:

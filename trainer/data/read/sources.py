@@ -40,7 +40,7 @@ class Chunk:
     load: Callable[[], Rows]
 
 
-def chunks(part: Part, number: int, done: Callable[[int], bool], commit: str | None = None) -> Iterator[Chunk]:
+def chunks(part: Part, number: int, done: Callable[[int], bool]) -> Iterator[Chunk]:
     """Yield all chunks of a source. Finished chunks have no rows."""
     source = _source(part)
     if is_local(source):
@@ -50,7 +50,7 @@ def chunks(part: Part, number: int, done: Callable[[int], bool], commit: str | N
     else:
         from trainer.data.read import hub
 
-        pieces = hub.pieces(part, commit, done)
+        pieces = hub.pieces(part, done)
     before = 0
     for count, (position, load) in enumerate(pieces):
         yield Chunk(count, number, position - before, _left_out if done(count) else load)
@@ -63,10 +63,10 @@ def total(part: Part) -> int:
     return sum(path.stat().st_size for path in files(source)) if is_local(source) else 0
 
 
-def first(part: Part, commit: str | None = None) -> tuple[list[Row], str]:
+def first(part: Part) -> tuple[list[Row], str]:
     """Return the first usable rows, and the place of the first one."""
     refused = ""
-    for chunk in chunks(part, 0, lambda number: False, commit):
+    for chunk in chunks(part, 0, lambda number: False):
         rows = chunk.load()
         good = [(at, row) for at, row in enumerate(rows.values) if not isinstance(row, Bad)]
         if good:

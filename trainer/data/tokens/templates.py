@@ -31,6 +31,7 @@ from trainer.startup.limited_calls import Exceeded
 
 DEFAULT = "{input} {output}"
 CHAT = "chat template"
+RECORDED = ("kind", "text", "origin", "loss_on", "stop", "options")  # attributes in a template's record, with its limit
 RESERVED = {"messages", "tools", "documents", "input", "output", "conversations", "chat_template"} | {
     "add_generation_prompt",
     "continue_final_message",
@@ -103,19 +104,9 @@ class Template(TemplateText):
 
     def record(self) -> dict[str, Any]:
         """Return the record for from_record(), as JSON."""
-        return {
-            "kind": self.kind,
-            "text": self.text,
-            "sha256": checksums.of(self.text) if isinstance(self.text, str) else checksums.of_json(self.text),
-            "origin": self.origin,
-            "loss_on": self.loss_on,
-            "stop": self.stop,
-            "options": self.options,
-            "seq_length": self.limit.seq_length,
-            "packed": self.limit.packed,
-            "too_long": self.limit.too_long,
-            "tokenizer": tokenizers.facts(self.tokenizer),
-        }
+        digest = checksums.of(self.text) if isinstance(self.text, str) else checksums.of_json(self.text)
+        settings = {key: getattr(self, key) for key in RECORDED} | vars(self.limit)
+        return settings | {"sha256": digest, "tokenizer": tokenizers.facts(self.tokenizer)}
 
 
 def choose(data: Data, tokenizer: Tokenizer, kind: str) -> Template:
@@ -209,8 +200,7 @@ def from_record(record: dict[str, Any], tokenizer: Tokenizer) -> Template:
     if record["origin"] == CHAT and tokenizer.chat_template != record["text"]:
         raise Fault(f"{folder}: its chat template is not the one with which the data were prepared")
     limit = Limit(record["seq_length"], record["packed"], record["too_long"])
-    keys = ("kind", "text", "origin", "loss_on", "stop", "options")
-    return Template(**{key: record[key] for key in keys}, limit=limit, tokenizer=tokenizer)
+    return Template(**{key: record[key] for key in RECORDED}, limit=limit, tokenizer=tokenizer)
 
 
 def _joined(chosen: Encoded | Bad, rejected: Encoded | Bad) -> Encoded | Bad:

@@ -163,15 +163,16 @@ def _entries(
 
 def _places(spool: Spool, rows: np.ndarray) -> list[str]:
     """Return file and line of rows, or the equivalent of lines in their source."""
-    order = np.argsort(rows, kind="stable")
-    numbers = np.empty(len(rows), np.int64)
-    numbers[order] = spool.column("number", np.int64, rows[order])
+    numbers = _table(spool, "number", np.int64, 1, rows)[:, 0]
     chunks = spool.chunks_of(rows).tolist()
     return [f"{spool.chunk(at).facts['places'][0]}{number}" for at, number in zip(chunks, numbers, strict=True)]
 
 
 def _signatures(spool: Spool, rows: np.ndarray) -> np.ndarray:
+    return _table(spool, "signature", np.uint32, likeness.HASHES, rows)
+
+
+def _table(spool: Spool, name: str, dtype: type, width: int, rows: np.ndarray) -> np.ndarray:
+    """Return `width` values of each of these rows, in any order."""
     order = np.argsort(rows, kind="stable")
-    result = np.empty((len(rows), likeness.HASHES), np.uint32)
-    result[order] = spool.table("signature", np.uint32, likeness.HASHES, rows[order])
-    return result
+    return spool.table(name, dtype, width, rows[order])[np.argsort(order)]

@@ -112,28 +112,23 @@ def _apply_z_loss(self: Any, logits: torch.Tensor, padding_mask: torch.Tensor | 
 def _balancing(kind: str) -> Callable[..., torch.Tensor]:
     """Return the function for this kind of balancing loss. Both kinds compute the loss per row."""
 
-    def apply(
+    def balance(
         self: Any, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
-        coefficient = self.get_aux_loss_coeff(kind)
-        return probs if coefficient == 0 else _balance(self, probs, scores, routing_map, coefficient)
+        """Attach the loss to `probs`: for each row, experts * sum over experts of (share of choices * mean score)."""
+        coefficient, rows, experts = self.get_aux_loss_coeff(kind), self.rows, self.config.num_moe_experts
+        if coefficient == 0:
+            return probs
+        chosen = torch.zeros(len(rows.length), experts, device=scores.device)
+        chosen.index_add_(0, rows.number, routing_map.reshape(-1, experts).float())
+        if self.tp_cp_group.size() > 1:
+            distributed.all_reduce(chosen, group=self.tp_cp_group)
+        of_choice = chosen * (rows.share / rows.length * (experts / self.topk))[:, None]
+        loss = (scores.reshape(-1, experts).float() * of_choice[rows.number]).sum()
+        _add("aux_loss", loss, self)
+        return MoEAuxLossAutoScaler.apply(probs, loss * coefficient)
 
-    return apply
-
-
-def _balance(
-    self: Any, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, coefficient: float
-) -> torch.Tensor:
-    """Attach the loss to `probs`: for each row, experts * sum over experts of (share of choices * mean score)."""
-    rows, experts = self.rows, self.config.num_moe_experts
-    chosen = torch.zeros(len(rows.length), experts, device=scores.device)
-    chosen.index_add_(0, rows.number, routing_map.reshape(-1, experts).float())
-    if self.tp_cp_group.size() > 1:
-        distributed.all_reduce(chosen, group=self.tp_cp_group)
-    of_choice = chosen * (rows.share / rows.length * (experts / self.topk))[:, None]
-    loss = (scores.reshape(-1, experts).float() * of_choice[rows.number]).sum()
-    _add("aux_loss", loss, self)
-    return MoEAuxLossAutoScaler.apply(probs, loss * coefficient)
+    return balance
 
 
 def _apply_expert_bias(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:

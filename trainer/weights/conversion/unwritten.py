@@ -9,7 +9,6 @@ release is compared with its description in the base.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
 import contextlib
-import json
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -30,11 +29,10 @@ from contract import checkpoints
 from contract.faults import Fault
 from trainer.megatron.model import open_bridge
 from trainer.patches.checkpoints import files
+from trainer.startup.entry import ALONE
 from trainer.weights import released, torch_dist
 from trainer.weights.conversion.base import Conversion
 from trainer.weights.torch_dist import RELEASED, Stored
-
-ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
 class Pieces:
@@ -42,8 +40,8 @@ class Pieces:
 
     def __init__(self, run: Run, base: Path):
         mark = checkpoints.read_mark(base) or {}  # no mark yet during conversion
-        model, source = released.read(Path(run.paths.model)), base / released.SOURCE
-        known = {name: row[2] for name, row in json.loads(source.read_text()).items()} if source.exists() else None
+        model = released.read(Path(run.paths.model))
+        known = released.recorded_sums(base) if (base / released.SOURCE).exists() else None
         with _one_process():
             conversion = Conversion(_as_converted(run, mark), open_bridge(run), model, known)
             self.values = conversion.values()
@@ -112,10 +110,10 @@ def require_release(run: Run) -> bool:
     model = released.read(Path(run.paths.model))
     changed = released.unlike(base, model.tensors)
     if not changed and model.stamps() != mark["stamps"]:
-        recorded = json.loads((base / released.SOURCE).read_text())
+        recorded = released.recorded_sums(base)
         names = sorted(recorded, key=lambda name: model.tensors[name].size)
         rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        expected = {name: recorded[name][2] for name in names[rank::ranks]}
+        expected = {name: recorded[name] for name in names[rank::ranks]}
         sums, _ = released.checksums(model, expected, expected)
         changed = [name for name, checksum in sums.items() if checksum != expected[name]]
     if changed:

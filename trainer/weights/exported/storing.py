@@ -9,31 +9,27 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any
 
 import psutil
 
 Span = tuple[Path, int, int]  # file, first byte, number of bytes
 
 
-class Storing:
+class Storing(ThreadPoolExecutor):
     """The thread, for `size` bytes in total, read and written."""
 
     def __init__(self, size: int):
+        super().__init__(1, "storing")
         self.forgets = size > psutil.virtual_memory().available
-        self.pool = ThreadPoolExecutor(1, "storing")
         self.before: list[Span] = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.pool.shutdown(cancel_futures=kind is not None)
+    def __exit__(self, kind: type | None, *_: Any) -> None:
+        self.shutdown(cancel_futures=kind is not None)
 
     def begin(self, written: Span, read: Iterable[Span]) -> None:
         """Start flushing the written bytes, made from the bytes in `read`, without waiting for it."""
-        self.pool.submit(self._begin, written, [*read])
+        self.submit(self._begin, written, [*read])
 
     def _begin(self, written: Span, read: list[Span]) -> None:
         _forget(written)  # starts to flush dirty pages, and waits if the disk is busy

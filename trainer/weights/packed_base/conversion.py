@@ -129,7 +129,6 @@ def _name(number: int) -> str:
 def _checksum(path: Path) -> str:
     """Return the checksum of a file; "" if it is missing."""
     try:
-        with path.open("rb") as file:
-            return file_sums.of(file)
+        return file_sums.of(path)
     except OSError:
         return ""

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator
 from math import gcd
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -31,17 +31,10 @@ from trainer.weights.conversion import unwritten
 from trainer.weights.conversion.megatron_tensors import storage
 from trainer.weights.coverage import VOCABULARY
 from trainer.weights.packed_base import files, packing
-from trainer.weights.packed_base.part import Found, Part
+from trainer.weights.packed_base.part import Part
 from trainer.weights.quantised import report
 
-
-class Source(Protocol):
-    """Source of the codes of parts."""
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def height(self, part: Part) -> int: ...
-    def box(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor: ...
-    def of_part(self, part: Part, block: tuple[int, int]) -> Found: ...
+Source = files.Packed | packing.Packing  # of the codes of parts
 
 
 def prepare(run: Run) -> None:

@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from conf.model_files.quantization import E2M1, MX, Packed, Scheme, blocks
+from conf.model_files.quantization import MX, Packed, Scheme, blocks
 from trainer.megatron.packed_base import codes as of_codes
 
 AT_ONCE = 2**24  # fp32 values at a time
@@ -58,22 +58,17 @@ def spread(scales: torch.Tensor, packed: Packed, start: int, stop: int) -> torch
     return scales[of_rows][:, of_columns]
 
 
-def integers(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Return integers of rows that are packed into 32 bits, the first in the lowest bits, stored without sign."""
-    places = torch.arange(0, 32 // scheme.bits * scheme.bits, scheme.bits, dtype=torch.int32)
-    apart = (codes.unsqueeze(-1) >> places) & (2**scheme.bits - 1)
-    return apart.flatten(1) - 2 ** (scheme.bits - 1)
-
-
 def _numbers(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    return integers(codes, scheme).float() if scheme.kind == "int" else of_codes.numbers(codes, scheme.kind)
+    """Return the values of codes. Integers are packed into 32 bits, the first in the lowest, stored without sign."""
+    if scheme.kind != "int":
+        return of_codes.numbers(codes, scheme.kind)
+    parts = codes.view(torch.uint8)
+    return of_codes.numbers(parts, "int") if scheme.bits == 4 else parts.float() - 128
 
 
 def _unpack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    table = torch.tensor(E2M1, dtype=dtype)
     whole = torch.empty((codes.shape[0], prod(codes.shape[2:]) * 2, codes.shape[1]), dtype=dtype)
     for expert, (of_expert, exponents) in enumerate(zip(codes, scales, strict=True)):
-        pairs = torch.stack((table[(of_expert & 15).int()], table[(of_expert >> 4).int()]), -1)
-        numbers = torch.ldexp(pairs.reshape(*of_expert.shape[:2], MX), exponents.int().unsqueeze(-1) - 127)
-        whole[expert] = numbers.flatten(1).t()
+        numbers = of_codes.numbers(of_expert.flatten(1), "mxfp4").to(dtype).unflatten(1, (-1, MX))
+        whole[expert] = torch.ldexp(numbers, exponents.int().unsqueeze(-1) - 127).flatten(1).t()
     return whole

@@ -248,13 +248,13 @@ from conf.schema.data import Part
 from trainer.data.read import hub
 from trainer.data.read import sources
 hub.ROWS = 10
-for settings, commit, done in json.load(sys.stdin):
+for settings, done in json.load(sys.stdin):
     part = Part(**settings)
     try:
-        chunks = list(sources.chunks(part, 0, set(done).__contains__, commit))
+        chunks = list(sources.chunks(part, 0, set(done).__contains__))
         loaded = [(chunk.number, chunk.size, chunk.load()) for chunk in chunks if chunk.number not in done]
         found = [[number, size, rows.values, rows.place(0)] for number, size, rows in loaded]
-        print(json.dumps([len(chunks), found, sources.first(part, commit)]))
+        print(json.dumps([len(chunks), found, sources.first(part)]))
     except sources.Fault as fault:
         print(json.dumps(str(fault)))
 heavy = {"torch", "tensorflow", "transformers"} & set(sys.modules)
@@ -264,7 +264,7 @@ assert not heavy, heavy
 
 @pytest.fixture
 def served(tmp_path, monkeypatch):
-    """A Hub, and ask([settings, commit, chunks that are done]...): `datasets` reads HF_ENDPOINT when it is imported."""
+    """A Hub, and ask([settings, chunks that are done]...): `datasets` reads HF_ENDPOINT when it is imported."""
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE", "USE_TORCH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
@@ -292,11 +292,11 @@ def test_a_data_set_on_the_hub(served, tmp_path):
     hub.publish("datasets/org/set", tmp_path / "one")
     settings = {"source": "org/set"}
     everything, pinned, skipped, some, test = ask(
-        [settings, None, []],
-        [settings, first, []],
-        [settings, first, [0, 1]],
-        [settings | {"revision": first}, None, [0, 2]],
-        [settings | {"split": "test"}, first, []],
+        [settings, []],
+        [settings | {"revision": first}, []],
+        [settings | {"revision": first}, [0, 1]],
+        [settings | {"revision": first}, [0, 2]],
+        [settings | {"split": "test", "revision": first}, []],
     )
     chunks = [
         [number, 0, found[number * 10 : number * 10 + 10], f"org/set train row {number * 10 + 1}"]
@@ -316,7 +316,7 @@ def test_a_configuration_of_json_lines_on_the_hub(served, tmp_path):
     configs = "".join(f"- config_name: {name}\n  data_files: {name}/*\n" for name in ("easy", "hard"))
     (tmp_path / "set/README.md").write_text(f"---\nconfigs:\n{configs}---\n")
     hub.publish("datasets/org/set", tmp_path / "set")
-    hard, none, wrong = ask(*([{"source": "org/set", "config": config}, None, []] for config in ("hard", None, "soft")))
+    hard, none, wrong = ask(*([{"source": "org/set", "config": config}, []] for config in ("hard", None, "soft")))
     assert hard[1] == [[0, 0, [{"q": "3", "a": "4"}], "org/set train row 1"]]
     assert none.startswith("data.source: org/set train at main: Config name is missing")
     assert wrong.startswith("data.source: org/set (soft) train at main: BuilderConfig 'soft' not found")
@@ -327,7 +327,7 @@ def test_an_address_that_is_signed_is_not_shown(served, tmp_path):
     written(tmp_path / "set/train.parquet", [{"a": 1}])
     hub.publish("datasets/org/set", tmp_path / "set")
     hub.inject("/cdn/", status=404, times=99)
-    [fault] = ask([{"source": "org/set"}, None, []])
+    [fault] = ask([{"source": "org/set"}, []])
     assert "Not Found" in fault and "train.parquet" in fault and "secret" not in fault and "sig" not in fault
 
 
@@ -339,11 +339,11 @@ def test_faults_of_the_hub(served, tmp_path):
     (tmp_path / "script/script.py").write_text("print()")
     hub.publish("datasets/org/script", tmp_path / "script")
     faults = ask(
-        [{"source": "org/none"}, None, []],
-        [{"source": "org/set", "split": "tset"}, None, []],
-        [{"source": "org/set", "revision": "gone"}, None, []],
-        [{"source": "org/script"}, None, []],
-        [{"source": "a/b/c"}, None, []],
+        [{"source": "org/none"}, []],
+        [{"source": "org/set", "split": "tset"}, []],
+        [{"source": "org/set", "revision": "gone"}, []],
+        [{"source": "org/script"}, []],
+        [{"source": "a/b/c"}, []],
     )
     said = ["org/none", "Bad split: tset", "gone", "Dataset scripts are no longer supported", "a/b/c"]
     for fault, words in zip(faults, said, strict=True):
