@@ -43,7 +43,7 @@ def _wrong(packed: files.Packed, again: Packing, name: str, as_released: bool) -
         found = packed.of_part(part, block)
         if as_released:
             expected = again.box(name, part.offsets, part.sizes)
-            if not same_bits(unpacked(*found, block).to(expected.dtype), expected):
+            if not same_bits(unpacked(found, block).to(expected.dtype), expected):
                 return "does not give the released numbers"
         elif block != packed.form.block or not all(map(same_bits, found, again.of_part(part, block))):
             return "is not the released weight in these codes and scales"

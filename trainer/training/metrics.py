@@ -44,7 +44,6 @@ from torch import distributed
 from conf.planner import hardware
 from conf.rules import objectives
 from conf.schema.run import Run
-from contract.amounts import clock
 from contract.faults import Fault
 from trainer.data import prepared
 from trainer.data.tokens.perplexity import perplexity
@@ -54,6 +53,7 @@ from trainer.patches.gradients import mtp_loss
 from trainer.startup.console import say
 from trainer.training.gradients import Gradients
 from trainer.training.metrics_files import MetricsFiles
+from trainer.training.pace import Pace
 
 
 def require_finite(step: int, losses: dict[str, float]) -> None:
@@ -61,19 +61,6 @@ def require_finite(step: int, losses: dict[str, float]) -> None:
     for name, loss in losses.items():
         if not math.isfinite(loss):
             raise RuntimeError(f"step {step}: {name.replace('_', ' ')} is {loss}")
-
-
-class Pace:
-    """Pace of the steps except the first, which compiles and connects. Validations and saves between steps count."""
-
-    first: tuple[int, float] | None = None  # the first step, and the time of its end
-
-    def left(self, step: int, last: int, now: float) -> str:
-        """Text with the time left after this step; empty after the first, when no pace is known."""
-        if self.first is None:
-            self.first = step, now
-        steps = step - self.first[0]
-        return f"  left {clock((last - step) * (now - self.first[1]) / steps)}" if steps else ""
 
 
 class Metrics(Callback):

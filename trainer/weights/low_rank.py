@@ -13,8 +13,7 @@ from math import frexp
 import numpy as np
 import torch
 
-from trainer.weights.mapped import kept_memory
-from trainer.weights.mapped.read_rows import ReadRows
+from trainer.weights.mapped.read_rows import ReadRows, take
 
 AT_ONCE = 2**19  # elements merged at a time
 TILE = 64  # Blocks have multiples of this many rows: their products are then bit-identical to the whole matrix's.
@@ -106,9 +105,9 @@ def _room(use: str, shape: tuple[int, int]) -> torch.Tensor:
     """Return cached fp32 memory for this use."""
     rows, columns = shape
     width = columns + (APART if columns % CROWDED == 0 else 0)
-    return kept_memory.take(use, rows * width, torch.float32).view(rows, width)[:, :columns]
+    return take(use, rows * width, torch.float32).view(rows, width)[:, :columns]
 
 
 def _rounded(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """Return cached memory for a block in the type of the weight."""
-    return kept_memory.take("rounded", shape[0] * shape[1], dtype).view(shape)
+    return take("rounded", shape[0] * shape[1], dtype).view(shape)

@@ -78,10 +78,6 @@ class StartingAdapter:
 
     def _joined(self, matrices: dict[str | None, torch.Tensor]) -> torch.Tensor:
         """Stack the matrices in Megatron's order."""
-        if None in matrices:
-            return matrices[None]
-        if "gate" in matrices:
-            return torch.cat([matrices["gate"], matrices["up"]])
         rows = sum(map(len, matrices.values()))
         joined, order = torch.empty(rows, next(iter(matrices.values())).shape[1]), torch.arange(rows)
         for role, matrix in matrices.items():

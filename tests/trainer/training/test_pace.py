@@ -1,6 +1,6 @@
-"""trainer/training/metrics.py: the time that is left."""
+"""trainer/training/pace.py: the time that is left."""
 
-from trainer.training.metrics import Pace
+from trainer.training.pace import Pace
 
 
 def test_the_first_step_which_compiles_is_no_measure_of_those_to_come():

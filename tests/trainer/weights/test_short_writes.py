@@ -8,7 +8,7 @@ import pytest
 import xxhash
 
 from trainer.weights import short_writes
-from trainer.weights.conversion.shards import SummedStream
+from trainer.weights.conversion.summed_stream import SummedStream
 
 LONGEST = short_writes.LONGEST
 CONTENT = bytes(number % 251 for number in range(3 * LONGEST + 5))

@@ -265,8 +265,8 @@ def _tokens(encoding, span: Span, length: int, inside: bool) -> Span:
     """
     start, end = span
     first = _at(encoding, start, length)
-    if not inside and first < len(encoding) and encoding.token_to_chars(first)[0] < start:
-        first = _after(encoding, first, start)
+    while not inside and first < len(encoding) and encoding.token_to_chars(first)[0] < start:
+        first += 1
     last = _at(encoding, end, length)
     if last < len(encoding) and end > start and encoding.token_to_chars(last)[0] < end:
         last += 1
@@ -282,10 +282,6 @@ def _at(encoding, place: int, length: int) -> int:
     return len(encoding)
 
 
-def _after(encoding, token: int, start: int) -> int:
-    while token < len(encoding) and encoding.token_to_chars(token)[0] < start:
-        token += 1
-    return token
 
 
 def prompt_and_answer(template: TemplateText, row: Row) -> tuple[str, str]:

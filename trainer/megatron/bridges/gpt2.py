@@ -88,22 +88,14 @@ class GPT2Bridge(MegatronModelBridge):
         config = hf_pretrained.config
 
         provider.ffn_hidden_size = config.n_inner or 4 * config.n_embd
-        provider.num_query_groups = config.n_head
-        provider.kv_channels = config.n_embd // config.n_head
         provider.positions = config.n_positions
         provider.position_embedding_type = "learned_absolute"
         provider.make_vocab_size_divisible_by = 128
-        provider.normalization = "LayerNorm"
         provider.layernorm_epsilon = config.layer_norm_epsilon
-        provider.gated_linear_unit = False
-        provider.add_bias_linear = True
         provider.add_qkv_bias = True
-        provider.qk_layernorm = False
         provider.hidden_dropout = 0.0
         provider.attention_dropout = 0.0
         provider.bias_activation_fusion = True
-        provider.autocast_dtype = torch.bfloat16
-        provider.mtp_num_layers = None
         return provider
 
     def mapping_registry(self) -> MegatronMappingRegistry:

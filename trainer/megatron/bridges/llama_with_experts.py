@@ -2,7 +2,6 @@
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 
-import torch
 from megatron.bridge.models.conversion.param_mapping import (
     AutoMapping,
     GatedMLPMapping,
@@ -22,21 +21,13 @@ OF_LAYER = {
 }
 
 
-def set_up(provider, config) -> None:
+def set_up(provider) -> None:
     """Set what config.json has no key for."""
     provider.normalization = "RMSNorm"
     provider.gated_linear_unit = True
     provider.add_bias_linear = False
-    provider.qk_layernorm = False
     provider.hidden_dropout = 0.0
-    provider.autocast_dtype = torch.bfloat16
-    provider.mtp_num_layers = None
-
-    provider.moe_router_score_function = "softmax"
     provider.moe_router_load_balancing_type = "aux_loss"
-    provider.moe_aux_loss_coeff = config.router_aux_loss_coef
-    provider.moe_grouped_gemm = True
-    provider.moe_token_dispatcher_type = "alltoall"
     provider.moe_permute_fusion = True
 
 

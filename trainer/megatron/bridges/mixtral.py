@@ -16,12 +16,8 @@ class MixtralBridge(MegatronModelBridge):
 
     def provider_bridge(self, hf_pretrained):
         provider = super().provider_bridge(hf_pretrained)
-        config = hf_pretrained.config
-
-        llama_with_experts.set_up(provider, config)
-        provider.add_qkv_bias = False
-        provider.num_moe_experts = config.num_local_experts
-        provider.moe_ffn_hidden_size = config.intermediate_size
+        llama_with_experts.set_up(provider)
+        provider.moe_ffn_hidden_size = hf_pretrained.config.intermediate_size
         provider.moe_router_pre_softmax = False  # softmax over the chosen experts: their weights sum to 1
         return provider
 

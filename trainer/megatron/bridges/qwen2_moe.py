@@ -28,9 +28,8 @@ class Qwen2MoEBridge(MegatronModelBridge):
             int(layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0)
             for layer in range(config.num_hidden_layers)
         ]
-        llama_with_experts.set_up(provider, config)
+        llama_with_experts.set_up(provider)
         provider.add_qkv_bias = config.qkv_bias
-        provider.num_moe_experts = config.num_experts
         provider.moe_shared_expert_intermediate_size = config.shared_expert_intermediate_size
         provider.moe_shared_expert_gate = True
         provider.moe_router_pre_softmax = not config.norm_topk_prob  # softmax over all experts, or over the chosen ones

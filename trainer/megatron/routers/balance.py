@@ -116,9 +116,10 @@ def _balancing(kind: str) -> Callable[..., torch.Tensor]:
         self: Any, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
         """Attach the loss to `probs`: for each row, experts * sum over experts of (share of choices * mean score)."""
-        coefficient, rows, experts = self.get_aux_loss_coeff(kind), self.rows, self.config.num_moe_experts
+        coefficient = self.get_aux_loss_coeff(kind)
         if coefficient == 0:
             return probs
+        rows, experts = self.rows, self.config.num_moe_experts
         chosen = torch.zeros(len(rows.length), experts, device=scores.device)
         chosen.index_add_(0, rows.number, routing_map.reshape(-1, experts).float())
         if self.tp_cp_group.size() > 1:

@@ -7,28 +7,25 @@ released tensors from which it was made. A later attempt keeps shards whose entr
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
-import io
 import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-import xxhash
 from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 from megatron.core.dist_checkpointing.strategies.torch import mcore_to_pyt_state_dict
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
-from torch.utils.serialization import config
 
 from contract import checksums
 from contract.files import sync, write_atomically
-from trainer.weights import file_sums, journal, released, short_writes, torch_dist
+from trainer.weights import file_sums, journal, released, torch_dist
 from trainer.weights.conversion import tiling
 from trainer.weights.conversion.megatron_tensors import Piece, Values
+from trainer.weights.conversion.summed_stream import SummedStream
 
 
 @dataclass(frozen=True)
@@ -175,51 +172,3 @@ def _checksums(model: released.Model, names: tuple[str, ...]) -> dict[str, str]:
     if infinite:
         raise released.not_finite(model, infinite)
     return sums
-
-
-class SummedStream(io.IOBase):
-    """Stream to which torch writes a file's pieces. It computes a checksum for each piece, and aligns pieces so their
-    values can be mapped.
-    """
-
-    def __init__(self, stream: io.IOBase):
-        self.stream, self.piece, self.start, self.end = stream, xxhash.xxh3_128(), 0, 0
-        self.error: OSError | None = None
-        self.sums: dict[int, str] = {}
-
-    def write(self, data) -> int:
-        content = memoryview(data).cast("B")
-        try:
-            for block in short_writes.cut(content, self.end):
-                self.piece.update(block)
-                self.stream.write(block)
-        except OSError as error:
-            self.error = error
-            raise
-        self.end += len(content)
-        return len(content)
-
-    def tell(self) -> int:
-        """Return the position, after writing zeros for the alignment. Call this before and after each piece."""
-        if over := self.end % torch_dist.ALIGNED:
-            self.write(bytes(torch_dist.ALIGNED - over))
-        if self.end > self.start:
-            self.sums[self.start] = self.piece.hexdigest()
-            self.piece, self.start = xxhash.xxh3_128(), self.end
-        return self.end
-
-    def save(self, tensor: torch.Tensor) -> None:
-        """Write a tensor with torch. If writing fails, raise the cause, which torch does not report.
-
-        torch's CRC-32 is switched off, because it would take most of the time; pieces have another checksum.
-        """
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()  # torch writes the whole storage
-        try:
-            with config.patch("save.compute_crc32", False):
-                torch.save(tensor.detach(), self)
-        except Exception as error:
-            raise self.error or error from error
-
-    def flush(self) -> None:
-        pass

@@ -13,7 +13,7 @@ def read(file: BinaryIO, start: int, dtype: torch.dtype, count: int, soon: bool 
     frequent in checkpoints) are read into memory, because torch cannot map them.
     """
     if start % dtype.itemsize:
-        return _copy(file, start, dtype, count)
+        return fill(file, start, torch.empty(count * dtype.itemsize, dtype=torch.uint8)).view(dtype)
     before = start % mmap.ALLOCATIONGRANULARITY  # a mapping begins at a multiple of this
     size = before + count * dtype.itemsize
     content = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=start - before)
@@ -22,11 +22,10 @@ def read(file: BinaryIO, start: int, dtype: torch.dtype, count: int, soon: bool 
     return torch.frombuffer(content, dtype=dtype, count=count, offset=before)
 
 
-def _copy(file: BinaryIO, start: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-    buffer = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
-    whole = memoryview(buffer.numpy())
+def fill(file: BinaryIO, start: int, content: torch.Tensor) -> torch.Tensor:
+    """Fill a tensor of bytes from this place of a file. Return it. Raise a ValueError if the file ends early."""
     file.seek(start)
-    filled = file.readinto(whole)  # pyright: ignore[reportAttributeAccessIssue]
-    if filled < len(whole):
-        raise ValueError(f"ends {len(whole) - filled} bytes early")
-    return buffer.view(dtype)
+    filled = file.readinto(content.numpy().data)  # pyright: ignore[reportAttributeAccessIssue]
+    if filled < len(content):
+        raise ValueError(f"ends {len(content) - filled} bytes early")
+    return content

@@ -91,7 +91,7 @@ class AsTrained:
     def _matrix(self, name: str, number: int, count: int) -> torch.Tensor:
         part = Part.of_matrix(name, self.source.shape(name), number, count)
         block = (self.source.height(part), self.form.block[1])
-        return unpacked(*self.source.of_part(part, block), block)
+        return unpacked(self.source.of_part(part, block), block)
 
 
 def open_as_trained(run: Run, model: Model, registry: Any, config: Any) -> AsTrained:

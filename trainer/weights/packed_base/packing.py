@@ -50,7 +50,7 @@ class Packing:
         as_released = self._as_released(part, block)
         read, found = as_released or self._packed(part, block)
         if self.rows is not None:
-            numbers = unpacked(*found, block)
+            numbers = unpacked(found, block)
             self.rows.append(report.row(part.name, part.offsets, read, numbers, as_released is not None))
         return found
 

@@ -6,6 +6,7 @@ import torch
 
 from trainer.megatron.packed_base.weight import Store
 
+Pair = tuple[int, int]  # rows and columns
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # codes, scales of blocks, and the matrix's factor
 
 
@@ -32,13 +33,7 @@ class Part:
         return rows // count * number
 
 
-def cut(
-    scales: torch.Tensor,
-    offsets: tuple[int, int],
-    sizes: tuple[int, int],
-    block: tuple[int, int],
-    of_scales: tuple[int, int],
-) -> torch.Tensor:
+def cut(scales: torch.Tensor, offsets: Pair, sizes: Pair, block: Pair, of_scales: Pair) -> torch.Tensor:
     """Return the scales of a part's smaller blocks, from those of the matrix's blocks."""
     places = [
         (torch.arange(-(-count // small), device=scales.device) * small + begin) // size
@@ -47,10 +42,9 @@ def cut(
     return scales[places[0]][:, places[1]]
 
 
-def unpacked(
-    codes: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor | None, block: tuple[int, int]
-) -> torch.Tensor:
+def unpacked(found: Found, block: Pair) -> torch.Tensor:
     """Return the values of a part's codes, in fp32."""
+    codes, scales, factor = found
     factors = None if factor is None else factor.view(1, 1)
     (numbers,) = Store(codes[None].contiguous(), scales[None], block, torch.float32, factors).unpack()
     return numbers
