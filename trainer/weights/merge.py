@@ -37,10 +37,6 @@ class Adapter:
     alpha: float
 
     @property
-    def scale(self) -> float:
-        return self.alpha / self.a.shape[0]
-
-    @property
     def places(self) -> list[Place]:
         return [place for place in (self.a, self.b, self.magnitude) if place]
 
@@ -66,7 +62,7 @@ class Adapter:
 
     def change(self, stored: Stored, config) -> Change:
         a, b = torch_dist.read(stored, self.a), torch_dist.read(stored, self.b)
-        return Change(a, self.part.rows(b, config), self.scale, self.magnitudes(stored, config))
+        return Change(a, self.part.rows(b, config), self.alpha / len(a), self.magnitudes(stored, config))
 
 
 @dataclass(frozen=True)

@@ -282,8 +282,6 @@ def _at(encoding, place: int, length: int) -> int:
     return len(encoding)
 
 
-
-
 def prompt_and_answer(template: TemplateText, row: Row) -> tuple[str, str]:
     """Return the text up to the last answer, and the answer with its stop."""
     result = rendered(template, row)

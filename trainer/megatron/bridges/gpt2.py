@@ -88,6 +88,8 @@ class GPT2Bridge(MegatronModelBridge):
         config = hf_pretrained.config
 
         provider.ffn_hidden_size = config.n_inner or 4 * config.n_embd
+        provider.num_query_groups = config.n_head
+        provider.kv_channels = config.n_embd // config.n_head
         provider.positions = config.n_positions
         provider.position_embedding_type = "learned_absolute"
         provider.make_vocab_size_divisible_by = 128

@@ -101,7 +101,7 @@ def give_shapes(chunks: list) -> dict[int, torch.Tensor]:
 
 
 class Released(Mapping):
-    """Released tensors by name, for Bridge. Tensors that were read are kept until forget()."""
+    """Released tensors by name, for Bridge. Tensors that were read stay in the cache until it is cleared."""
 
     def __init__(self, model: Model):
         self.model = model
@@ -120,9 +120,6 @@ class Released(Mapping):
     def __len__(self) -> int:
         return len(self.model.weights)
 
-    def forget(self) -> None:
-        self.cache.clear()
-
 
 class Values:
     """Values of pieces, made on request. Request pieces of one parameter one after another."""
@@ -133,8 +130,8 @@ class Values:
 
     def of(self, piece: Piece) -> torch.Tensor:
         """Return a copy of the piece's values, in the stored type."""
-        box, dtype = piece.item.tensor_data.chunk.sizes, piece.item.tensor_data.properties.dtype
-        return self._of(piece).to(dtype).reshape(box).contiguous()
+        box = piece.item.tensor_data.chunk.sizes
+        return self.part(piece, (0,) * len(box), box).contiguous()
 
     def part(self, piece: Piece, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         """Return a box of the piece's values, in the stored type. If the piece has plain rows, only the box is read."""
@@ -161,7 +158,7 @@ class Values:
         return self.whole.as_strided(piece.shape, piece.stride, self.whole.storage_offset() + piece.start)
 
     def forget(self) -> None:
-        self.released.forget()
+        self.released.cache.clear()
         self.name, self.whole = "", None
 
     def _whole(self, task) -> torch.Tensor:
