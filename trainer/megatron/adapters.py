@@ -124,16 +124,20 @@ def _piece(name: str, parameter, matrix: Callable[[str, list[int]], torch.Tensor
     else:
         group = parallel_state.get_tensor_model_parallel_group()
     ways = group.size() if getattr(parameter, "tensor_model_parallel", False) else 1
+
+    def piece(name: str, own: torch.Tensor, dim: int) -> torch.Tensor:
+        shape = list(own.shape)
+        shape[dim] *= ways
+        whole = matrix(name, shape)
+        if ways == 1:
+            return whole
+        return torch.cat([part.chunk(ways, dim)[group.rank()] for part in whole.chunk(parts, dim)], dim)
+
     if parameter.ndim == 2:
-        dim = parameter.partition_dim
-        return _cut(matrix(name, _whole_shape(parameter, dim, ways)), dim, ways, group, parts)
+        return piece(name, parameter, parameter.partition_dim)
     first = parallel_state.get_expert_model_parallel_rank() * len(parameter)
     dim = parameter.partition_dim - 1  # [experts, rank, in]: `partition_dim` counts without the first axis
-    pieces = [
-        _cut(matrix(f"{name}{first + i}", _whole_shape(expert, dim, ways)), dim, ways, group, parts)
-        for i, expert in enumerate(parameter)
-    ]
-    return torch.stack(pieces)
+    return torch.stack([piece(f"{name}{first + i}", expert, dim) for i, expert in enumerate(parameter)])
 
 
 def _draw(seed: int, init: str, name: str, shape: list[int]) -> torch.Tensor:
@@ -142,16 +146,3 @@ def _draw(seed: int, init: str, name: str, shape: list[int]) -> torch.Tensor:
     if init == "kaiming":  # as PEFT: kaiming_uniform_(a=sqrt(5)) of [rank, inputs]
         return (2 * torch.rand(shape, generator=generator, device="cpu") - 1) / math.sqrt(shape[1])
     return torch.randn(shape, generator=generator, device="cpu") * math.sqrt(2 / sum(shape))
-
-
-def _whole_shape(like, dim: int, ways: int) -> list[int]:
-    """Return the shape of the whole matrix; each rank holds a part of the shape of `like`."""
-    shape = list(like.shape)
-    shape[dim] *= ways
-    return shape
-
-
-def _cut(whole: torch.Tensor, dim: int, ways: int, group, parts: int) -> torch.Tensor:
-    if ways == 1:
-        return whole
-    return torch.cat([part.chunk(ways, dim)[group.rank()] for part in whole.chunk(parts, dim)], dim)

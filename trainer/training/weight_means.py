@@ -66,7 +66,7 @@ class WeightMeans(Callback):
             folder.mkdir()
         distributed.barrier()
         with self._in_place(self.means):
-            dist_checkpointing.save(self._state(context), str(folder))
+            dist_checkpointing.save(model_digests.state_of(context.model, context.state.cfg.peft), str(folder))
             of_tensors = model_digests.write(folder, context, len(agreement.rows(self.run)))
         if of_tensors is not None:
             self.weights = digests.of_all(of_tensors)
@@ -79,18 +79,10 @@ class WeightMeans(Callback):
 
     def _load(self, context, folder: Path) -> None:
         with self._in_place(self.means):
-            states: Any = dist_checkpointing.load(self._state(context), str(folder))
+            state = model_digests.state_of(context.model, context.state.cfg.peft)
+            states: Any = dist_checkpointing.load(state, str(folder))
             for name, chunk in zip(states, unwrap_model(context.model), strict=True):
                 chunk.load_state_dict(states[name], strict=False)
-
-    def _state(self, context) -> dict[str, Any]:
-        chunks = unwrap_model(context.model)
-        names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
-        state = {
-            name: chunk.sharded_state_dict(metadata=model_digests.metadata())
-            for name, chunk in zip(names, chunks, strict=True)
-        }
-        return model_digests.of_adapter(state, context.state.cfg.peft)
 
     @contextlib.contextmanager
     def _in_place(self, values: list[torch.Tensor]) -> Iterator[None]:

@@ -10,7 +10,7 @@ import itertools
 from pathlib import Path
 
 import torch
-from megatron.bridge.training.checkpointing import apply_peft_adapter_filter_to_state_dict
+from megatron.bridge.training import checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 from megatron.core.utils import unwrap_model
@@ -31,8 +31,7 @@ def of_model(model, adapter) -> dict[str, str] | None:
     """Return digests of the adapter's tensors, or of all without an adapter; None except on rank 0. All ranks must call
     it.
     """
-    state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata()) for i, chunk in enumerate(unwrap_model(model))}
-    state = of_adapter(state, adapter)
+    state = state_of(model, adapter)
     apply_factories(state)
     pieces = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
     own = [piece for piece in pieces if is_main_replica(piece.replica_id) and not NOT_WEIGHTS.search(piece.key)]
@@ -58,9 +57,10 @@ def write(folder: Path, context, prompts: int) -> dict[str, str] | None:
     return of_tensors
 
 
-def of_adapter(state: dict, adapter) -> dict:
+def state_of(model, adapter) -> dict:
     """Return the part of a model's state that a checkpoint keeps: the adapter's, or all without an adapter."""
-    return state if adapter is None else apply_peft_adapter_filter_to_state_dict(state, adapter)
+    state = checkpointing._generate_model_state_dict(unwrap_model(model), {"metadata": metadata()})
+    return state if adapter is None else checkpointing.apply_peft_adapter_filter_to_state_dict(state, adapter)
 
 
 def alpha(model) -> float | None:

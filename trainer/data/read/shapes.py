@@ -248,10 +248,8 @@ def _pair(row: Row, columns: dict[str, str]) -> Row:
 
 def _with_input(question: str, row: Row, columns: dict[str, str]) -> str:
     """Append Alpaca's input to the question."""
-    context = _optional(row, columns, "context")
-    if context in (None, ""):
-        return question
-    return question + "\n\n" + conversations.text(context, columns["context"], "")
+    context = _optional_text(row, columns, "context")
+    return f"{question}\n\n{context}" if context else question
 
 
 def _preference(row: Row, columns: dict[str, str]) -> Row:
@@ -261,7 +259,7 @@ def _preference(row: Row, columns: dict[str, str]) -> Row:
     if isinstance(prompt, str):
         prompt = _with_input(prompt, row, columns)
     chosen, rejected = (_value(row, columns[side]) for side in preferences.SIDES)
-    return preferences.pair(prompt, chosen, rejected, _system(row, columns))
+    return preferences.pair(prompt, chosen, rejected, _optional_text(row, columns, "system"))
 
 
 def _conversation(row: Row, columns: dict[str, str]) -> Row:
@@ -274,7 +272,7 @@ def _conversation(row: Row, columns: dict[str, str]) -> Row:
         pair = _pair(row, columns)
         column = columns["input"]
         turns = [{"role": "user", "content": pair["input"]}, {"role": "assistant", "content": pair["output"]}]
-    if turns[0]["role"] not in conversations.SYSTEM and (system := _system(row, columns)).strip():
+    if turns[0]["role"] not in conversations.SYSTEM and (system := _optional_text(row, columns, "system")).strip():
         turns = [{"role": "system", "content": system}, *turns]
     conversations.check(turns, column)
     tools = _optional(row, columns, "tools")
@@ -282,9 +280,9 @@ def _conversation(row: Row, columns: dict[str, str]) -> Row:
     return {"messages": turns} | ({"tools": tools} if tools else {})
 
 
-def _system(row: Row, columns: dict[str, str]) -> str:
-    system = _optional(row, columns, "system")
-    return "" if system is None else conversations.text(system, columns["system"], "")
+def _optional_text(row: Row, columns: dict[str, str], use: str) -> str:
+    value = _optional(row, columns, use)
+    return "" if value is None else conversations.text(value, columns[use], "")
 
 
 def _optional(row: Row, columns: dict[str, str], use: str) -> Any:
