@@ -51,16 +51,16 @@ def prepare(run: Run, parts: Sequence[Part], splits: Sequence[int | None], out: 
         raise Fault("data.source: required: a file, a folder, a Hub data set, or tiny://tickets")
     required = _identity(run, parts, splits)
     are_tokens = blend.is_of(parts)
+    place = Path(os.path.realpath(out))
+    folder = place.with_name(f"{place.name}-preparing")
     if _is_made(out, required):
-        _clear_up(_unfinished(Path(os.path.realpath(out))), required)
+        _clear_up(folder, required)
         say(f"prepare: {out} is already prepared")
         return
     tokens = tokenizer.of(run)
-    out = Path(os.path.realpath(out))
-    folder = _unfinished(out)
-    check_one(out, DATA)
+    check_one(place, DATA)
     check_one(folder, PREPARING)
-    output_marks.recover(out, DATA)
+    output_marks.recover(place, DATA)
     folder_of_files = _begin(folder, required)
     report = (
         blend.prepare(run, parts, tokens, folder_of_files)
@@ -70,13 +70,8 @@ def prepare(run: Run, parts: Sequence[Part], splits: Sequence[int | None], out: 
     _require_unchanged(required, parts)
     _write(folder_of_files / "report.json", report)
     _write(folder_of_files / "template.json", report["template"])
-    _finish(folder_of_files, required, _facts(report, tokens), out)
+    _finish(folder_of_files, required, _facts(report, tokens), place)
     _tell(report, time.monotonic() - start)
-
-
-def _unfinished(out: Path) -> Path:
-    """Return the folder of an unfinished preparation."""
-    return out.with_name(f"{out.name}-preparing")
 
 
 def _of_rows(

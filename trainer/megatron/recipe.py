@@ -79,7 +79,6 @@ def make_config(run: Run, bridge, resume_step: int | None):
             lr_decay_iters=batch_ramp.whole_batches(train, train.steps),
             start_weight_decay=optimizer.weight_decay,
             end_weight_decay=optimizer.weight_decay,
-            weight_decay_incr_style="constant",
             override_opt_param_scheduler=True,
         ),
         ddp=config.DistributedDataParallelConfig(
@@ -96,7 +95,6 @@ def make_config(run: Run, bridge, resume_step: int | None):
         ),
         logger=config.LoggerConfig(
             log_interval=run.log.every,
-            tensorboard_dir=None,
             skip_train_metrics_log=True,  # trainer/training/metrics.py writes them, with fewer synchronisations
             logging_level=logging.ERROR,
         ),
@@ -112,8 +110,6 @@ def make_config(run: Run, bridge, resume_step: int | None):
             save_rng=checkpoint.save_optimizer,
             load_optim=checkpoint.save_optimizer,
             load_rng=checkpoint.save_optimizer and _has_random_states(run, resume_step),
-            ckpt_format="torch_dist",
-            fully_parallel_save=True,
             # Optimizer states by parameter, not by rank: training can resume at any layout.
             dist_ckpt_optim_fully_reshardable=True,
         ),

@@ -71,3 +71,11 @@ def products(grad: torch.Tensor, mean: torch.Tensor, beta: float) -> torch.Tenso
     """
     before = (mean - (1 - beta) * grad) / beta
     return torch.stack([(grad * before).sum(), (grad * grad).sum(), (before * before).sum()]).double()
+
+
+def estimates(small: float, large: float, few: float, many: float) -> tuple[float, float]:
+    """Squared norm of the true gradient, and variance of one token's gradient (McCandlish et al. 2018, appendix A.1).
+
+    `small` and `large` are the squared norms of the mean gradients of batches of `few` and `many` tokens.
+    """
+    return (many * large - few * small) / (many - few), (small - large) / (1 / few - 1 / many)

@@ -27,7 +27,6 @@ from torch import distributed
 
 from conf.schema.run import Run
 from trainer.training import gradient_signal
-from trainer.training.noise_estimates import estimates
 
 DECAY = 0.9  # of the moving means of both estimates; the quotient of single estimates would jump
 
@@ -86,7 +85,8 @@ class Gradients:
         sums = torch.stack([small, self.tokens[0], torch.stack(self.tokens).sum()])
         distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group())
         ranks = parallel_state.get_data_parallel_world_size()
-        squared, trace = estimates(sums[0].item() / ranks, grad_norm**2, sums[1].item() / ranks, sums[2].item())
+        square, few, many = sums.tolist()
+        squared, trace = gradient_signal.estimates(square / ranks, grad_norm**2, few / ranks, many)
         self.squared = DECAY * self.squared + (1 - DECAY) * squared
         self.trace = DECAY * self.trace + (1 - DECAY) * trace
         return {"noise_scale_tokens": self.trace / self.squared} if self.squared > 0 else {}

@@ -12,12 +12,12 @@ numbers and names sent between ranks.
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
+import itertools
 import re
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
 from megatron.bridge.training.callbacks import Callback
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -28,8 +28,7 @@ from conf.schema.run import Run
 from contract.faults import Fault
 from trainer.startup.console import say
 from trainer.training import learning_verdict
-from trainer.training.learning_verdict import Key, Observation, Verdict
-from trainer.weights import atomic_folder, digests
+from trainer.weights import atomic_folder, coverage, digests
 
 STEPS = 2  # with a warm-up, the learning rate of the first step may be 0
 A = ".adapter.linear_in.weight"
@@ -84,7 +83,7 @@ class LearningCheck(Callback):
         """Digests of the model's values and of the optimizer's exact copies."""
         return _per_part(self.tensors, _digest), _per_part(self.tensors, _exact_digest)
 
-    def _observations(self) -> dict[Key, Observation]:
+    def _observations(self) -> dict[learning_verdict.Key, learning_verdict.Observation]:
         """Observations of the whole model, on every rank."""
         values, exact = ((now != before).tolist() for now, before in zip(self._values(), self.before, strict=True))
         flags = zip(self.gradients.tolist(), values, exact, strict=True)
@@ -94,10 +93,10 @@ class LearningCheck(Callback):
             for key in tensor.keys:
                 gradient, changed, moved = next(flags)
                 copied = _exact(tensor.parameter) is not None
-                of_rank[key] = Observation(gradient, changed, moved if copied else None, rounded)
+                of_rank[key] = learning_verdict.Observation(gradient, changed, moved if copied else None, rounded)
         return learning_verdict.combined(atomic_folder.gather(of_rank))
 
-    def _require(self, context, verdict: Verdict) -> None:
+    def _require(self, context, verdict: learning_verdict.Verdict) -> None:
         """Raise a Fault if the verdict has faults: on all ranks, because otherwise some would wait for the others."""
         norm, faults = context.grad_norm, verdict.faults
         if not (norm and norm > 0):
@@ -122,7 +121,7 @@ class Tensor:
 
     name: str
     parameter: torch.nn.Parameter
-    keys: tuple[Key, ...]
+    keys: tuple[learning_verdict.Key, ...]
 
 
 class Tokens:
@@ -170,16 +169,12 @@ class Tokens:
 
 
 def _trained(model) -> list[Tensor]:
-    chunks, tensors = unwrap_model(model), []
-    for stage, chunk in enumerate(chunks):
-        for name, parameter in chunk.named_parameters():
-            if parameter.requires_grad:
-                whole = _megatron_local_name_to_global(chunks, chunk.config, name, stage)
-                tensors.append(Tensor(whole, parameter, tuple(_keys(whole, parameter, chunk.config.num_moe_experts))))
-    return tensors
+    experts = unwrap_model(model)[0].config.num_moe_experts
+    trained = [(name, tensor) for name, tensor in coverage.named_tensors(model) if tensor.requires_grad]
+    return [Tensor(name, tensor, tuple(_keys(name, tensor, experts))) for name, tensor in trained]
 
 
-def _keys(name: str, parameter, experts: int | None) -> list[Key]:
+def _keys(name: str, parameter, experts: int | None) -> list[learning_verdict.Key]:
     if experts is None or ".experts." not in name:
         return [(name, None)]
     ways = parallel_state.get_expert_model_parallel_world_size()
@@ -193,12 +188,11 @@ def _keys(name: str, parameter, experts: int | None) -> list[Key]:
 
 
 def _expert_layers(model):
-    chunks, weight = unwrap_model(model), ".router.weight"
-    for stage, chunk in enumerate(chunks):
-        for name, module in chunk.named_modules():
-            if isinstance(module, MoELayer):
-                whole = _megatron_local_name_to_global(chunks, chunk.config, name + weight, stage)
-                yield whole.removesuffix(weight), module
+    modules = itertools.chain.from_iterable(chunk.modules() for chunk in unwrap_model(model))
+    layers = {id(module.router.weight): module for module in modules if isinstance(module, MoELayer)}
+    for name, tensor in coverage.named_tensors(model):
+        if id(tensor) in layers:
+            yield name.removesuffix(".router.weight"), layers[id(tensor)]
 
 
 def _learns_nothing(name: str, context) -> bool:

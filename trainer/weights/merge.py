@@ -16,7 +16,6 @@ from contract.faults import Fault
 from trainer.weights import mapping, torch_dist
 from trainer.weights.coverage import VOCABULARY
 from trainer.weights.low_rank import Change
-from trainer.weights.mapping import Part
 from trainer.weights.released import Entry, Model, enumerate_names
 from trainer.weights.released_tensors import DTYPES
 from trainer.weights.torch_dist import Place, Stored
@@ -33,7 +32,7 @@ class Adapter:
     a: Place
     b: Place
     magnitude: Place | None
-    part: Part
+    part: mapping.Part
     alpha: float
 
     @property
@@ -70,7 +69,7 @@ class NewValue:
     """One released weight with a new value, from full fine-tuning or from the converted base."""
 
     place: Place
-    part: Part
+    part: mapping.Part
     trimmed: bool  # its rows are a vocabulary, whose padding is removed
 
     def blocks(self, stored: Stored, config, entry: Entry | Packed) -> list[torch.Tensor]:

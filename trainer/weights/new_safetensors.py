@@ -9,17 +9,16 @@ from pathlib import Path
 
 from conf.model_files import weights
 from conf.model_files.safetensors_header import BITS
-from conf.model_files.weights import Entry
 
 
-def header(file: str, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, Entry]]:
+def header(file: str, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, weights.Entry]]:
     """Return the header of a file with tensors of these types and shapes, and their places in the file."""
     rows: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     places, end = {}, 0
     for name, (dtype, shape) in tensors.items():
         start, end = end, end + prod(shape) * BITS[dtype] // 8
         rows[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
-        places[name] = Entry(dtype, shape, file, start, end - start)
+        places[name] = weights.Entry(dtype, shape, file, start, end - start)
     text = json.dumps(rows).encode()
     text += b" " * (-len(text) % 8)
     content = struct.pack("<Q", len(text)) + text

@@ -136,8 +136,12 @@ def checksums(
     with ThreadPoolExecutor(device.cores()) as pool:
 
         def read(name: str) -> tuple[str, bool]:
-            entry = entries[name]
-            return _read(model.folder / entry.file, entry, name in scales, recorded.get(name, ""))
+            entry, found, finite = entries[name], new_sum(recorded.get(name, "")), True
+            for block in blocks(model.folder / entry.file, entry):
+                found.update(block)
+                no_scale = name in scales and _has_no_scale(block, entry.dtype)
+                finite = finite and is_finite(block, entry.dtype) and not no_scale
+            return found.hexdigest(), finite
 
         found = list(pool.map(read, entries))
     sums = {name: checksum for name, (checksum, _) in zip(entries, found, strict=True)}
@@ -181,15 +185,6 @@ def enumerate_names(names: Iterable[str], limit: int = 10) -> str:
 def new_sum(recorded: str):
     """Return an empty checksum of the same kind as `recorded`."""
     return hashlib.sha256() if len(recorded) == SHA256_DIGITS else xxhash.xxh3_128()
-
-
-def _read(path: Path, entry: Entry, scale: bool, recorded: str) -> tuple[str, bool]:
-    """Return the checksum of a tensor, and whether all values are finite and, in a scale, above 0."""
-    found, finite = new_sum(recorded), True
-    for block in blocks(path, entry):
-        found.update(block)
-        finite = finite and is_finite(block, entry.dtype) and not (scale and _has_no_scale(block, entry.dtype))
-    return found.hexdigest(), finite
 
 
 def is_finite(block: bytes | memoryview, dtype: str) -> bool:

@@ -17,13 +17,7 @@ from trainer.weights import mapping, merge, released, released_tensors, torch_di
 from trainer.weights.conversion import unwritten
 from trainer.weights.low_rank import Change
 from trainer.weights.mapped.read_rows import ReadRows
-from trainer.weights.mapping import Part
-from trainer.weights.merge import Adapter, NewValue
 from trainer.weights.packed_base import as_trained
-from trainer.weights.packed_base.as_trained import AsTrained
-from trainer.weights.released import Entry, Model
-from trainer.weights.released_tensors import DTYPES
-from trainer.weights.torch_dist import Stored
 
 CONVERT = "python -m trainer.convert"
 
@@ -32,16 +26,16 @@ CONVERT = "python -m trainer.convert"
 class Trained:
     """Sources of the exported model's tensors. Those in neither dictionary come from the release."""
 
-    model: Model
+    model: released.Model
     digest: str  # of the release that the base was made from
     sums: dict[str, str]  # the released checksums, recorded by the conversion
-    stored: Stored
+    stored: torch_dist.Stored
     config: Any  # Megatron's
-    adapters: dict[str, tuple[Adapter, ...]] = field(default_factory=dict)  # several for a stack of experts
-    values: dict[str, tuple[NewValue, ...]] = field(default_factory=dict)
+    adapters: dict[str, tuple[merge.Adapter, ...]] = field(default_factory=dict)  # several for a stack of experts
+    values: dict[str, tuple[merge.NewValue, ...]] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)  # copy -> original, for tensors that Megatron has once
     registry: Any = None  # Bridge's
-    packed: AsTrained | None = None  # for a merge onto the values of a packed base
+    packed: as_trained.AsTrained | None = None  # for a merge onto the values of a packed base
     last: threading.local = field(default_factory=threading.local)  # the change that a thread read last
 
     def tensor(self, name: str) -> torch.Tensor | None:
@@ -65,52 +59,52 @@ class Trained:
             return self.change(self.adapters[source][0]).blocks(weight)
         return None if (whole := self.tensor(name)) is None else [whole]
 
-    def before(self, part: Part) -> torch.Tensor:
+    def before(self, part: mapping.Part) -> torch.Tensor:
         """Return the weight to merge an adapter onto, in the release's orientation, or one expert of a stack."""
         unpacked = self.packed.read(part) if self.packed else None
         return mapping.read(self.model, part) if unpacked is None else unpacked
 
-    def rows(self, part: Part) -> ReadRows | None:
+    def rows(self, part: mapping.Part) -> ReadRows | None:
         """Return a reader of the released weight's rows, if it is stored in Megatron's orientation."""
         is_packed = self.packed and self.packed.has(part.name)
         if is_packed or part.turned or part.expert is not None or part.name in self.model.packed:
             return None
         entry = self.model.tensors[part.name]
-        path, dtype = self.model.folder / entry.file, DTYPES[entry.dtype]
+        path, dtype = self.model.folder / entry.file, released_tensors.DTYPES[entry.dtype]
         return ReadRows(path, entry, dtype, "released", self.sums[part.name])
 
-    def change(self, adapter: Adapter) -> Change:
+    def change(self, adapter: merge.Adapter) -> Change:
         """Return the change of a weight by this adapter. The last one is cached for the check after the merge."""
         if getattr(self.last, "adapter", None) is not adapter:
             self.last.adapter, self.last.change = adapter, adapter.change(self.stored, self.config)
         return self.last.change
 
-    def _assembled(self, name: str, parts: Iterable[tuple[Part, torch.Tensor]]) -> torch.Tensor:
+    def _assembled(self, name: str, parts: Iterable[tuple[mapping.Part, torch.Tensor]]) -> torch.Tensor:
         """Return a weight from its parts: all of it, or one expert after another."""
         entry = self.model.weights[name]
-        result = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        result = torch.empty(entry.shape, dtype=released_tensors.DTYPES[entry.dtype])
         for part, tensor in parts:
             if part.expert is None:
                 return tensor
             result[part.expert] = tensor
         return result
 
-    def _value(self, value: NewValue) -> torch.Tensor:
+    def _value(self, value: merge.NewValue) -> torch.Tensor:
         return value.value(self.stored, self.config, self.model.weights[value.part.name])
 
-    def _merged(self, adapter: Adapter) -> torch.Tensor:
+    def _merged(self, adapter: merge.Adapter) -> torch.Tensor:
         before = self.before(adapter.part)
         if self.packed is None or not self.packed.has(adapter.part.name):
             return adapter.merged(before, self.change(adapter))
         exact = adapter.merged(before.float(), self.change(adapter))
-        rounded = exact.to(DTYPES[self.model.weights[adapter.part.name].dtype])
+        rounded = exact.to(released_tensors.DTYPES[self.model.weights[adapter.part.name].dtype])
         self.packed.measure(adapter.part, before, exact, rounded)
         return rounded
 
-    def _unpacked(self, packed: AsTrained, part: Part) -> torch.Tensor:
+    def _unpacked(self, packed: as_trained.AsTrained, part: mapping.Part) -> torch.Tensor:
         """Return a weight that was packed in training and had no adapter."""
         before = self.before(part)
-        rounded = before.to(DTYPES[self.model.weights[part.name].dtype])
+        rounded = before.to(released_tensors.DTYPES[self.model.weights[part.name].dtype])
         packed.measure(part, before, before.float(), rounded)
         return rounded
 
@@ -136,11 +130,11 @@ class Trained:
         """Whether `found` is the released weight `name` merged with its adapter."""
         return all(self._is_merged(adapter, adapter.part.of(found)) for adapter in self.adapters[name])
 
-    def _is_merged(self, adapter: Adapter, found: torch.Tensor) -> bool:
+    def _is_merged(self, adapter: merge.Adapter, found: torch.Tensor) -> bool:
         before = adapter.part.turn(self.before(adapter.part))
         return self.change(adapter).is_in(adapter.part.turn(found), before)
 
-    def is_merged_in(self, name: str, path: Path, entry: Entry, written: str) -> bool:
+    def is_merged_in(self, name: str, path: Path, entry: released.Entry, written: str) -> bool:
         """Whether the file has the written bytes, and they are the released weight `name` merged with its adapter.
 
         Bytes of the file and of the release are read once, both for the comparison and for their checksums.
@@ -151,7 +145,7 @@ class Trained:
             if not released.has_sum(path, entry, written) or not self.is_released(name):
                 return False
             return self.is_merged(name, released_tensors.at(path.parent, replace(entry, file=path.name)))
-        from_file = ReadRows(path, entry, DTYPES[entry.dtype], "found")
+        from_file = ReadRows(path, entry, released_tensors.DTYPES[entry.dtype], "found")
         try:
             is_right = self.change(adapter).is_in(from_file, before)
         except Fault:  # one of the files ends early: exported/parts.py reports which

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from conf.load import ConfigError, load
-from trainer.training.noise_estimates import estimates
+from trainer.training.gradient_signal import estimates
 
 
 def lines(result) -> list[dict]:

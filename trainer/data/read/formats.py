@@ -16,13 +16,12 @@ from pathlib import Path
 from conf.schema.row_files import ENDINGS, TEXT, format_of
 from contract.faults import Fault
 from trainer.data.read import cells, json_array, lines
-from trainer.data.read.lines import Piece
 
 CHUNK = 2 * 2**20  # approximate bytes of a piece, which take 0.7 s to process
 TABLES = (".parquet", ".arrow", ".feather")
 
 
-def pieces(path: Path, size: int = 0) -> Iterator[Piece]:
+def pieces(path: Path, size: int = 0) -> Iterator[lines.Piece]:
     """Yield the pieces of a file in order: the bytes of the file up to a piece's end, and a function that loads its
     rows.
     """

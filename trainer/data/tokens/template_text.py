@@ -12,7 +12,6 @@ import numpy as np
 
 from trainer.data.rows import Bad
 from trainer.data.tokens import tokenizer as tokenizers
-from trainer.data.tokens.tokenizer import Tokenizer
 
 Kind = Literal["plain", "chat", "jinja", "text"]
 
@@ -64,7 +63,7 @@ class TemplateText:
     stop: str  # text after the last answer, learned with it
     options: dict[str, bool | int | str]
     limit: Limit
-    tokenizer: Tokenizer
+    tokenizer: tokenizers.Tokenizer
 
     def without_end(self, answer: str) -> str:
         """Return a model's answer without its stop."""

@@ -26,7 +26,6 @@ from trainer.data.rows import Bad, Row
 from trainer.data.tokens import chat, plain, rendering
 from trainer.data.tokens import tokenizer as tokenizers
 from trainer.data.tokens.template_text import Encoded, Kind, Limit, TemplateText
-from trainer.data.tokens.tokenizer import Tokenizer
 from trainer.startup.limited_calls import Exceeded
 
 DEFAULT = "{input} {output}"
@@ -109,7 +108,7 @@ class Template(TemplateText):
         return settings | {"sha256": digest, "tokenizer": tokenizers.facts(self.tokenizer)}
 
 
-def choose(data: Data, tokenizer: Tokenizer, kind: str) -> Template:
+def choose(data: Data, tokenizer: tokenizers.Tokenizer, kind: str) -> Template:
     """Return the template for rows of a kind: pairs, messages or text."""
     taken = sorted(RESERVED & data.template_options.keys())
     if taken:
@@ -127,7 +126,7 @@ def choose(data: Data, tokenizer: Tokenizer, kind: str) -> Template:
     return Template(template, text, origin, data.loss_on, stop, data.template_options, limit, tokenizer)
 
 
-def _text(data: Data, tokenizer: Tokenizer, kind: str) -> tuple[Kind, Any, str]:
+def _text(data: Data, tokenizer: tokenizers.Tokenizer, kind: str) -> tuple[Kind, Any, str]:
     """Return the kind, the text and the origin of the template for rows of a kind."""
     name, folder = data.template, tokenizer.name_or_path
     if kind == "text":
@@ -152,7 +151,7 @@ def _text(data: Data, tokenizer: Tokenizer, kind: str) -> tuple[Kind, Any, str]:
     return "plain", DEFAULT, "no chat template"
 
 
-def _end(tokenizer: Tokenizer) -> str:
+def _end(tokenizer: tokenizers.Tokenizer) -> str:
     if not tokenizer.eos_token:
         raise Fault(
             f"{tokenizer.name_or_path}: no end of text (eos_token); set data.stop to the text that ends an answer"
@@ -183,7 +182,7 @@ def _file(name: str) -> tuple[Kind, str, str]:
     )
 
 
-def from_record(record: dict[str, Any], tokenizer: Tokenizer) -> Template:
+def from_record(record: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> Template:
     """Return the template of a run's preparation. The tokenizer must be the recorded one."""
     folder, facts = tokenizer.name_or_path, tokenizers.facts(tokenizer)
     for file, digest in record["tokenizer"]["files"].items():

@@ -19,7 +19,6 @@ import orjson
 
 from conf.schema.data import Data
 from trainer.data.read import choose, likeness
-from trainer.data.read.choose import SPLITS
 from trainer.data.write.spool import Spool
 
 FILE = "alike.jsonl"
@@ -153,9 +152,9 @@ def _entries(
             entry = {
                 "kind": kind,
                 "row": place,
-                "split": SPLITS[split],
+                "split": choose.SPLITS[split],
                 "like": other_place,
-                "of": SPLITS[other_split],
+                "of": choose.SPLITS[other_split],
                 "by": reason,
             }
             yield entry | {"dropped": [place for at, place in ((row, place), (other, other_place)) if dropped_rows[at]]}

@@ -18,14 +18,13 @@ from contract.faults import Fault
 from contract.processes import end_with_parent
 from trainer.data.read import choose, sources
 from trainer.data.write import chunks
-from trainer.data.write.chunks import Plan
 from trainer.data.write.progress import Progress
 from trainer.data.write.spool import ChunkFile, Spool
 
 AHEAD = 2  # chunks queued per process
 SHOWN = 5  # bad rows in a fault
 
-_plan: Plan  # for the processes forked from this one
+_plan: chunks.Plan  # for the processes forked from this one
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Done:
     copies: int  # of these, the copies of earlier rows
 
 
-def run(plan: Plan, parts: list[Part], progress: Progress) -> Done:
+def run(plan: chunks.Plan, parts: list[Part], progress: Progress) -> Done:
     global _plan
     _plan = plan
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core per process
@@ -58,7 +57,7 @@ def run(plan: Plan, parts: list[Part], progress: Progress) -> Done:
 
 @dataclass
 class _Work:
-    plan: Plan
+    plan: chunks.Plan
     parts: list[Part]
     progress: Progress
     pool: ProcessPoolExecutor

@@ -26,7 +26,6 @@ from trainer.startup import device
 from trainer.startup.console import say
 from trainer.weights import atomic_folder, journal, released, released_tensors, short_writes
 from trainer.weights.exported.storing import Storing
-from trainer.weights.released import Entry, enumerate_names
 from trainer.weights.trained import Trained
 
 READABLE = 0o644  # safetensors makes files readable only by their owner
@@ -40,7 +39,7 @@ class Part:
     """Consecutive tensors of a file, and their places."""
 
     file: str
-    rows: dict[str, Entry]
+    rows: dict[str, released.Entry]
 
     @property
     def size(self) -> int:
@@ -70,7 +69,7 @@ class Merged:
         unpacked = blocks is None and name in self.trained.model.packed
         return [released_tensors.read(self.trained.model, name)] if unpacked else blocks
 
-    def is_right(self, path: Path, name: str, entry: Entry, written: str) -> bool:
+    def is_right(self, path: Path, name: str, entry: released.Entry, written: str) -> bool:
         """Whether the file, read back, has the correct tensor; `written` is the checksum of what was written.
 
         A copied tensor must have the checksum that the conversion recorded.
@@ -170,7 +169,7 @@ def _make(contents: Merged, part: Part, path: Path, pool: ThreadPoolExecutor) ->
     return {"sum": _sum(sums), "seen": seen} | contents.notes(part.rows)
 
 
-def _put(contents: Merged, name: str, entry: Entry, path: Path, new: BinaryIO) -> tuple[str, bool]:
+def _put(contents: Merged, name: str, entry: released.Entry, path: Path, new: BinaryIO) -> tuple[str, bool]:
     """Write a tensor and read it back at once, while its sources are in the processor's cache.
 
     Return the checksum of its bytes, and whether it is correct when read back.
@@ -181,7 +180,7 @@ def _put(contents: Merged, name: str, entry: Entry, path: Path, new: BinaryIO) -
     return written, contents.is_right(path, name, entry, written)
 
 
-def _write(name: str, blocks: Iterable[torch.Tensor], entry: Entry, new: BinaryIO) -> str:
+def _write(name: str, blocks: Iterable[torch.Tensor], entry: released.Entry, new: BinaryIO) -> str:
     """Write a tensor. Return its checksum, or "not finite"."""
     found, finite, at, end = xxhash.xxh3_128(), True, entry.start, entry.start + entry.size
     for block in blocks:
@@ -197,7 +196,7 @@ def _write(name: str, blocks: Iterable[torch.Tensor], entry: Entry, new: BinaryI
     return found.hexdigest() if finite else "not finite"
 
 
-def _copy(model: released.Model, name: str, entry: Entry, new: BinaryIO) -> str:
+def _copy(model: released.Model, name: str, entry: released.Entry, new: BinaryIO) -> str:
     """Copy a released tensor. Return its checksum."""
     found, old, at = xxhash.xxh3_128(), model.tensors[name], entry.start
     for block in released.blocks(model.folder / old.file, old):
@@ -231,7 +230,7 @@ def _require_right(contents: Merged, path: Path, wrong: list[str]) -> None:
     if edited:
         raise Fault(
             f"{contents.trained.model.folder}: {len(edited)} tensors are not those that the base was converted from: "
-            f"{enumerate_names(edited)}; put the released files back, or convert and train again"
+            f"{released.enumerate_names(edited)}; put the released files back, or convert and train again"
         )
     if wrong:
-        raise Fault(f"{path}: read back, {len(wrong)} tensors are wrong: {enumerate_names(wrong)}")
+        raise Fault(f"{path}: read back, {len(wrong)} tensors are wrong: {released.enumerate_names(wrong)}")

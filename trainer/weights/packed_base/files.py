@@ -18,7 +18,6 @@ import torch
 import xxhash
 
 from conf.model_files import safetensors_header
-from conf.model_files.safetensors_header import Entry
 from conf.rules.packed_base import Format
 from contract import json_object
 from contract.faults import Fault
@@ -37,7 +36,7 @@ class Packed:
     form: Format
     folder: Path
     index: dict[str, dict[str, Any]]
-    headers: dict[str, dict[str, Entry]] = field(default_factory=dict)  # of files opened so far
+    headers: dict[str, dict[str, safetensors_header.Entry]] = field(default_factory=dict)  # of files opened so far
     sound: set[str] | None = field(default_factory=set)  # tensors with verified checksums; None: no verification
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -81,7 +80,7 @@ class Packed:
             raise Fault(f"{self.folder}: holds no {name}")
         return self.index[name]
 
-    def _entry(self, name: str, tensor: str) -> Entry:
+    def _entry(self, name: str, tensor: str) -> safetensors_header.Entry:
         file = self._row(name)["file"]
         if file not in self.headers:
             try:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from conf.model_files import config_json, quantization
-from conf.model_files.quantization import Packed, Scheme
 from conf.rules.packed_base import Format
 from conf.schema.run import Run
 from trainer.megatron.model import open_bridge
@@ -43,7 +42,7 @@ class Packing:
 
     def box(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
         """Return a part of a tensor in the base."""
-        return torch_dist.box(self.stored, name, offsets, sizes)
+        return torch_dist.box(self.stored, name, offsets, sizes).to(self.device)
 
     def of_part(self, part: Part, block: tuple[int, int]) -> Found:
         """Return codes of a part, scales of its blocks (within those of the matrix), and the matrix's factor."""
@@ -60,7 +59,7 @@ class Packing:
         factor = scales.factor(*part.matrix) if scales else None
         if not scales or (factor is None and self.form.factor_bytes):
             return None
-        read = self._read(part.name, part.offsets, part.sizes)
+        read = self.box(part.name, part.offsets, part.sizes)
         factor = None if factor is None else factor.to(read.device)
         released = released_scales.codes(self.form, scales, read, (part.offsets[0], part.offsets[1]), block, factor)
         return (read, (*released, factor)) if released else None
@@ -77,7 +76,7 @@ class Packing:
             for offset, count, size, length in zip(inside, part.sizes, sizes, whole, strict=True)
         ]
         lengths = (last[0] - first[0], last[1] - first[1])
-        read = self._read(part.name, (begin + first[0], first[1]), lengths)
+        read = self.box(part.name, (begin + first[0], first[1]), lengths)
         codes, of_blocks, factor = _pack(form, read)
         (top, left), (rows, columns) = (o - start for o, start in zip(inside, first, strict=True)), part.sizes
         each = 8 // form.bits
@@ -87,9 +86,6 @@ class Packing:
 
     def _released(self, part: Part) -> released_scales.Scales | None:
         return self.release and self.release.scales(part.name, self.shape(part.name)[0])
-
-    def _read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        return self.box(name, offsets, sizes).to(self.device)
 
 
 def release(run: Run, form: Format, config: Any) -> released_scales.Release | None:
@@ -108,6 +104,6 @@ def _pack(form: Format, read: torch.Tensor) -> Found:
         return e2m1.nvfp4(read)
     if form.kind == "mxfp4":
         return *e2m1.mxfp4(read), None
-    scheme, kind = Scheme(form.kind, "", "", form.block, form.bits), SCALES[form.kind]
-    codes, scales = pack.pack(Packed(scheme, (read.shape[0], read.shape[1]), "", ""), read, kind)
+    scheme, kind = quantization.Scheme(form.kind, "", "", form.block, form.bits), SCALES[form.kind]
+    codes, scales = pack.pack(quantization.Packed(scheme, (read.shape[0], read.shape[1]), "", ""), read, kind)
     return codes.view(torch.uint8) if form.kind == "int" else codes, scales.to(kind), None
