@@ -25,15 +25,6 @@ from trainer.weights.exported import peft_format
 from trainer.weights.trained import find
 
 
-def is_nth(step: int, interval: int, every: int | None) -> bool:
-    """Whether the number of this step's checkpoint is a multiple of `every`, counted from the start of the training.
-
-    The last checkpoint, and a checkpoint saved after SIGTERM, may lie within an interval. They get the number of the
-    checkpoint at the interval's end.
-    """
-    return every is not None and ceil(step / interval) % every == 0
-
-
 class MarkCheckpoints(Callback):
     def __init__(self, run: Run, metrics, validations: Validations | None = None):
         self.run, self.folder, self.metrics, self.validations = run, checkpoint_folder(run), metrics, validations
@@ -60,10 +51,14 @@ class MarkCheckpoints(Callback):
             self._mark(context)
 
     def _export(self, step: int, folder: Path) -> None:
-        """Write the adapter into every n-th checkpoint. If PEFT cannot express it, log that and continue."""
-        interval = self.run.checkpoint.save_every
+        """Write the adapter into every n-th checkpoint. If PEFT cannot express it, log that and continue.
+
+        The last checkpoint, and a checkpoint saved after SIGTERM, may lie within an interval. They get the number of
+        the checkpoint at the interval's end.
+        """
+        interval, every = self.run.checkpoint.save_every, self.run.export.every
         assert isinstance(interval, int)  # steps: trainer.train has a resolved schedule
-        if not is_nth(step, interval, self.run.export.every):
+        if every is None or ceil(step / interval) % every:
             return
         try:
             trained = find(self.run, folder)

@@ -21,8 +21,6 @@ from trainer.weights.exported import peft_format
 from trainer.weights.merge import ADAPTER
 from trainer.weights.released import enumerate_names
 
-EXPERTS = "{}.mlp.experts"  # transformers' name of the module
-
 
 def install(config: Any, run: Run, bridge: Any) -> None:
     """Make the adapters of a new training start from model.adapter."""
@@ -91,7 +89,7 @@ class StartingAdapter:
         if stack and part.expert is not None:
             module, leaf, number = stack["module"], stack["leaf"], part.expert
         elif expert:
-            module, leaf = EXPERTS.format(expert["layer"]), peft_format.LEAVES[expert["leaf"]]
+            module, leaf = f"{expert['layer']}.mlp.experts", peft_format.LEAVES[expert["leaf"]]
             number = int(expert["number"])
         else:
             return self._tensor(f"{peft_format.module(released)}.lora_{which}.weight", released)

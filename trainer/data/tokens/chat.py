@@ -54,19 +54,20 @@ def conversation(row: Row) -> Messages:
     return [{"role": "user", "content": row["input"]}, {"role": "assistant", "content": row["output"]}]
 
 
-def encode(template: TemplateText, rows: Sequence[Row]) -> list[Encoded | Bad]:
+def encode(template: TemplateText, rows: Sequence[Row | Bad]) -> list[Encoded | Bad]:
+    """Encode rows. A bad row stays."""
     results = [_try(template, row, number) for number, row in enumerate(rows)]
     texts = [result.text + template.appended(result.text) for result in results if isinstance(result, Rendered)]
     encodings = tokenizers.encodings(template.tokenizer, texts)
     return [
-        result if isinstance(result, Bad) else _encoded(template, row, result, next(encodings))
+        _encoded(template, row, result, next(encodings)) if isinstance(result, Rendered) else result
         for row, result in zip(rows, results, strict=True)
     ]
 
 
-def _try(template: TemplateText, row: Row, number: int) -> Rendered | Bad:
+def _try(template: TemplateText, row: Row | Bad, number: int) -> Rendered | Bad:
     try:
-        return rendered(template, row)
+        return row if isinstance(row, Bad) else rendered(template, row)
     except Refused as error:
         return error.bad
     except Unrendered as error:

@@ -25,11 +25,14 @@ def answer(template: TemplateText, row: Row) -> str:
     return template.space + row["output"].strip(" ")
 
 
-def encode(template: TemplateText, rows: Sequence[Row]) -> list[Encoded | Bad]:
-    texts = [prompt(template, row) for row in rows]
-    texts += [answer(template, row) + template.stop_text for row in rows]
+def encode(template: TemplateText, rows: Sequence[Row | Bad]) -> list[Encoded | Bad]:
+    """Encode rows. A bad row stays."""
+    good = [row for row in rows if not isinstance(row, Bad)]
+    texts = [prompt(template, row) for row in good]
+    texts += [answer(template, row) + template.stop_text for row in good]
     ids = tokenizers.ids(template.tokenizer, texts)
-    return [_join(template, ids[i], ids[i + len(rows)] + template.end) for i in range(len(rows))]
+    encoded = (_join(template, ids[i], ids[i + len(good)] + template.end) for i in range(len(good)))
+    return [row if isinstance(row, Bad) else next(encoded) for row in rows]
 
 
 def _join(template: TemplateText, prompt: list[int], answer: list[int]) -> Encoded | Bad:

@@ -57,14 +57,8 @@ class Template(TemplateText):
             return plain.encode_text(self, rows)
         if self.kind == "chat":
             return chat.encode(self, rows)
-        pairs = [_pair(self, row) for row in rows]
-        good = [row for row in pairs if not isinstance(row, Bad)]
-        try:
-            encoded = iter((plain if self.kind == "plain" else chat).encode(self, good))
-        except chat.Unrendered as error:
-            error.row = [number for number, row in enumerate(pairs) if not isinstance(row, Bad)][error.row]
-            raise
-        return [row if isinstance(row, Bad) else next(encoded) for row in pairs]
+        encoder = plain if self.kind == "plain" else chat
+        return encoder.encode(self, [_pair(self, row) for row in rows])
 
     def line(self, row: Row) -> Row:
         """Return the row for training.jsonl. For two answers it is the chosen one's, plus the rejected one's text."""

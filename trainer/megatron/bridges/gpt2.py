@@ -92,7 +92,6 @@ class GPT2Bridge(MegatronModelBridge):
         provider.kv_channels = config.n_embd // config.n_head
         provider.positions = config.n_positions
         provider.position_embedding_type = "learned_absolute"
-        provider.make_vocab_size_divisible_by = 128
         provider.layernorm_epsilon = config.layer_norm_epsilon
         provider.add_qkv_bias = True
         provider.hidden_dropout = 0.0

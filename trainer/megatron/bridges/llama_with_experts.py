@@ -27,7 +27,6 @@ def set_up(provider) -> None:
     provider.gated_linear_unit = True
     provider.add_bias_linear = False
     provider.hidden_dropout = 0.0
-    provider.moe_router_load_balancing_type = "aux_loss"
     provider.moe_permute_fusion = True
 
 
