@@ -81,16 +81,13 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
     provider.calculate_per_token_loss = True
     provider.perform_initialization = not load_weights
 
-    if not run.model.mtp:
-        provider.mtp_num_layers = None
-    elif provider.mtp_num_layers:
+    provider.mtp_num_layers = (provider.mtp_num_layers if run.model.mtp else None) or None  # Megatron tests for None
+    if provider.mtp_num_layers:
         # Only for the next token: with dpo, MTP heads would learn the rejected answers too.
         from trainer.patches.gradients import mtp_loss
 
         mtp_loss.install()
         provider.mtp_loss_scaling_factor = run.model.mtp_loss_scale if objectives.of(run).next_token else 0.0
-    else:
-        provider.mtp_num_layers = None  # config.json may have 0; Megatron tests for None
 
     if provider.multi_latent_attention:
         latent_norms.keep_epsilon(provider)
@@ -100,13 +97,12 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
 
         kept_routes.install()
         balance.install()
-        if run.adapter.kind != "none":
-            provider.moe_router_bias_update_rate = 0.0  # the adapter does not save the bias
+        if run.adapter.kind != "none" or moe.freeze_router:  # an adapter does not save the bias
+            provider.moe_router_bias_update_rate = 0.0
         # It communicates outside the layers that adapters wrap; core refuses it with the other two.
         if run.adapter.kind != "none" or moe.dispatcher == "allgather" or "shared_experts" in train.recompute_modules:
             provider.moe_shared_expert_overlap = False
         if moe.freeze_router:
-            provider.moe_router_bias_update_rate = 0.0
             provider.register_pre_wrap_hook(_freeze_routers)
         provider.moe_router_dtype = moe.router_dtype
         provider.moe_grouped_gemm = moe.grouped_gemm

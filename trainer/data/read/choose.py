@@ -58,6 +58,11 @@ def chosen(keys: np.ndarray, parts: np.ndarray, data: Data) -> np.ndarray:
     return selected
 
 
+def copies(keys: np.ndarray) -> int:
+    """Return the number of rows that are copies of an earlier row."""
+    return len(keys) - len(np.unique(keys))
+
+
 def _lots(keys: np.ndarray, seed: int) -> np.ndarray:
     """Return a pseudo-random number for each row (splitmix64), which is independent of the row's split."""
     mixed = keys + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1)

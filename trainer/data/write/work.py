@@ -134,7 +134,7 @@ def _choose(paths: list[Path], data: Data) -> tuple[list[np.ndarray], int, int]:
     spool = Spool(paths)
     keys, parts = spool.column("key", np.uint64), spool.column("part", np.int16)
     taken = choose.chosen(keys, parts, data)
-    copies = len(keys) - len(np.unique(keys)) if data.duplicates == "drop" else 0
+    copies = choose.copies(keys) if data.duplicates == "drop" else 0
     return np.split(taken, spool.starts[1:-1]), int(len(keys) - taken.sum()), copies
 
 
