@@ -61,7 +61,7 @@ def prepare(run: Run, parts: Sequence[Part], splits: Sequence[int | None], out: 
     check_one(place, DATA)
     check_one(folder, PREPARING)
     output_marks.recover(place, DATA)
-    folder_of_files = _begin(folder, required)
+    folder_of_files = begin(folder, required)
     report = (
         blend.prepare(run, parts, tokens, folder_of_files)
         if are_tokens
@@ -70,7 +70,7 @@ def prepare(run: Run, parts: Sequence[Part], splits: Sequence[int | None], out: 
     _require_unchanged(required, parts)
     _write(folder_of_files / "report.json", report)
     _write(folder_of_files / "template.json", report["template"])
-    _finish(folder_of_files, required, _facts(report, tokens), place)
+    finish(folder_of_files, required, _facts(report, tokens), place)
     _tell(report, time.monotonic() - start)
 
 
@@ -175,7 +175,7 @@ def _is_made(out: Path, identity: dict[str, Any]) -> bool:
     )
 
 
-def _begin(folder: Path, identity: dict[str, Any]) -> Path:
+def begin(folder: Path, identity: dict[str, Any]) -> Path:
     """Return the folder to write into. Chunks of an earlier attempt are kept if it had the same identity."""
     file, text = folder / "identity.json", _text(identity)
     if not (file.exists() and file.read_text() == text):
@@ -196,7 +196,7 @@ def _clear_up(folder: Path, identity: dict[str, Any]) -> None:
             output_marks.remove(folder, PREPARING)
 
 
-def _finish(output: Path, identity: dict[str, Any], facts: dict[str, Any], out: Path) -> None:
+def finish(output: Path, identity: dict[str, Any], facts: dict[str, Any], out: Path) -> None:
     """Rename the finished folder to `out`, replacing a previous one."""
     files = {file.name: _state(file) for file in sorted(output.iterdir())}
     _write(output / MANIFEST, identity | facts | {"files": files})

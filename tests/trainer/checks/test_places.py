@@ -19,7 +19,7 @@ from contract.faults import Fault
 from contract.files import write_atomically
 from contract.output_marks import BASE, DATA, EVALUATION, EXPORT, PREPARING, TRAINING, Kind
 from trainer.checks import places
-from trainer.data import identity
+from trainer.data import preparation
 from trainer.rehearsal import tiny_models
 from trainer.weights import atomic_folder
 
@@ -230,9 +230,9 @@ def work(command: Command, place: Path) -> None:
             (partial / "new").write_text("new")
     elif command.kind is DATA:
         place = Path(os.path.realpath(place))
-        made = identity.begin(place.with_name(f"{place.name}-preparing"), {"settings": {}, "sources": []})
+        made = preparation.begin(place.with_name(f"{place.name}-preparing"), {"settings": {}, "sources": []})
         (made / "new").write_text("new")
-        identity.finish(made, {"settings": {}, "sources": []}, {}, place)
+        preparation.finish(made, {"settings": {}, "sources": []}, {}, place)
     else:
         output_marks.take(place, command.kind)
         (place / "new").write_text("new")
