@@ -60,9 +60,8 @@ def kernel():
     for base in BASES:
         for name, shape in WIDTHS.items():
             one = stored(base, shape)
-            given = one.codes, one.scales, one.block, one.dtype, one.factors
-            same = torch.equal(of_gpu.unpack(*given), codes.unpack(*given))
-            took = ms(lambda given=given: of_gpu.unpack(*given))
+            same = torch.equal(of_gpu.unpack(one), codes.unpack(one))
+            took = ms(lambda one=one: of_gpu.unpack(one))
             size = one.bytes + 2 * shape[0] * shape[1] * shape[2]
             yield {"name": f"unpack {base} {name}", "ms": took, "GB/s": size / took / 1e6, "same": same}
         yield {"name": f"unpack {base} every code", "same": every_code(base)}
@@ -120,7 +119,8 @@ def every_code(base: str) -> bool:
             given = bytes, of_groups, (1, 16), dtype, scales[:64].view(1, 64)
         else:
             given = bytes, bytes.view(-1).clamp(max=254)[: 64 * 64].view(1, 64, 64), (1, 32), dtype
-        one, other = of_gpu.unpack(*given), codes.unpack(*given)
+        store = codes.Store(*given)
+        one, other = of_gpu.unpack(store), codes.unpack(store)
         same &= torch.equal(one.nan_to_num(), other.nan_to_num())
     return same
 

@@ -89,7 +89,7 @@ def rendered(template: TemplateText, row: Row) -> Rendered:
         return result if template.loss_on != "answer" else Rendered(result.text, spans[earlier:], result.last)
 
     def shorter(messages: Messages, prompt: bool) -> str:
-        return render(template, messages, tools, prompt)[0]
+        return render(template, messages, tools, add_generation_prompt=prompt)[0]
 
     text = shorter(messages, False)
     return _by_prefixes(shorter, messages, text, turns if template.loss_on == "assistant" else turns[-1:])
@@ -100,8 +100,8 @@ def _around_answer(template: TemplateText, row: Row) -> Rendered:
     mark = MARK
     while mark in row["input"]:
         mark += MARK
-    marked, _ = render(template, [], None, variables={"input": row["input"], "output": mark})
-    text, spans = render(template, [], None, tracked=True, variables={"input": row["input"], "output": row["output"]})
+    marked, _ = render(template, [], input=row["input"], output=mark)
+    text, spans = render(template, [], tracked=True, input=row["input"], output=row["output"])
     if spans:
         return _by_tags(text, spans, 0)
     start = marked.find(mark)
@@ -112,12 +112,7 @@ def _around_answer(template: TemplateText, row: Row) -> Rendered:
 
 
 def render(
-    template: TemplateText,
-    messages: Messages,
-    tools: list | None,
-    prompt: bool = False,
-    tracked: bool = False,
-    variables: dict[str, str] | None = None,
+    template: TemplateText, messages: Messages, tools: list | None = None, tracked: bool = False, **variables: Any
 ) -> tuple[str, list[Span]]:
     """Render like tokenizer.apply_chat_template(tokenize=False), and find the spans of {% generation %}."""
     source = template.source(tools)
@@ -128,14 +123,13 @@ def render(
             tools=tools,
             chat_template=source,
             return_assistant_tokens_mask=tracked,
-            add_generation_prompt=prompt,
             **template.variables,
-            **(variables or {}),
+            **variables,
         )
     except rendering.Refused as error:
         raise Refused(Bad("template refuses it", "messages", str(error))) from None
     except Exceeded as error:
-        row = show(variables["input"] if variables else messages)
+        row = show(variables.get("input", messages))
         raise Unrendered(f"{_file(template)}: the template {error} with the row {row}; fix it") from None
     return texts[0], spans[0] if tracked else []
 

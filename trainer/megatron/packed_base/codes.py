@@ -1,6 +1,6 @@
 """Unpack weights that are stored as codes and scales, all experts of a layer at once.
 
-    unpack(codes, scales, block, dtype, factors) -> weights     [n, out, in]
+    unpack(store) -> weights     [n, out, in]
 
 Codes are [n, out, in] in FP8 (e4m3), or [n, out, in / 2] in bytes of two 4-bit codes, the even column's in the low
 bits. Scales are [n, rows, columns] of blocks (the last may be smaller); their type determines the 4-bit format:
@@ -12,6 +12,8 @@ bits. Scales are [n, rows, columns] of blocks (the last may be smaller); their t
 Factors are [n, k] in fp32: for k stacked matrices with equal numbers of rows. Products are in fp32: first scale times
 factor, then the code; the result is rounded once, to the requested type. kernel.py does the same on a GPU in one pass.
 """
+
+from dataclasses import dataclass
 
 import torch
 
@@ -25,6 +27,30 @@ SCALES = {"fp8": torch.float32, "int": torch.bfloat16, "nvfp4": FP8, "mxfp4": to
 AT_ONCE = 2**26  # fp32 values unpacked at a time
 
 
+@dataclass(frozen=True)
+class Store:
+    """Codes and scales of all matrices of one layer. It is not a module, so casts of the model do not change the
+    scales.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    block: tuple[int, int]  # rows and columns that share a scale
+    dtype: torch.dtype  # of the weights
+    factors: torch.Tensor | None = None  # of all scales of a matrix, if the format has them
+
+    @property
+    def bytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes + (self.factors.nbytes if self.factors is not None else 0)
+
+    def unpack(self) -> list[torch.Tensor]:
+        if self.codes.is_cuda:
+            from trainer.megatron.packed_base import kernel
+
+            return list(kernel.unpack(self).unbind())
+        return list(unpack(self).unbind())
+
+
 def shape_of(codes: torch.Tensor) -> tuple[int, int, int]:
     count, rows, columns = codes.shape
     return count, rows, columns if codes.dtype == FP8 else 2 * columns
@@ -34,19 +60,14 @@ def kind_of(codes: torch.Tensor, scales: torch.Tensor) -> str:
     return "fp8" if codes.dtype == FP8 else next(kind for kind, dtype in SCALES.items() if dtype == scales.dtype)
 
 
-def unpack(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    block: tuple[int, int],
-    dtype: torch.dtype,
-    factors: torch.Tensor | None = None,
-) -> torch.Tensor:
+def unpack(store: Store) -> torch.Tensor:
+    codes, block, factors = store.codes, store.block, store.factors
     count, rows, columns = shape_of(codes)
-    kind, scales = kind_of(codes, scales), in_fp32(scales)
+    kind, scales = kind_of(codes, store.scales), in_fp32(store.scales)
     if factors is not None:
         assert rows % factors.shape[1] == 0 and block[0] == 1, "stacked matrices have equal numbers of rows"
         scales = scales * factors.repeat_interleave(rows // factors.shape[1], 1).unsqueeze(-1)
-    whole = torch.empty((count, rows, columns), dtype=dtype, device=codes.device)
+    whole = torch.empty((count, rows, columns), dtype=store.dtype, device=codes.device)
     each = max(1, AT_ONCE // (block[0] * columns)) * block[0]
     for weight, of_weight, target in zip(codes, scales, whole, strict=True):
         for start in range(0, rows, each):

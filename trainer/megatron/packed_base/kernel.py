@@ -12,23 +12,17 @@ import torch
 import triton
 import triton.language as tl
 
-from trainer.megatron.packed_base.codes import FP8, kind_of, shape_of
+from trainer.megatron.packed_base.codes import FP8, Store, kind_of, shape_of
 
 COLUMNS = 512  # of a tile, at most; its rows follow from NUMBERS
 NUMBERS = 8192
 WARPS = 8
 
 
-def unpack(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    block: tuple[int, int],
-    dtype: torch.dtype,
-    factors: torch.Tensor | None = None,
-) -> torch.Tensor:
+def unpack(store: Store) -> torch.Tensor:
+    codes, scales, factors, (height, width) = store.codes, store.scales, store.factors, store.block
     count, rows, columns = shape_of(codes)
-    whole = torch.empty((count, rows, columns), dtype=dtype, device=codes.device)
-    height, width = block
+    whole = torch.empty((count, rows, columns), dtype=store.dtype, device=codes.device)
     wide = max(width, min(COLUMNS, triton.next_power_of_2(columns)))
     tall = NUMBERS // wide
     tall = min(tall, height) if height > 1 else tall  # rows within one block; any number if blocks have one row

@@ -13,7 +13,6 @@ layer are requested at once, through the first. Unpacked weights exist only duri
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,35 +20,11 @@ from torch import nn
 
 from conf.rules.packed_base import is_packed
 from conf.schema.run import Run
-from trainer.megatron.packed_base.codes import shape_of
+from trainer.megatron.packed_base.codes import Store, shape_of
 
 MATRIX = re.compile(r"weight\d*")
 USUAL = 0.02  # standard deviation of a random matrix
 _PASSED_ON = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-
-
-@dataclass(frozen=True)
-class Store:
-    """Codes and scales of all matrices of one layer. It is not a module, so casts of the model do not change the
-    scales.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    block: tuple[int, int]  # rows and columns that share a scale
-    dtype: torch.dtype  # of the weights
-    factors: torch.Tensor | None = None  # of all scales of a matrix, if the format has them
-
-    @property
-    def bytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes + (self.factors.nbytes if self.factors is not None else 0)
-
-    def unpack(self) -> list[torch.Tensor]:
-        if self.codes.is_cuda:
-            from trainer.megatron.packed_base.kernel import unpack
-        else:
-            from trainer.megatron.packed_base.codes import unpack
-        return list(unpack(self.codes, self.scales, self.block, self.dtype, self.factors).unbind())
 
 
 class PackedWeight(torch.Tensor):
