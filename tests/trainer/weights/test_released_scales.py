@@ -9,7 +9,7 @@ from conf.rules.packed_base import FORMATS
 from tests.support import e2m1
 from trainer.weights import released
 from trainer.weights.packed_base import released_scales
-from trainer.weights.packed_base.released_scales import Scales, codes
+from trainer.weights.packed_base.released_scales import Scales
 from trainer.weights.quantised import unpack
 
 EVERY_CODE = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
@@ -44,7 +44,7 @@ def test_codes_come_back_byte_for_byte_from_what_they_stand_for(form, dtype):
     released = Scales(scales[source], source, dtype)
     for top, bottom, left, right, block in ((0, 300, 0, 320, packed.scheme.block), (64, 128, 48, 64, (64, 16))):
         block = (min(block[0], packed.scheme.block[0]), min(block[1], packed.scheme.block[1]))
-        found = codes(FORMATS[form], released, whole[top:bottom, left:right], (top, left), block)
+        found = released.codes(FORMATS[form], whole[top:bottom, left:right], (top, left), block)
         assert found
         each = 1 if form == "fp8" else 2
         assert torch.equal(found[0].view(torch.uint8), numbers[top:bottom, left // each : right // each])
@@ -62,12 +62,12 @@ def test_numbers_that_are_not_the_release_s_are_not_taken_for_it(form):
     )
     source = torch.arange(128) // packed.scheme.block[0]
     released = Scales(scales.float()[source], source, torch.float32)
-    assert codes(FORMATS[form], released, whole, (0, 0), packed.scheme.block)
+    assert released.codes(FORMATS[form], whole, (0, 0), packed.scheme.block)
     whole[5, 7] *= 1.01
     whole[5, 7] += 1e-13
-    assert codes(FORMATS[form], released, whole, (0, 0), packed.scheme.block) is None
+    assert released.codes(FORMATS[form], whole, (0, 0), packed.scheme.block) is None
     released = Scales(scales.float()[source] * 1.01, source, torch.float32)
-    assert codes(FORMATS[form], released, whole, (0, 0), packed.scheme.block) is None
+    assert released.codes(FORMATS[form], whole, (0, 0), packed.scheme.block) is None
 
 
 @pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
@@ -77,12 +77,12 @@ def test_codes_of_e2m1_come_back_byte_for_byte_with_the_signs_of_zeros(form, dty
     factor = torch.tensor(1.7e-4) if form == "nvfp4" else None
     whole = e2m1.weight(numbers, scales, factor).to(dtype)
     released = Scales(scales, torch.arange(128), dtype)
-    found = codes(FORMATS[form], released, whole[32:96, 64:128], (32, 64), (1, 16), factor)
+    found = released.codes(FORMATS[form], whole[32:96, 64:128], (32, 64), (1, 16), factor)
     assert found and torch.equal(found[0], numbers[32:96, 32:64])
     columns = torch.arange(64, 128, 16) // FORMATS[form].block[1]
     assert torch.equal(found[1].view(torch.uint8), scales.view(torch.uint8)[32:96][:, columns])
     whole[40, 70] = whole[40, 70] * 1.02 + 1e-3 * whole.abs().amax()
-    assert codes(FORMATS[form], released, whole[32:96, 64:128], (32, 64), (1, 16), factor) is None
+    assert released.codes(FORMATS[form], whole[32:96, 64:128], (32, 64), (1, 16), factor) is None
 
 
 def test_a_matrix_of_several_factors_has_none():

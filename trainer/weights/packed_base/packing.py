@@ -61,7 +61,7 @@ class Packing:
             return None
         read = self.box(part.name, part.offsets, part.sizes)
         factor = None if factor is None else factor.to(read.device)
-        released = released_scales.codes(self.form, scales, read, (part.offsets[0], part.offsets[1]), block, factor)
+        released = scales.codes(self.form, read, (part.offsets[0], part.offsets[1]), block, factor)
         return (read, (*released, factor)) if released else None
 
     def _packed(self, part: Part, block: tuple[int, int]) -> tuple[torch.Tensor, Found]:

@@ -16,6 +16,7 @@ from conf.rules.packed_base import Format, is_same
 from contract.faults import Fault
 from trainer.megatron.packed_base import codes as of_codes
 from trainer.weights import released_tensors
+from trainer.weights.packed_base.part import Pair
 from trainer.weights.quantised import e2m1
 from trainer.weights.released import Model
 
@@ -44,6 +45,22 @@ class Scales:
         while most > 1 and not all(bool((part == part[:, :1]).all()) for part in of_matrices.split(most, 1)):
             most //= 2
         return most
+
+    def codes(
+        self, form: Format, read: torch.Tensor, offsets: Pair, block: Pair, factor: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return codes of a box of a Megatron weight, and scales of its blocks; None if the released ones do not fit."""
+        (top, left), (rows, columns) = offsets, read.shape
+        of_rows = self.rows[top : top + rows].to(read.device)
+        columns_of = (torch.arange(columns, device=read.device) + left) // form.block[1]
+        in_fp32 = of_codes.in_fp32(of_rows) if factor is None else of_codes.in_fp32(of_rows) * factor
+        spread = in_fp32[:, columns_of]
+        result = _codes(form, read, spread)
+        whole = of_codes.numbers(result, form.kind) * spread
+        if not torch.equal(whole.to(self.dtype).to(read.dtype), read):
+            return None
+        places = torch.arange(0, columns, block[1], device=read.device) + left
+        return result, of_rows[:: block[0]][:, places // form.block[1]]
 
 
 class Release:
@@ -94,28 +111,6 @@ class Release:
         if (source < 0).any() or len({scales.shape[1] for scales in of_rows.values()}) > 1:
             return None
         return Scales(torch.cat([*of_rows.values()])[source], source, dtype, factors)
-
-
-def codes(
-    form: Format,
-    scales: Scales,
-    read: torch.Tensor,
-    offsets: tuple[int, int],
-    block: tuple[int, int],
-    factor: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return codes of a box of a Megatron weight, and scales of its blocks; None if the released ones do not fit."""
-    (top, left), (rows, columns) = offsets, read.shape
-    of_rows = scales.rows[top : top + rows].to(read.device)
-    columns_of = (torch.arange(columns, device=read.device) + left) // form.block[1]
-    in_fp32 = of_codes.in_fp32(of_rows) if factor is None else of_codes.in_fp32(of_rows) * factor
-    spread = in_fp32[:, columns_of]
-    result = _codes(form, read, spread)
-    whole = of_codes.numbers(result, form.kind) * spread
-    if not torch.equal(whole.to(scales.dtype).to(read.dtype), read):
-        return None
-    places = torch.arange(0, columns, block[1], device=read.device) + left
-    return result, of_rows[:: block[0]][:, places // form.block[1]]
 
 
 def _factor(model: Model, packed: Packed) -> torch.Tensor:
