@@ -84,7 +84,8 @@ def judge(observations: dict[Key, Observation], needed: dict[str, set[int]], eve
             learned[kind] += 1
         else:
             tensor = name if expert is None else f"{name}[{expert}]"
-            reasons = [text for text, lacks in LACKS.items() if lacks(observed)]
+            lacks = {"got no gradient": not observed.gradient, "have not changed": not observed.moved}
+            reasons = [text for text, is_lacking in lacks.items() if is_lacking]
             unlearned[" and ".join(reasons), kind].append(tensor)
     faults = [
         f"{len(names)} of {total[kind]} tensors of {kind} {reason} ({enumerate_names(names, SHOWN)})"
@@ -106,10 +107,6 @@ def kind_of(name: str) -> str:
     return within + "other"
 
 
-LACKS = {
-    "got no gradient": lambda observed: not observed.gradient,
-    "have not changed": lambda observed: not observed.moved,
-}
 KINDS = {
     "norm": "norms",
     ".shared_experts.": "shared experts",

@@ -160,14 +160,14 @@ def _encoded(template: TemplateText, row: Row, result: Rendered, encoding) -> En
         learned[_tokens(encoding, (len(result.text), length), length, False)[0] :] = True
     if not learned.any():
         return Bad("nothing to learn", "messages")
-    limit, cut = template.limit, 0
-    if len(ids) > limit.tokens:
-        if limit.too_long != "truncate":
-            return limit.too_long_row(len(ids))
+    cut = 0
+    if len(ids) > template.most_tokens:
+        if template.too_long != "truncate":
+            return template.too_long_row(len(ids))
         kept = _shortened(template, row, result, encoding, learned)
         cut = int((~kept).sum())
-        if len(ids) - cut > limit.tokens:
-            return limit.too_long_answer(int(learned.sum()))
+        if len(ids) - cut > template.most_tokens:
+            return template.too_long_answer(int(learned.sum()))
         start -= int((~kept[:start]).sum())
         ids, learned = ids[kept], learned[kept]
     counting = template.counting[ids]
@@ -177,7 +177,7 @@ def _encoded(template: TemplateText, row: Row, result: Rendered, encoding) -> En
 
 def _shortened(template: TemplateText, row: Row, result: Rendered, encoding, learned: np.ndarray) -> np.ndarray:
     """Return a mask of the tokens that remain if the longest messages are cut, as little as possible, at their ends."""
-    excess = len(learned) - template.limit.tokens
+    excess = len(learned) - template.most_tokens
     kept = np.ones(len(learned), dtype=bool)
     for begin, end in _longest_first(row, result, encoding):
         free = np.flatnonzero(~learned[begin:end]) + begin

@@ -36,13 +36,13 @@ def encode(template: TemplateText, rows: Sequence[Row | Bad]) -> list[Encoded | 
 
 
 def _join(template: TemplateText, prompt: list[int], answer: list[int]) -> Encoded | Bad:
-    limit, length = template.limit, len(prompt) + len(answer)
-    cut = length - limit.tokens
+    length = len(prompt) + len(answer)
+    cut = length - template.most_tokens
     if cut > 0:
-        if limit.too_long != "truncate":
-            return limit.too_long_row(length)
+        if template.too_long != "truncate":
+            return template.too_long_row(length)
         if cut >= len(prompt):
-            return limit.too_long_answer(len(answer))
+            return template.too_long_answer(len(answer))
         prompt = prompt[:-cut]
     ids = np.array(prompt + answer, dtype=np.int32)
     learned = template.counting[ids]

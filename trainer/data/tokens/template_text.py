@@ -34,25 +34,6 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class Limit:
-    """Limit of a row's tokens. A packed sequence is stored with one more token, which is only a label."""
-
-    seq_length: int
-    packed: bool
-    too_long: str  # drop, truncate or error
-
-    @property
-    def tokens(self) -> int:
-        return self.seq_length + 1 if self.packed else self.seq_length
-
-    def too_long_row(self, tokens: int) -> Bad:
-        return Bad("longer than a sequence", "", f"{tokens} tokens, data.seq_length is {self.seq_length}")
-
-    def too_long_answer(self, tokens: int) -> Bad:
-        return Bad("answer longer than a sequence", "", f"{tokens} tokens, data.seq_length is {self.seq_length}")
-
-
-@dataclass(frozen=True)
 class TemplateText:
     """Text and settings of a template."""
 
@@ -62,8 +43,21 @@ class TemplateText:
     loss_on: str
     stop: str  # text after the last answer, learned with it
     options: dict[str, bool | int | str]
-    limit: Limit
+    seq_length: int
+    packed: bool
+    too_long: str  # drop, truncate or error
     tokenizer: tokenizers.Tokenizer
+
+    @property
+    def most_tokens(self) -> int:
+        """Return the limit of a row's tokens. A packed sequence has one more token, which is only a label."""
+        return self.seq_length + 1 if self.packed else self.seq_length
+
+    def too_long_row(self, tokens: int) -> Bad:
+        return Bad("longer than a sequence", "", f"{tokens} tokens, data.seq_length is {self.seq_length}")
+
+    def too_long_answer(self, tokens: int) -> Bad:
+        return Bad("answer longer than a sequence", "", f"{tokens} tokens, data.seq_length is {self.seq_length}")
 
     def without_end(self, answer: str) -> str:
         """Return a model's answer without its stop."""

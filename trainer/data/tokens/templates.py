@@ -25,12 +25,13 @@ from contract.faults import Fault
 from trainer.data.rows import Bad, Row
 from trainer.data.tokens import chat, plain, rendering
 from trainer.data.tokens import tokenizer as tokenizers
-from trainer.data.tokens.template_text import Encoded, Kind, Limit, TemplateText
+from trainer.data.tokens.template_text import Encoded, Kind, TemplateText
 from trainer.startup.limited_calls import Exceeded
 
 DEFAULT = "{input} {output}"
 CHAT = "chat template"
-RECORDED = ("kind", "text", "origin", "loss_on", "stop", "options")  # attributes in a template's record, with its limit
+# Attributes in a template's record.
+RECORDED = ("kind", "text", "origin", "loss_on", "stop", "options", "seq_length", "packed", "too_long")
 RESERVED = {"messages", "tools", "documents", "input", "output", "conversations", "chat_template"} | {
     "add_generation_prompt",
     "continue_final_message",
@@ -98,7 +99,7 @@ class Template(TemplateText):
     def record(self) -> dict[str, Any]:
         """Return the record for from_record(), as JSON."""
         digest = checksums.of(self.text) if isinstance(self.text, str) else checksums.of_json(self.text)
-        settings = {key: getattr(self, key) for key in RECORDED} | vars(self.limit)
+        settings = {key: getattr(self, key) for key in RECORDED}
         return settings | {"sha256": digest, "tokenizer": tokenizers.facts(self.tokenizer)}
 
 
@@ -116,8 +117,8 @@ def choose(data: Data, tokenizer: tokenizers.Tokenizer, kind: str) -> Template:
     stop = data.stop
     if stop is None:
         stop = "" if template == "chat" and not origin.endswith(".jinja") else _end(tokenizer)
-    limit = Limit(data.seq_length, data.packed, data.too_long)
-    return Template(template, text, origin, data.loss_on, stop, data.template_options, limit, tokenizer)
+    lengths = data.seq_length, data.packed, data.too_long
+    return Template(template, text, origin, data.loss_on, stop, data.template_options, *lengths, tokenizer)
 
 
 def _text(data: Data, tokenizer: tokenizers.Tokenizer, kind: str) -> tuple[Kind, Any, str]:
@@ -192,8 +193,7 @@ def from_record(record: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> Temp
         )
     if record["origin"] == CHAT and tokenizer.chat_template != record["text"]:
         raise Fault(f"{folder}: its chat template is not the one with which the data were prepared")
-    limit = Limit(record["seq_length"], record["packed"], record["too_long"])
-    return Template(**{key: record[key] for key in RECORDED}, limit=limit, tokenizer=tokenizer)
+    return Template(**{key: record[key] for key in RECORDED}, tokenizer=tokenizer)
 
 
 def _joined(chosen: Encoded | Bad, rejected: Encoded | Bad) -> Encoded | Bad:

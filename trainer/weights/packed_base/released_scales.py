@@ -49,7 +49,7 @@ class Scales:
     def codes(
         self, form: Format, read: torch.Tensor, offsets: Pair, block: Pair, factor: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return codes of a box of a Megatron weight, and scales of its blocks; None if the released ones do not fit."""
+        """Return codes of a box of a Megatron weight and scales of its blocks; None if the released ones do not fit."""
         (top, left), (rows, columns) = offsets, read.shape
         of_rows = self.rows[top : top + rows].to(read.device)
         columns_of = (torch.arange(columns, device=read.device) + left) // form.block[1]
