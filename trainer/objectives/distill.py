@@ -58,42 +58,35 @@ def divergence(logits: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) ->
     return (values.exp() * (values - student)).sum(-1) + of_rest
 
 
-class DistillationStep:
-    """The forward_step of distill: compares logits with the teacher's likeliest tokens in the batch."""
-
-    def __init__(self, run: Run):
-        self.temperature = run.train.distill_temperature
-
-    def __call__(self, state: Any, iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
-        batch = next(iterator)
-        output, _ = gpt_step.forward_step(state, iter([batch | {"labels": None}]), model)
-        return output, partial(self._loss, {key: batch[key] for key in ("loss_mask", *OF_TEACHER)})
-
-    def _loss(self, batch: dict[str, torch.Tensor], output: torch.Tensor) -> Any:
-        group = parallel_state.get_context_parallel_group()
-        whole_rows = {key: value.to(output.device, non_blocking=True) for key, value in batch.items()}
-        share = get_batch_on_this_cp_rank(whole_rows, is_hybrid_cp=False, cp_group=group)
-        values, ids = (share[key] for key in OF_TEACHER)
-        of_tokens = divergence(output.float() / self.temperature, values, ids.long()) * share["loss_mask"]
-        tokens, kl = share["loss_mask"].sum().to(of_tokens.dtype), of_tokens.sum()
-        loss = kl * self.temperature**2
-        sums = {name: torch.stack([total.detach(), tokens]) for name, total in (("lm loss", loss), ("kl", kl))}
-        return loss, tokens.to(torch.int), sums
+def step(run: Run) -> Any:
+    """Return the forward_step of distill: it compares logits with the teacher's likeliest tokens in the batch."""
+    return partial(_forward, run.train.distill_temperature)
 
 
-class TeacherStep:
-    """A forward_step that returns the likeliest tokens of each position, for whole rows."""
+def _forward(temperature: float, state: Any, iterator: Iterator[dict[str, Any]], model: Any) -> Any:
+    batch = next(iterator)
+    output, _ = gpt_step.forward_step(state, iter([batch | {"labels": None}]), model)
+    return output, partial(_loss, temperature, {key: batch[key] for key in ("loss_mask", *OF_TEACHER)})
 
-    def __init__(self, run: Run):
-        self.k, self.temperature = run.train.teacher_top_k, run.train.distill_temperature
 
-    def __call__(self, state: Any, iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
-        output, _ = gpt_step.forward_step(state, iter([next(iterator) | {"labels": None}]), model)
-        return output, self._likeliest
+def _loss(temperature: float, batch: dict[str, torch.Tensor], output: torch.Tensor) -> Any:
+    group = parallel_state.get_context_parallel_group()
+    whole_rows = {key: value.to(output.device, non_blocking=True) for key, value in batch.items()}
+    share = get_batch_on_this_cp_rank(whole_rows, is_hybrid_cp=False, cp_group=group)
+    values, ids = (share[key] for key in OF_TEACHER)
+    of_tokens = divergence(output.float() / temperature, values, ids.long()) * share["loss_mask"]
+    tokens, kl = share["loss_mask"].sum().to(of_tokens.dtype), of_tokens.sum()
+    loss = kl * temperature**2
+    sums = {name: torch.stack([total.detach(), tokens]) for name, total in (("lm loss", loss), ("kl", kl))}
+    return loss, tokens.to(torch.int), sums
 
-    def _likeliest(self, logits: torch.Tensor, non_loss_data: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        values, ids = likeliest(logits.float() / self.temperature, self.k)
+
+def teacher_step(run: Run, state: Any, iterator: Iterator[dict[str, Any]], model: Any) -> Any:
+    """A forward_step, after its first argument, that returns the likeliest tokens of each position, for whole rows."""
+    output, _ = gpt_step.forward_step(state, iter([next(iterator) | {"labels": None}]), model)
+
+    def of_rows(logits: torch.Tensor, non_loss_data: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        values, ids = likeliest(logits.float() / run.train.distill_temperature, run.train.teacher_top_k)
         return whole(values, None), whole(ids, None)
 
-
-step = DistillationStep
+    return output, of_rows

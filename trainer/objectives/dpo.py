@@ -40,39 +40,39 @@ def answer_log_probs(log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tenso
     return (log_probs * mask).sum(-1)
 
 
-class PreferenceStep:
-    """The forward_step of dpo: rows are pairs of a chosen answer and the rejected one."""
+def step(run: Run) -> Any:
+    """Return the forward_step of dpo: rows are pairs of a chosen answer and the rejected one."""
+    return partial(_forward, run.train.dpo_beta, run.train.dpo_label_smoothing)
 
-    def __init__(self, run: Run):
-        self.beta, self.smoothing = run.train.dpo_beta, run.train.dpo_label_smoothing
 
-    def __call__(self, state: Any, iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
-        from megatron.bridge.training import gpt_step
+def _forward(beta: float, smoothing: float, state: Any, iterator: Iterator[dict[str, Any]], model: Any) -> Any:
+    from megatron.bridge.training import gpt_step
 
-        from trainer.megatron.routers import balance
+    from trainer.megatron.routers import balance
 
-        batch = next(iterator)
-        tokens = batch["loss_mask"].size(1)  # _loss() divides each of the two answers by it
-        output, _ = gpt_step.forward_step(state, iter([batch | {balance.WEIGHT: tokens}]), model)
-        return output, partial(self._loss, {key: batch[key] for key in OF_PAIRS})
+    batch = next(iterator)
+    tokens = batch["loss_mask"].size(1)  # _loss() divides each of the two answers by it
+    output, _ = gpt_step.forward_step(state, iter([batch | {balance.WEIGHT: tokens}]), model)
+    return output, partial(_loss, beta, smoothing, {key: batch[key] for key in OF_PAIRS})
 
-    def _loss(self, batch: dict[str, torch.Tensor], output: torch.Tensor) -> Any:
-        from megatron.core import parallel_state
 
-        from trainer.megatron.whole_rows import whole
+def _loss(beta: float, smoothing: float, batch: dict[str, torch.Tensor], output: torch.Tensor) -> Any:
+    from megatron.core import parallel_state
 
-        mask, reference = (batch[key].to(output.device, non_blocking=True) for key in OF_PAIRS)
-        answers = answer_log_probs(-whole(output.float(), None), mask)
-        chosen, rejected = answers[0::2], answers[1::2]
-        losses, figures = preference(self.beta, self.smoothing, chosen, rejected, reference.view(-1, 2).t())
-        # Each context-parallel rank computes the loss of whole answers, and gets the gradients of its part of them.
-        counts = float(parallel_state.get_context_parallel_rank() == 0)
-        # Megatron divides by tokens: as many as weigh the losses of routers.
-        tokens = mask.numel() // len(chosen)
-        pairs = torch.tensor(len(chosen) * counts, device=output.device)
-        figures = {"lm loss": losses.detach()} | figures
-        sums = {name: torch.stack([values.sum() * counts, pairs]) for name, values in figures.items()}
-        return losses.sum() * tokens, (pairs * tokens).to(torch.int), sums
+    from trainer.megatron.whole_rows import whole
+
+    mask, reference = (batch[key].to(output.device, non_blocking=True) for key in OF_PAIRS)
+    answers = answer_log_probs(-whole(output.float(), None), mask)
+    chosen, rejected = answers[0::2], answers[1::2]
+    losses, figures = preference(beta, smoothing, chosen, rejected, reference.view(-1, 2).t())
+    # Each context-parallel rank computes the loss of whole answers, and gets the gradients of its part of them.
+    counts = float(parallel_state.get_context_parallel_rank() == 0)
+    # Megatron divides by tokens: as many as weigh the losses of routers.
+    tokens = mask.numel() // len(chosen)
+    pairs = torch.tensor(len(chosen) * counts, device=output.device)
+    figures = {"lm loss": losses.detach()} | figures
+    sums = {name: torch.stack([values.sum() * counts, pairs]) for name, values in figures.items()}
+    return losses.sum() * tokens, (pairs * tokens).to(torch.int), sums
 
 
 def scores(state: Any, iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
@@ -88,6 +88,3 @@ def scores(state: Any, iterator: Iterator[dict[str, Any]], model: Any) -> tuple[
         return (answer_log_probs(-whole(losses.float(), None), batch["loss_mask"].to(losses.device)),)
 
     return output, of_answers
-
-
-step = PreferenceStep

@@ -22,34 +22,30 @@ from trainer.objectives.log_sum_exp import log_sum_exp
 
 def step(run: Run) -> Any:
     """Return the forward_step for Bridge's loop, which is Bridge's own without a z loss."""
-    return WithZLoss(run.train.z_loss) if run.train.z_loss else gpt_step.forward_step
+    return partial(_forward, run.train.z_loss) if run.train.z_loss else gpt_step.forward_step
 
 
-class WithZLoss:
-    """The forward_step of sft, with `weight` times the squares added to the loss."""
+def _forward(weight: float, state: Any, iterator: Iterator[dict[str, Any]], model: Any) -> Any:
+    """The forward_step of sft, after its first argument, with `weight` times the squares added to the loss."""
+    chunk = unwrap_model(model)
+    if not torch.is_grad_enabled() or not chunk.post_process:
+        return gpt_step.forward_step(state, iterator, model)
+    all_squares: list[torch.Tensor] = []  # first of each MTP layer, last of the model
+    hook = chunk.output_layer.register_forward_hook(
+        lambda module, inputs, outputs: all_squares.append(_squares(outputs[0]))
+    )
+    try:
+        output, loss = gpt_step.forward_step(state, iterator, model)
+    finally:
+        hook.remove()
+    squares = all_squares[-1].transpose(0, 1).contiguous()
+    return output + weight * squares, partial(_loss, weight, loss, squares.detach())
 
-    def __init__(self, weight: float):
-        self.weight = weight
 
-    def __call__(self, state: Any, iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Callable]:
-        chunk = unwrap_model(model)
-        if not torch.is_grad_enabled() or not chunk.post_process:
-            return gpt_step.forward_step(state, iterator, model)
-        all_squares: list[torch.Tensor] = []  # first of each MTP layer, last of the model
-        hook = chunk.output_layer.register_forward_hook(
-            lambda module, inputs, outputs: all_squares.append(_squares(outputs[0]))
-        )
-        try:
-            output, loss = gpt_step.forward_step(state, iterator, model)
-        finally:
-            hook.remove()
-        squares = all_squares[-1].transpose(0, 1).contiguous()
-        return output + self.weight * squares, partial(self._loss, loss, squares.detach())
-
-    def _loss(self, loss: Callable, squares: torch.Tensor, output: torch.Tensor) -> Any:
-        total, tokens, _ = loss(output)
-        figures = loss(output.detach() - self.weight * squares)[2] | {"z loss": loss(squares)[2]["lm loss"]}
-        return total, tokens, figures
+def _loss(weight: float, loss: Callable, squares: torch.Tensor, output: torch.Tensor) -> Any:
+    total, tokens, _ = loss(output)
+    figures = loss(output.detach() - weight * squares)[2] | {"z loss": loss(squares)[2]["lm loss"]}
+    return total, tokens, figures
 
 
 def _squares(logits: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ log-probability of each answer, distill the likeliest tokens at each learned pos
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
 import contextlib
+import functools
 import json
 import signal
 import time
@@ -26,7 +27,7 @@ from conf.rules.objectives import AT_ONCE
 from conf.schema.run import Run
 from trainer.data import prepared, references
 from trainer.megatron.token_files import Answers, Rows, file
-from trainer.objectives.distill import TeacherStep
+from trainer.objectives.distill import teacher_step
 from trainer.objectives.dpo import scores
 from trainer.reference import parts
 from trainer.startup import heartbeat
@@ -81,7 +82,7 @@ class Scoring(Callback):
         """Score these rows. Returns the names of the parts that this rank has written."""
         rows, written = self.rows[split], parts.Parts(self.folder, split)
         teaches = objectives.has_teacher(self.run)
-        step = TeacherStep(self.run) if teaches else scores
+        step = functools.partial(teacher_step, self.run) if teaches else scores
         sequences = self.run.train.micro_batch * objectives.sequences(self.run.train)
         for of_rank, batches in self._passes(split, numbers):
             results = forward_only(context, step, batches, rows=sequences, length=self.run.data.seq_length)
