@@ -7,6 +7,7 @@ GPU this takes three passes over the trained weights, and copies only a few mill
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import itertools
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -39,10 +40,9 @@ def of_model(model, adapter) -> dict[str, str] | None:
     distributed.gather_object(_sums(own), of_ranks)
     if of_ranks is None:
         return None
-    total: dict[str, int] = {}
+    total: Counter[str] = Counter()
     for of_rank in of_ranks:
-        for name, number in of_rank.items():
-            total[name] = total.get(name, 0) + number
+        total.update(of_rank)
     return {name: digests.text(number) for name, number in total.items()}
 
 
@@ -81,9 +81,8 @@ def _sums(pieces: list[ShardedTensor]) -> dict[str, int]:
         spans = zip(piece.global_offset[:depth], data.shape[:depth], strict=True)
         indices = itertools.product(*(range(start, start + size) for start, size in spans))
         names += [torch_dist.name_of(piece.key, index) for index in indices]
-    sums: dict[str, int] = {}
-    for name, number in zip(
-        names, torch.cat(numbers).tolist() if numbers else [], strict=True
-    ):  # the only synchronization
-        sums[name] = sums.get(name, 0) + number
+    sums: Counter[str] = Counter()
+    values = torch.cat(numbers).tolist() if numbers else []  # the only synchronization
+    for name, value in zip(names, values, strict=True):
+        sums[name] += value
     return sums

@@ -47,21 +47,15 @@ def prepare(run: Run) -> None:
 
     def load_once(model: list) -> None:
         end()
-        if stored:
-            load_anew(run, form, stored, unwrap_model(model))
-        else:
-            count = load(form, run, files.open_packed(base, form), unwrap_model(model))
-            report.repeat(base, Path(run.paths.output), count)
+        chunks, output = unwrap_model(model), Path(run.paths.output)
+        if not stored:
+            report.repeat(base, output, load(form, run, files.open_packed(base, form), chunks))
+            return
+        rows: list[report.Row] = []
+        source = packing.Packing(form, stored, packing.release(run, form, chunks[0].config), rows, "cuda")
+        report.write(output, run.model.base, rows, load(form, run, source, chunks))
 
     base_loading.load_by(load_once, base)
-
-
-def load_anew(run: Run, form: Format, stored: torch_dist.Stored, chunks: list) -> None:
-    """Fill the chunks of a model from the base, packing here."""
-    rows: list[report.Row] = []
-    release = packing.release(run, form, chunks[0].config)
-    count = load(form, run, packing.Packing(form, stored, release, rows, "cuda"), chunks)
-    report.write(Path(run.paths.output), run.model.base, rows, count)
 
 
 @torch.no_grad()
@@ -92,10 +86,8 @@ def of_chunk(chunk: Any) -> dict[int, list[Part]]:
         state = {"tensor": value}
         apply_factories(state)
         tensors = [tensor for tensor in nested_values(state) if isinstance(tensor, ShardedTensor)]
-        numbers = ((i, len(tensors)) for i in range(len(tensors)))
-        result[storage(value.data)] = [
-            _part(tensor, value.data, number) for tensor, number in zip(tensors, numbers, strict=True)
-        ]
+        parts = [_part(tensor, value.data, (i, len(tensors))) for i, tensor in enumerate(tensors)]
+        result[storage(value.data)] = parts
     return result
 
 
