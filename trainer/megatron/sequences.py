@@ -40,14 +40,13 @@ def make_dataset(run: Run):
 
 
 def _packs(run: Run, place: Path, shared: dict[str, Any]) -> GPTSFTDatasetConfig:
-    validation = shared["do_validation"]
     return GPTSFTDatasetConfig(
         dataset_root=place,
         enable_offline_packing=True,
         offline_packing_specs=PackedSequenceSpecs(
             packed_sequence_size=run.data.seq_length,
             packed_train_data_path=file(place, "training"),
-            packed_val_data_path=file(place, "validation") if validation else None,
+            packed_val_data_path=file(place, "validation") if shared["do_validation"] else None,
             packed_metadata_path=place / "none.jsonl",  # never read or written; without a path Bridge creates a folder
             pad_seq_to_mult=packing.multiple(run),
         ),

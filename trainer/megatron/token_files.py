@@ -35,9 +35,7 @@ class TokenFiles(DatasetProvider):
     reference: str | None = None  # folder of another model's outputs for the rows, if the objective needs them
 
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any | None, Any | None, Any | None]:
-        splits = ("training", *(["validation"] if self.do_validation else []))
-        built = [self._split(split) for split in splits]
-        return built[0], built[1] if self.do_validation else None, None
+        return self._split("training"), self._split("validation") if self.do_validation else None, None
 
     def _split(self, split: str) -> "Rows":
         reference = None if self.reference is None else references.read(Path(self.reference), split)

@@ -22,7 +22,6 @@ from megatron.bridge.training.callbacks import Callback
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import unwrap_model
-from torch import distributed
 
 from conf.schema.run import Run
 from contract.faults import Fault
@@ -241,7 +240,7 @@ def _effective(model) -> dict:
     if recompute == "full":
         recompute += f" {model.recompute_method} {model.recompute_num_layers}"
     return {
-        "world": distributed.get_world_size(),
+        "world": atomic_folder.ranks(),
         "tp": model.tensor_model_parallel_size,
         "sp": model.sequence_parallel,
         "pp": model.pipeline_model_parallel_size,

@@ -10,7 +10,6 @@ from math import ceil
 from pathlib import Path
 
 from megatron.bridge.training.callbacks import Callback
-from torch import distributed
 
 from conf.schema.run import Run
 from contract import checkpoints
@@ -20,7 +19,7 @@ from trainer.serving import agreement
 from trainer.startup.console import say
 from trainer.training import resume
 from trainer.training.validations import Validations
-from trainer.weights import model_digests
+from trainer.weights import atomic_folder, model_digests
 from trainer.weights.exported import peft_format
 from trainer.weights.trained import find
 
@@ -35,7 +34,7 @@ class MarkCheckpoints(Callback):
         step = context.state.train_state.step
         folder = checkpoints.step_folder(self.folder, step)
         model_digests.write(folder, context, len(agreement.rows(self.run)))
-        if distributed.get_rank() == 0:
+        if atomic_folder.rank() == 0:
             self._export(step, folder)
             self._mark(context)
             line = {"kind": "checkpoint", "step": step, "time": time.time(), "folder": str(folder)}
@@ -47,7 +46,7 @@ class MarkCheckpoints(Callback):
     def on_eval_end(self, context) -> None:
         """Mark the last checkpoint again, to record its loss: Bridge validates only after saving it."""
         step = context.state.train_state.step
-        if distributed.get_rank() == 0 and checkpoints.read_mark(checkpoints.step_folder(self.folder, step)):
+        if atomic_folder.rank() == 0 and checkpoints.read_mark(checkpoints.step_folder(self.folder, step)):
             self._mark(context)
 
     def _export(self, step: int, folder: Path) -> None:

@@ -102,7 +102,7 @@ class Metrics(Callback):
         if not self._is_logged(step):
             return
         batch = get_current_running_global_batch_size()
-        seconds, memory = _highest(time.monotonic() - self.step_started, torch.cuda.max_memory_allocated() / 1e9)
+        seconds, memory = highest(time.monotonic() - self.step_started, torch.cuda.max_memory_allocated() / 1e9)
         config = context.state.cfg
         samples = context.state.train_state.consumed_train_samples + batch
         sequences = batch * objectives.sequences(self.run.train)
@@ -232,7 +232,7 @@ def from_last_stage(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _highest(*values: float) -> list[float]:
+def highest(*values: float) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device="cuda")
     distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX)
     return tensor.tolist()

@@ -9,7 +9,6 @@ same rows only if train.validate_batches cover all rows for validation.
 
 from typing import Any
 
-import torch
 from megatron.bridge.training.callbacks import Callback
 from torch import distributed
 
@@ -17,7 +16,7 @@ from conf.schema.run import Run
 from contract import checkpoints
 from trainer.megatron.recipe import checkpoint_folder
 from trainer.startup.console import say
-from trainer.training.metrics import Metrics
+from trainer.training.metrics import Metrics, highest
 
 
 class Validations(Callback):
@@ -42,9 +41,8 @@ class Validations(Callback):
         step = context.state.train_state.step
         if self.last and self.last[0] == step:
             return  # Bridge's last validation repeats a validated step
-        loss = torch.tensor(self.metrics.validation_loss, dtype=torch.float64, device="cuda")
-        distributed.all_reduce(loss, op=distributed.ReduceOp.MAX)  # all ranks must end at the same step
-        self.last = step, loss.item()
+        (loss,) = highest(self.metrics.validation_loss)  # all ranks must end at the same step
+        self.last = step, loss
         self.worse = self.worse + 1 if self.lowest is not None and self.last[1] >= self.lowest else 0
         self.lowest = self.last[1] if self.lowest is None else min(self.lowest, self.last[1])
         patience, settings = self.run.train.stop_after_worse, context.state.cfg.train

@@ -20,13 +20,12 @@ import torch
 from megatron.bridge.training.callbacks import Callback
 from megatron.core import dist_checkpointing
 from megatron.core.utils import unwrap_model
-from torch import distributed
 
 from conf.schema.run import Run
 from contract import checkpoints
 from trainer.megatron.recipe import checkpoint_folder
 from trainer.serving import agreement
-from trainer.weights import digests, model_digests
+from trainer.weights import atomic_folder, digests, model_digests
 
 CONFIG = "run_config.yaml"  # of Megatron-Bridge; an export reads the adapter's alpha from it
 
@@ -61,17 +60,17 @@ class WeightMeans(Callback):
         step = context.state.train_state.step
         whole = checkpoints.step_folder(self.folder, step)
         folder = whole / checkpoints.MEANS
-        if distributed.get_rank() == 0:
+        if atomic_folder.rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
-        distributed.barrier()
+        atomic_folder.barrier()
         with self._in_place(self.means):
             dist_checkpointing.save(model_digests.state_of(context.model, context.state.cfg.peft), str(folder))
             of_tensors = model_digests.write(folder, context, len(agreement.rows(self.run)))
         if of_tensors is not None:
             self.weights = digests.of_all(of_tensors)
             shutil.copyfile(whole / CONFIG, folder / CONFIG)
-        distributed.barrier()
+        atomic_folder.barrier()
 
     def as_weights(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the model computes with the means, rounded to its type."""

@@ -114,17 +114,6 @@ def _released_tensors(task, model: released.Model) -> list[str]:
     return [part for name in released_names(task.mapping) for part in model.parts(name)]
 
 
-class _Strategy(TorchDistSaveShardedStrategy):
-    """Megatron-core's save strategy with another writer of tensors."""
-
-    def __init__(self, write):
-        super().__init__("torch_dist", 1)
-        self.write = write
-
-    def save(self, sharded_state_dict, checkpoint_dir) -> None:
-        self.write(sharded_state_dict, Path(checkpoint_dir))
-
-
 def _state(chunks: list) -> dict:
     """Return the state that Megatron-Bridge would save. This takes seconds for layers with many experts."""
     options = {"metadata": model_digests.metadata()}
@@ -150,7 +139,9 @@ def _save(chunks: list, saved: dict, folder: Path, write) -> None:
         checkpoint=replace(_CHECKPOINT, save=str(folder)),
         dist=None,
     )
-    context = {"save_strategy": _Strategy(write)}
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+    strategy.save = lambda sharded, place: write(sharded, Path(place))  # another writer of tensors
+    context = {"save_strategy": strategy}
     checkpointing.save_checkpoint(
         state, chunks, None, None, 0, checkpointing_context=context, prebuilt_state_dict=saved
     )

@@ -50,8 +50,7 @@ def other_files(model: Model) -> list[Path]:
 
 def unchanged(model: Model, file: str) -> parts.Layout:
     """Return a released file with its own header."""
-    entries = [(name, entry) for name, entry in model.tensors.items() if entry.file == file]
-    rows = dict(sorted(entries, key=lambda item: item[1].start))
+    rows = {name: entry for name, entry in model.tensors.items() if entry.file == file}  # in the order of their bytes
     with (model.folder / file).open("rb") as f:
         return parts.Layout(file, rows, f.read(next(iter(rows.values())).start))
 
