@@ -215,14 +215,10 @@ def _has_no_scale(block: bytes | memoryview, dtype: str) -> bool:
 
 def read_ahead(model: Model, names: Iterable[str]) -> None:
     """Make the kernel read these tensors from the disk in the background."""
-    of_files: dict[str, list[Entry]] = {}
-    for name in names:
-        of_files.setdefault(model.tensors[name].file, []).append(model.tensors[name])
-    for file, entries in of_files.items():
-        with (model.folder / file).open("rb") as f:
-            for entry in filter(lambda one: one.size, entries):  # for the kernel, 0 means up to the end
-                if not _is_in_memory(f.fileno(), entry):
-                    os.posix_fadvise(f.fileno(), entry.start, entry.size, os.POSIX_FADV_WILLNEED)
+    for entry in (model.tensors[name] for name in names):
+        with (model.folder / entry.file).open("rb") as f:
+            if entry.size and not _is_in_memory(f.fileno(), entry):  # for the kernel, 0 means up to the end
+                os.posix_fadvise(f.fileno(), entry.start, entry.size, os.POSIX_FADV_WILLNEED)
 
 
 def _is_in_memory(descriptor: int, entry: Entry) -> bool:

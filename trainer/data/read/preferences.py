@@ -19,7 +19,6 @@ from trainer.data.rows import Bad, Refused, Row, show
 SIDES = ("chosen", "rejected")
 PROMPTS = ("prompt", "question", "instruction", "query", "input")
 TURN = re.compile(r"\n\n(Human|Assistant):")
-ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def fits(chosen: object, rejected: object) -> bool:
@@ -99,7 +98,10 @@ def _new_message(role: str, content: str) -> Message:
 
 def _turns(text: str) -> list[Message]:
     _, *pieces = TURN.split(text)
-    return [_new_message(ROLES[name], content.strip()) for name, content in zip(pieces[::2], pieces[1::2], strict=True)]
+    return [
+        _new_message(conversations.ROLES[name.lower()], content.strip())
+        for name, content in zip(pieces[::2], pieces[1::2], strict=True)
+    ]
 
 
 def _split(chosen: str, rejected: str) -> tuple[str, str, str]:
