@@ -98,10 +98,8 @@ def _new_message(role: str, content: str) -> Message:
 
 def _turns(text: str) -> list[Message]:
     _, *pieces = TURN.split(text)
-    return [
-        _new_message(conversations.ROLES[name.lower()], content.strip())
-        for name, content in zip(pieces[::2], pieces[1::2], strict=True)
-    ]
+    turns = zip(pieces[::2], pieces[1::2], strict=True)
+    return [_new_message(conversations.ROLES[name.lower()], content.strip()) for name, content in turns]
 
 
 def _split(chosen: str, rejected: str) -> tuple[str, str, str]:
