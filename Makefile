@@ -61,7 +61,7 @@ layouts: $(STAMP) ## train at every parallel layout on this CPU and compare with
 GPUS ?= 1
 CONF ?= $(if $(SHORT),tiny,gpt2-large)
 study: $(STAMP) ## measure the layouts of a configuration; CONF=NAME GPUS=2 PROFILE=1; SHORT=1: on this CPU
-	@$(PYTHON) -m flows.study $(CONF) --gpus $(if $(SHORT),2,$(GPUS)) --track $(if $(PROFILE),--profile) $(if $(SHORT),--steps 6)
+	@$(PYTHON) -m benchmarks.study $(CONF) --gpus $(if $(SHORT),2,$(GPUS)) --track $(if $(PROFILE),--profile) $(if $(SHORT),--steps 6)
 
 # SHORT=1: at most five minutes each, with smaller files and fewer rounds.
 SHORT ?=

@@ -33,9 +33,9 @@ from contract import closed_pipe, json_object
 from contract.faults import Fault
 from contract.files import write_atomically
 from flows.arguments import refused
-from flows.study import measured
-from flows.study.measured import How
-from flows.study.rows import Row
+from benchmarks.study import measured
+from benchmarks.study.measured import How
+from benchmarks.study.rows import Row
 from tasks.run import launch
 from tasks.run.places import runs_folder
 

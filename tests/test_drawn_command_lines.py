@@ -41,7 +41,7 @@ OF_RUN += [
     "--planned",
 ]
 # Commands that take a configuration, and whether they only print, as a flow does that finds no server.
-RUNS = dict.fromkeys(("flows.study", "benchmarks.card"), False)
+RUNS = dict.fromkeys(("benchmarks.study", "benchmarks.card"), False)
 RUNS |= dict.fromkeys(("flows.finetune", "flows.pretrain", "flows.plan", "flows.gang", "conf.load"), True)
 RUNS |= {f"trainer.{name}": False for name in ("prepare", "convert", "train", "export", "evaluate", "reinforce")}
 RUNS |= {f"trainer.{name}": False for name in ("compare", "rehearse", "trial", "preflight", "measure", "first_rows")}

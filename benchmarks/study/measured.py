@@ -23,7 +23,7 @@ from contract import checksums, json_object
 from contract.faults import Fault, Stopped
 from contract.files import write_atomically
 from flows import packages
-from flows.study.rows import Row
+from benchmarks.study.rows import Row
 from tasks.run import launch
 
 PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine")

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from contract import html_page
 from contract.html_page import Bar, Strip
-from flows.study import figures
+from benchmarks.study import figures
 
 SHOWN, OTHERS = 12, "other operations"  # operations of a host that have their own name and colour
 WHOLE = "a step"
