@@ -37,7 +37,7 @@ def _file(package: Distribution) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments.parser("licences").parse_args(argv)
+    arguments.parser("flows.licences").parse_args(argv)
     found: dict[str, set[str]] = defaultdict(set)
     for package in importlib.metadata.distributions():
         if name := package.metadata["Name"]:  # a half-removed package leaves a folder without metadata

@@ -25,6 +25,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.study import arguments, figures, measured, page, rows
+from benchmarks.study.measured import How
+from benchmarks.study.rows import Row
 from conf.host import nvidia_smi
 from conf.planner import parameters
 from conf.planner.verdict import facts_of
@@ -33,10 +36,7 @@ from contract import closed_pipe
 from contract.amounts import clock
 from contract.faults import Fault
 from contract.files import write_atomically
-from flows import arguments
-from benchmarks.study import figures, measured, page, rows
-from benchmarks.study.measured import How
-from benchmarks.study.rows import Row
+from flows.arguments import reports_faults
 from tasks import tracking
 from tasks.run.places import runs_folder
 
@@ -58,7 +58,7 @@ LOSS = "loss/training"
 SHARES = ("computing", "exposed", "hidden", "idle")
 
 
-@arguments.reports_faults
+@reports_faults
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments.study().parse_intermixed_args(argv)
     how = How(options.steps, options.layers, options.profile, options.within)

@@ -9,9 +9,9 @@ from typing import Any
 from jinja2 import Template
 from markupsafe import Markup
 
+from benchmarks.study import figures
 from contract import html_page
 from contract.html_page import Bar, Strip
-from benchmarks.study import figures
 
 SHOWN, OTHERS = 12, "other operations"  # operations of a host that have their own name and colour
 WHOLE = "a step"
