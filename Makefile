@@ -104,14 +104,14 @@ schema: $(STAMP) ## write conf/schema.json and docs/reference/keys.md from the c
 	$(PYTHON) -m conf.schema --page > docs/reference/keys.md
 
 presets: $(STAMP) ## write the tables of docs/start/configurations.md from the configurations
-	$(PYTHON) -m conf.presets docs/start/configurations.md
+	$(PYTHON) -m benchmarks.presets docs/start/configurations.md
 
 # uv installs mkdocs-material into an environment of its own, from the group docs of uv.lock.
 docs: ## build docs/ as a site in runs/site; a dead link is an error
 	PATH="$(CURDIR)/.uv/bin:$$PATH" NO_MKDOCS_2_WARNING=1 uv run --frozen --isolated --only-group docs mkdocs build --strict
 
 licences: $(STAMP) ## list the licences of the installed packages
-	@$(PYTHON) -m flows.licences
+	@$(PYTHON) -m benchmarks.licences
 
 clean: ## remove the environment and caches of the project; runs/ stays
 	rm -rf .venv .uv .pytest_cache .ruff_cache .hypothesis build dist finetune.egg-info

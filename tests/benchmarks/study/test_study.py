@@ -7,12 +7,12 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.study import __main__ as study
+from benchmarks.study import figures, measured, page, rows
 from conf.load import load
 from conf.planner.verdict import facts_of
 from conf.rules.layout import problems
 from contract.faults import Fault
-from benchmarks.study import __main__ as study
-from benchmarks.study import figures, measured, page, rows
 from tasks.run import launch
 from tests.benchmarks.study.answers import answer, pieces
 
