@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from contract.faults import Fault, line_of
+from contract.faults import Broken, Fault, line_of
 
 HOST, PORT = "127.0.0.1", 8000
 MODEL = "org/name on the Hub, a folder, or s3://..."
@@ -214,12 +214,17 @@ def refused(fault: object, code: int = 2) -> int:
 
 
 def reports_faults(main: Callable[..., int]) -> Callable[..., int]:
-    """Make a command print user errors and host errors (such as a full disk) and return 2; raise other exceptions."""
+    """Make a command print its errors: those of the user or of the host (such as a full disk) with exit code 2.
+
+    A failed command that it has started has exit code 1. Other exceptions are raised.
+    """
 
     @functools.wraps(main)
     def run(*args: Any, **options: Any) -> int:
         try:
             return main(*args, **options)
+        except Broken as broken:
+            return refused(broken, code=1)
         except (Fault, OSError) as error:
             line = line_of(error)
             if line is None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from conf.host import gpu_locks
 from conf.load import dump
 from conf.schema.run import Run
-from contract.faults import Fault, Stopped
+from contract.faults import Broken, Fault, Stopped
 from tasks.run.guard import GRACE, guarded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,10 +33,6 @@ PRIVATE = ("AWS_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MLFLOW_", "PREFECT_", 
 
 # Signals caused by the process's native code: the next start would end in the same way.
 OWN_DOING = {128 + number for number in (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)}
-
-
-class Broken(RuntimeError):
-    """A failed command without a known user error."""
 
 
 class Crashed(Broken):
