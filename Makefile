@@ -101,7 +101,7 @@ gpu-kit: $(STAMP) ## pack the GPU tests for a machine without network; FLOW=1: t
 
 schema: $(STAMP) ## write conf/schema.json and docs/reference/keys.md from the code
 	$(PYTHON) -m conf.schema --json > conf/schema.json
-	$(PYTHON) -m conf.schema --page > docs/reference/keys.md
+	$(PYTHON) -m benchmarks.keys > docs/reference/keys.md
 
 presets: $(STAMP) ## write the tables of docs/start/configurations.md from the configurations
 	$(PYTHON) -m benchmarks.presets docs/start/configurations.md
