@@ -50,7 +50,8 @@ class Subcommand(click.Command):
             parser, words, nested = nested.choices[name], words[words.index(name) + 1 :], None
         last = parser._option_string_actions.get(words[-1]) if words else None
         if last and last.nargs != 0:
-            return _items(arguments.values_of(last), incomplete, files=True)
+            values = arguments.stages() if last.metavar == "STAGE" else last.choices or ()
+            return _items([*values], incomplete, files=True)
         if incomplete.startswith("-"):
             options = {name: action for name, action in parser._option_string_actions.items() if name.startswith("--")}
             shown = [name for name, action in options.items() if action.help != argparse.SUPPRESS]

@@ -200,13 +200,6 @@ def services() -> argparse.ArgumentParser:
     return made
 
 
-def values_of(action: argparse.Action) -> list[str]:
-    """Return the values that a shell may offer for an option or an argument; empty if any value is allowed."""
-    if action.choices is not None:
-        return [*action.choices]
-    return stages() if action.metavar == "STAGE" else []
-
-
 def refused(fault: object, code: int = 2) -> int:
     """Print an error and return the exit code, by default 2: an error that the caller can fix."""
     print("".join(f"error: {line}\n" for line in spoken(str(fault)).splitlines()), end="", file=sys.stderr)

@@ -13,6 +13,7 @@ import http.client
 import importlib.util
 import json
 import os
+import platform
 import re
 import resource
 import shutil
@@ -82,14 +83,6 @@ def system(machine: os.uname_result, libc: str) -> Finding:
         mend = "docker run ubuntu:24.04  # or a host of Ubuntu 20.04, Debian 11, RHEL 9 or newer"
         return Finding("fail", "system", f"{fact}; the packages need glibc {wanted} or newer", mend)
     return Finding("ok", "system", fact)
-
-
-def libc() -> str:
-    """Return name and version of this host's C library, such as "glibc 2.36"; empty if it is not glibc."""
-    try:
-        return os.confstr("CS_GNU_LIBC_VERSION") or ""
-    except (OSError, ValueError):
-        return ""
 
 
 def environment(extra: str) -> list[Finding]:
@@ -311,7 +304,7 @@ def diagnose(extra: str | None) -> tuple[str, list[Finding]]:
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     prefect = service("prefect", "PREFECT_API_URL", "a server for all runs of this folder, until the last ends")
     return host, [
-        system(os.uname(), libc()),
+        system(os.uname(), " ".join(filter(None, platform.libc_ver()))),
         *environment(extra or host),
         gpus(cards, trouble),
         *owners(),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from conf.overrides import by_section
 from conf.planner import advice, display, hardware
 from conf.planner.hardware import CPU, GB
 from conf.planner.search import Found, search
@@ -90,11 +91,7 @@ def _try(machine: Machine, model: Model, made: Callable[[Machine], Choices]) -> 
 
 
 def as_run(choices: Choices) -> Run:
-    nested: dict = {}
-    for key, choice in choices.made.items():
-        section, _, name = key.rpartition(".")
-        (nested.setdefault(section, {}) if section else nested)[name] = choice.value
-    return Run.model_validate(nested)
+    return Run.model_validate(by_section({key: choice.value for key, choice in choices.made.items()}))
 
 
 def told(found: Settled) -> str:
