@@ -17,7 +17,6 @@ import platform
 import re
 import resource
 import shutil
-import subprocess
 import sys
 import threading
 import urllib.error
@@ -25,7 +24,7 @@ import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
-from conf.host import gpu_locks
+from conf.host import gpu_locks, nvidia_smi
 from contract import closed_pipe, installation
 from contract.faults import Fault
 from contract.installation import runs_folder
@@ -96,16 +95,9 @@ def environment(extra: str) -> list[Finding]:
 
 def query_gpus() -> tuple[list[list[str]], str]:
     """Return name, memory in MiB and driver version of each GPU, and the error if GPUs cannot be listed (else "")."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    except FileNotFoundError:
-        return [], ""
-    except subprocess.TimeoutExpired:
-        return [], "nvidia-smi hangs"
-    if answer.returncode:
-        return [], f"nvidia-smi fails with code {answer.returncode}"
-    return [line.split(", ") for line in answer.stdout.splitlines()], ""
+    query = "--query-gpu=name,memory.total,driver_version"
+    text, trouble = nvidia_smi.answer(query, "--format=csv,noheader,nounits")
+    return [line.split(", ") for line in text.splitlines()], trouble
 
 
 def gpus(cards: list[list[str]], trouble: str) -> Finding:

@@ -1,6 +1,7 @@
 """Choices as YAML with comments: each reason follows its value, or stands above it if the line would be too long."""
 
 from collections.abc import Iterable
+from functools import partial
 from textwrap import wrap
 from typing import Any
 
@@ -11,7 +12,7 @@ from conf.strict_yaml import Dumper
 from flows.new.choices import Choices
 
 WIDTH = 120  # of a line with its comment; a longer comment stands above its key
-WORDS = {"break_long_words": False, "break_on_hyphens": False}
+folded = partial(wrap, width=WIDTH, break_long_words=False, break_on_hyphens=False)
 SCHEMA = "# yaml-language-server: $schema="
 
 
@@ -38,7 +39,7 @@ def _entry(key: str, value: Any, why: str, indent: str) -> list[str]:
     if len(entry) + len(why) + 3 <= WIDTH:
         return [f"{entry} # {why}"]
     start = f"{indent}# "
-    return [*wrap(why, WIDTH, initial_indent=start, subsequent_indent=start, **WORDS), entry]
+    return [*folded(why, initial_indent=start, subsequent_indent=start), entry]
 
 
 def in_line(value: Any) -> str:
