@@ -78,7 +78,7 @@ def declared() -> dict:
 
 def deploy(client: SyncPrefectClient, wanted: dict) -> int:
     """Run `prefect deploy` for changed deployments. Print the reason of a failure, and return the exit code."""
-    changes = []  # of each deployment to write: what it will be, and the state before
+    changes = []  # for each deployment to write: its new state and the state before
     for deployment in wanted["deployments"]:
         name = f"{deployment['entrypoint'].rpartition(':')[2]}/{deployment['name']}"
         first = deployment.pop(FIRST, [])

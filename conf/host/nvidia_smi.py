@@ -67,7 +67,7 @@ def users(gpus: tuple[str, ...]) -> str:
 
 
 def answer(*arguments: str) -> tuple[str, str]:
-    """Return the output of nvidia-smi, and what is wrong with it. Both are empty on a host without nvidia-smi."""
+    """Return the output of nvidia-smi, and the reason if it fails. Both are empty on a host without nvidia-smi."""
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=ANSWERS_WITHIN)
     except subprocess.TimeoutExpired:

@@ -37,7 +37,7 @@ def json_schema() -> str:
 
 
 def table(width: int) -> Iterator[str]:
-    """Lines of the documented schema, folded to `width` where that leaves room for the meaning."""
+    """Lines of the documented schema, folded to `width` if that leaves room for the meaning."""
     rows = [("KEY", "TYPE", "DEFAULT", "CHOICES OR LIMITS", "MEANING")]
     rows += [described("extends", EXTENDS), described("name", Run.model_json_schema()["properties"]["name"])]
     for section, kind in sections().items():
