@@ -108,13 +108,9 @@ def _lines(sources: list[Log], tail: int | None, is_over: Callable[[], bool]) ->
 
 def _gathered(board: Board) -> tuple[Host, ...]:
     """Return the hosts of an attempt once all have joined; empty if the attempt ends before that."""
-    told = False
-    while not (hosts := _hosts(board)):
-        if _closed(board):
-            break
-        if not told:
-            _say(f"attempt {board.attempt} waits for its hosts")
-            told = True
+    if not _hosts(board) and not _closed(board):
+        _say(f"attempt {board.attempt} waits for its hosts")
+    while not (hosts := _hosts(board)) and not _closed(board):
         time.sleep(POLLED)
     return hosts
 
@@ -170,10 +166,8 @@ def _sources(board: Board, hosts: tuple[Host, ...], options: argparse.Namespace)
             last = hosts[-1].first + hosts[-1].ranks - 1
             raise Fault(f"--rank: {rank} is not a rank of attempt {board.attempt}, which has 0 to {last}")
         found = [one]
-    if len(found) == 1:
-        _say(f"{board.gang}, attempt {board.attempt}, {found[0].title}, {'stderr' if options.err else 'stdout'}")
-    else:
-        _say(f"{board.gang}, attempt {board.attempt}")
+    of = f", {found[0].title}, {'stderr' if options.err else 'stdout'}" if len(found) == 1 else ""
+    _say(f"{board.gang}, attempt {board.attempt}{of}")
     return found
 
 
