@@ -174,15 +174,13 @@ def _sources(board: Board, hosts: tuple[Host, ...], options: argparse.Namespace)
 def _attempt(store: Store, gang: str, wanted: int | None) -> tuple[int, tuple[Host, ...]]:
     """Return the requested attempt and its hosts; by default the newest attempt that has hosts."""
     newest = newest_attempt(store, gang)
-    if wanted is not None:
-        if not 1 <= wanted <= newest:
-            raise Fault(f"--attempt: {wanted}: {gang} has {f'1 to {newest}' if newest else 'none'}")
-        if hosts := _hosts(Board(store, gang, wanted)):
-            return wanted, hosts
-        raise Fault(f"--attempt: {wanted}: not all of its hosts have joined, and no rank has started")
-    for number in range(newest, 0, -1):
+    if wanted is not None and not 1 <= wanted <= newest:
+        raise Fault(f"--attempt: {wanted}: {gang} has {f'1 to {newest}' if newest else 'none'}")
+    for number in [wanted] if wanted else range(newest, 0, -1):
         if hosts := _hosts(Board(store, gang, number)):
             return number, hosts
+    if wanted:
+        raise Fault(f"--attempt: {wanted}: not all of its hosts have joined, and no rank has started")
     raise Fault(f"{gang}: no rank has started yet; --follow waits for it")
 
 
