@@ -161,8 +161,7 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
             if not wrong:  # the silent member is back
                 first = None
                 continue
-            told = {k: nodes[k] for k in needed}
-            return of_attempt(run, lookout, told, {k: hosts[k] for k in needed}, gone & {*needed}, handle.words())
+            return of_attempt(run, lookout, {k: hosts[k] for k in needed}, gone, handle.words())
 
 
 def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: str, save: bool) -> None:
