@@ -24,13 +24,12 @@ from torch import nn
 from trainer.patches import versions
 from trainer.patches.shared_experts import Hidden
 
-WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
 SPLIT = MegatronPeftBridge._split_fused_fc1_linear_out_weight
 
 
 def install() -> None:
     """Let Bridge's LoRA use the adapters of this module."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     lora.GroupedExpertLinearAdapter = ExpertAdapter
     MegatronPeftBridge._split_fused_fc1_linear_out_weight = _gate_and_up
 

@@ -41,15 +41,13 @@ from trainer.patches import lazy_bridge, transformers_imports, versions
 from trainer.patches.checkpoints import files
 from trainer.patches.gradients import accumulation, split
 
-WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",), "torch": ("2.11.0",)}
-
 # Hidden packages, functions of modelopt, and names that are promised. (3 to 6)
 HIDDEN, MODELOPT, PROMISED, COMPILER = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).values()
 
 
 def install(compiles: bool) -> None:
     """Make Megatron-Bridge importable on this host, quickly. Call once, before the first import of Megatron."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     hidden: dict[str, Any] = dict.fromkeys(HIDDEN)
     sys.modules.update(hidden)  # None: `import` raises and find_spec finds nothing
     for module, functions in MODELOPT.items():

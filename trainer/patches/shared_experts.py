@@ -29,12 +29,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
-
 
 def install() -> None:
     """Let Bridge's LoRA use the adapters of this module."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     lora.ParallelLinearAdapter = Adapter
 
 
@@ -44,7 +42,7 @@ def sum_copies_once_a_step() -> None:
     Bridge sums the gradients of each shared adapter in every micro batch. The sum over expert-data-parallel ranks comes
     first: expert-parallel ranks then hold the same part of the distributed optimizer's shards.
     """
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     # By its name, as core has a function of the same name.
     finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     finish = finalize._allreduce_non_tensor_model_parallel_grads
@@ -73,7 +71,7 @@ def _sum_copies(model) -> None:
 
 def count_once(model) -> None:
     """Count the copies of one adapter on several expert-parallel ranks once in the norm of gradients."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     if parallel_state.get_expert_model_parallel_rank() == 0:
         return
     for chunk in model if isinstance(model, list) else [model]:
