@@ -3,9 +3,8 @@
 Required fixes:
 
 1. megatron.bridge.training.pretrain imports nvidia_resiliency_ext's CallWrapper for a type annotation. The package has
-   no wheel for glibc < 2.39, so an empty module replaces it while pretrain is imported. It is removed afterwards,
-   because code that probes for the real package must not find it. Remove when Bridge guards the import.
-   BRIDGE/training/pretrain.py
+   no wheel for glibc < 2.39, so a promise replaces the name (PROMISED). Code that probes for the package still does not
+   find it. Remove when Bridge guards the import. BRIDGE/training/pretrain.py
 2. megatron.bridge.training.initialize runs `make` in megatron-core's data set folder. The wheel ships the compiled
    helper without a Makefile, and the failed make ends the process. Remove when Bridge imports before it builds.
    BRIDGE/training/initialize.py
@@ -60,12 +59,8 @@ def install(compiles: bool) -> None:
         if compiles:
             accumulation.install()
             split.install()
-        import megatron.core.datasets.helpers_cpp  # (2: proves that nothing needs compiling)
-        from megatron.core.dist_checkpointing.strategies import torch as _  # noqa: F401  (1: it probes for the package)
 
         transformers_imports.import_transformers()
-        _import_pretrain()
-        import megatron.bridge.models.conversion.auto_bridge  # noqa: F401
         from megatron.bridge.training import initialize
 
     initialize.compile_helpers = lambda: None
@@ -87,17 +82,6 @@ def _no_compiler():
     marks = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), mark)
     with lazy_bridge.promised({**COMPILER, "torch._dynamo": marks}):
         yield
-
-
-def _import_pretrain() -> None:
-    try:
-        import nvidia_resiliency_ext.inprocess  # noqa: F401
-    except ImportError:
-        _stand_in("nvidia_resiliency_ext.inprocess").CallWrapper = object
-    import megatron.bridge.training.pretrain  # noqa: F401
-
-    if getattr(sys.modules["nvidia_resiliency_ext"].__spec__, "origin", None) is None:
-        del sys.modules["nvidia_resiliency_ext"], sys.modules["nvidia_resiliency_ext.inprocess"]
 
 
 def _stand_in(name: str) -> ModuleType:

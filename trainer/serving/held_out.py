@@ -1,16 +1,18 @@
 """Held-out test: the model's answers to prompts in the training's format, and the likelihood of the references.
 
-Two lm-eval tasks over the same rows of test.jsonl, reported as one:
-
-    exact_match       share of greedy answers that equal the reference or the template's form of it (with an empty
-                      thought before it, or as a tool call); spaces around the answer are ignored
-    log_likelihood    mean log-probability of the reference's tokens, including the end token, as training learns them
-    perplexity        exp(-log_likelihood): 1 is certainty
+exact_match       share of greedy answers that equal the reference or the template's form of it (with an empty
+                  thought before it, or as a tool call); spaces around the answer are ignored
+log_likelihood    mean log-probability of the reference's tokens, including the end token, as training learns them
+perplexity        exp(-log_likelihood): 1 is certainty
 """
 
+import math
+import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from conf.schema.run import Run
 from contract.faults import Fault
@@ -19,8 +21,6 @@ from trainer.data.tokens.templates import Template
 from trainer.serving import prompts, unmerged
 
 NAME = "held_out"
-LIKELIHOOD = "held_out_likelihood"
-METRICS = ("exact_match", "log_likelihood", "perplexity")
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,6 @@ class Test:
     rows: list[Row]
     until: list[str]  # texts that end an answer
 
-    def tokens(self) -> dict:
-        """Token ids by the text of a prompt, and by the texts of a prompt and its answer."""
-        pairs = {(row.prompt, row.learned): (row.prompt_ids, row.learned_ids) for row in self.rows}
-        return {row.prompt: row.prompt_ids for row in reversed(self.rows)} | pairs
-
 
 def read(run: Run) -> Test:
     template = prompts.template(run, str(unmerged.model(run)))
@@ -56,37 +51,29 @@ def file(run: Run) -> Path:
     return prompts.folder(run) / "test.jsonl"
 
 
-def tasks(run: Run, test: Test) -> list[dict]:
-    """Task configurations for lm_eval's TaskManager.load()."""
-    from datasets import Dataset
-
-    docs = [asdict(row) | {"reference": row.accepted[0]} for row in test.rows]
-    shared = {
-        "custom_dataset": lambda **_: {"test": Dataset.from_list(docs)},
-        "test_split": "test",
-        "doc_to_text": lambda row: row["prompt"],
-        "target_delimiter": "",
-        "num_fewshot": 0,
-    }
-    answers = {
-        "task": NAME,
-        "output_type": "generate_until",
-        "doc_to_target": lambda row: row["reference"],
-        "generation_kwargs": {"until": test.until, "do_sample": False, "max_gen_toks": run.evaluate.max_tokens},
-        "process_results": lambda row, answers: {"exact_match": is_right(answers[0], row["accepted"])},
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    }
-    likelihoods = {
-        "task": LIKELIHOOD,
-        "output_type": "loglikelihood",
-        "doc_to_target": lambda row: row["learned"],
-        "process_results": lambda row, results: dict.fromkeys(METRICS[1:], (results[0][0], len(row["learned_ids"]))),
-        "metric_list": [
-            {"metric": "log_likelihood", "aggregation": _mean, "higher_is_better": True},
-            {"metric": "perplexity", "aggregation": lambda pairs: perplexity(-_mean(pairs)), "higher_is_better": False},
-        ],
-    }
-    return [shared | answers, shared | likelihoods]
+def ask(run: Run, served: Any, test: Test) -> dict[str, Any]:
+    """Evaluate the model. Returns metrics and row scores by "task/metric", the number of rows, and samples."""
+    settings = {"until": test.until, "do_sample": False, "max_gen_toks": run.evaluate.max_tokens}
+    served.tokens = {row.prompt: row.prompt_ids for row in reversed(test.rows)}
+    answers = served.generate_until([SimpleNamespace(args=(row.prompt, settings)) for row in test.rows])
+    served.tokens = None
+    learned = [((row.prompt, row.learned), row.prompt_ids, row.learned_ids) for row in test.rows]
+    totals = [total for total, _ in served._loglikelihood_tokens(learned)]
+    right = [is_right(answer, row.accepted) for answer, row in zip(answers, test.rows, strict=True)]
+    likely = [(total, len(row.learned_ids)) for total, row in zip(totals, test.rows, strict=True)]
+    mean = log_likelihood(likely)
+    metrics = {f"{NAME}/exact_match": statistics.fmean(right)}
+    if len(right) > 1:
+        metrics[f"{NAME}/exact_match_stderr"] = statistics.stdev(map(float, right)) / math.sqrt(len(right))
+    metrics |= {f"{NAME}/log_likelihood": mean, f"{NAME}/perplexity": perplexity(-mean)}
+    scores: dict[str, Any] = {f"{NAME}/exact_match": [(float(value), 1.0) for value in right]}
+    scores |= {f"{NAME}/log_likelihood": likely, f"{NAME}/perplexity": likely}
+    samples = [
+        {"prompt": row.prompt, "answer": answer, "reference": row.accepted[0], "correct": correct}
+        for row, answer, correct in zip(test.rows, answers, right, strict=True)
+    ]
+    shown = {NAME: samples[: run.evaluate.samples]}
+    return {"metrics": metrics, "rows": {NAME: len(right)}, "samples": shown, "scores": scores}
 
 
 def is_right(answer: str, accepted: Sequence[str]) -> bool:
@@ -103,5 +90,6 @@ def _row(template: Template, row: dict, place: str) -> Row:
     return Row(template.prompt(row), learned, (template.reference(row) or whole, whole), prompt_ids, learned_ids)
 
 
-def _mean(scores: list[tuple[float, int]]) -> float:
+def log_likelihood(scores: list[tuple[float, int]]) -> float:
+    """Mean log-probability of a token, from each row's sum and its number of tokens."""
     return sum(total for total, _ in scores) / sum(tokens for _, tokens in scores)
