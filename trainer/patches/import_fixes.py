@@ -59,8 +59,11 @@ def install(compiles: bool) -> None:
         if compiles:
             accumulation.install()
             split.install()
+        import megatron.core.datasets.helpers_cpp  # (2: proves that nothing needs compiling)
 
         transformers_imports.import_transformers()
+        import megatron.bridge.models.conversion.auto_bridge
+        import megatron.bridge.training.pretrain  # noqa: F401  (1)
         from megatron.bridge.training import initialize
 
     initialize.compile_helpers = lambda: None

@@ -60,7 +60,7 @@ def ask(run: Run, served: Any, test: Test) -> dict[str, Any]:
     learned = [((row.prompt, row.learned), row.prompt_ids, row.learned_ids) for row in test.rows]
     totals = [total for total, _ in served._loglikelihood_tokens(learned)]
     right = [is_right(answer, row.accepted) for answer, row in zip(answers, test.rows, strict=True)]
-    likely = [(total, len(row.learned_ids)) for total, row in zip(totals, test.rows, strict=True)]
+    likely = [(total, float(len(row.learned_ids))) for total, row in zip(totals, test.rows, strict=True)]
     mean = log_likelihood(likely)
     metrics = {f"{NAME}/exact_match": statistics.fmean(right)}
     if len(right) > 1:
@@ -90,6 +90,6 @@ def _row(template: Template, row: dict, place: str) -> Row:
     return Row(template.prompt(row), learned, (template.reference(row) or whole, whole), prompt_ids, learned_ids)
 
 
-def log_likelihood(scores: list[tuple[float, int]]) -> float:
+def log_likelihood(scores: list[tuple[float, float]]) -> float:
     """Mean log-probability of a token, from each row's sum and its number of tokens."""
     return sum(total for total, _ in scores) / sum(tokens for _, tokens in scores)
