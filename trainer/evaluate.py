@@ -41,7 +41,7 @@ from contract.faults import Fault, line_of
 from contract.files import write_atomically
 from contract.output_marks import EVALUATION, take
 from trainer.checks import inputs, places
-from trainer.serving import agreement, engine, full_memory, held_out, held_out_texts, hosts, lm_tasks, prompts, unmerged
+from trainer.serving import agreement, engine, full_memory, held_out, hosts, lm_tasks, prompts, unmerged
 from trainer.startup import entry, full_disk
 from trainer.startup.console import say
 
@@ -92,7 +92,7 @@ def evaluate(run: Run, progress: "Progress") -> dict:
     elsewhere = [name for name in names if name != held_out.NAME]
     computed = precision(run)
     engine.prepare(Path(run.paths.kernels), online=any(not prompts.is_task_file(name) for name in elsewhere))
-    of_texts = held_out.NAME in names and held_out_texts.are_prepared(run)
+    of_texts = held_out.NAME in names and held_out.has_texts(run)
     test = held_out.read(run) if held_out.NAME in names and not of_texts else None
     tasks = lm_tasks.load(run, elsewhere) if elsewhere else {}
     say(f"evaluate: starting vLLM on this host's {engine.device()} for {_shown(run)}")
@@ -105,7 +105,7 @@ def evaluate(run: Run, progress: "Progress") -> dict:
         if name in tasks:
             answers = lm_tasks.ask(run, served, tasks[name])
         else:
-            answers = held_out.ask(run, served, test) if test else held_out_texts.ask(run, served)
+            answers = held_out.ask(run, served, test) if test else held_out.ask_texts(run, served)
         for key, values in answers.items():
             results[key] |= values
     progress.task = "parity"

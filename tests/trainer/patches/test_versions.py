@@ -41,7 +41,7 @@ LIGHT = {
 HEAVY = {
     "checkpoints/exchanged_states": ["install"],
     "dora": ["install", "mark_magnitudes"],
-    "expert_adapters": ["install"],
+    "expert_adapters": ["install", "install_shared", "count_once"],
     "families/norms_over_heads": ["install"],
     "families/stacked_experts": ["install"],
     "gradients/local_norms": ["install"],
@@ -51,7 +51,6 @@ HEAVY = {
     "recompute": ["start_from_the_embedding"],
     "resharding": ["install"],
     "sequence_parallel": ["give_every_adapter_all_tokens"],
-    "shared_experts": ["install", "count_once"],
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from conf.load import load
 from trainer.data.tokens.perplexity import perplexity
-from trainer.serving import held_out, held_out_texts
+from trainer.serving import held_out
 
 WORST = -1000.0  # log-probability of each token
 
@@ -53,7 +53,8 @@ def test_of_answers(run):
 
 
 def test_each_token_counts_once_whichever_row_it_is_in():
-    assert held_out.log_likelihood([(-3.0, 1), (-1.0, 3)]) == -1.0
+    metrics, _ = held_out._likelihood([(-3.0, 1), (-1.0, 3)])
+    assert metrics["held_out/log_likelihood"] == -1.0
 
 
 @pytest.mark.parametrize(
@@ -65,8 +66,8 @@ def test_an_answer_is_right_if_it_equals_an_accepted_one_but_for_spaces_around_i
 
 
 def test_of_texts(run, monkeypatch):
-    monkeypatch.setattr(held_out_texts, "windows", lambda run: [[1, 2, 3]])
-    monkeypatch.setattr(held_out_texts, "_samples", lambda *_: [])
-    found = held_out_texts.ask(run, SimpleNamespace(read=lambda asked: [[WORST] * 2 for _ in asked]))
+    monkeypatch.setattr(held_out, "windows", lambda run: [[1, 2, 3]])
+    monkeypatch.setattr(held_out, "_samples", lambda *_: [])
+    found = held_out.ask_texts(run, SimpleNamespace(read=lambda asked: [[WORST] * 2 for _ in asked]))
     assert found["metrics"]["held_out/log_likelihood"] == WORST
     assert 1e300 < found["metrics"]["held_out/perplexity"] < float("inf")
