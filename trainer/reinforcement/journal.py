@@ -71,14 +71,13 @@ class Journal:
             return None
         try:
             step = STEP.validate_python(json_object.read(path))
-            damage = _damage(step, number)
         except ValidationError as error:
             first = error.errors()[0]
-            damage = f"{key_of(first)}: {first['msg']}"
+            raise _damaged(path, f"{key_of(first)}: {first['msg']}") from None
         except Fault as fault:
             raise Fault(f"{fault}; {ADVICE}") from None
-        if damage:
-            raise Fault(f"{path}: not what trainer.reinforce writes ({damage}); {ADVICE}")
+        if damage := _damage(step, number):
+            raise _damaged(path, damage)
         return step
 
     def note(self, name: str, facts: dict[str, Any]) -> None:
@@ -90,6 +89,10 @@ class Journal:
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:06d}.json"
+
+
+def _damaged(path: Path, reason: str) -> Fault:
+    return Fault(f"{path}: not what trainer.reinforce writes ({reason}); {ADVICE}")
 
 
 def _damage(step: Step, number: int) -> str:
