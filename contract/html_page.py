@@ -5,16 +5,10 @@ page(title, parts)    the complete page; bars(), strips() and curves() return pa
 
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from pathlib import Path
 from typing import NamedTuple
 
-STYLE = """body{font:14px/1.45 system-ui,sans-serif;margin:2em;color:#222;max-width:1250px}
-table{border-collapse:collapse;margin:.5em 0 1em}td,th{padding:.25em .7em;text-align:right;border-bottom:1px solid #ddd}
-td:first-child,th:first-child,td.words{text-align:left}td{white-space:nowrap}
-td.words{white-space:normal}th{vertical-align:bottom}tr.failed td{color:#b00020}
-code{background:#f2f2f2;padding:0 .25em}svg{display:block;width:100%;font:12px system-ui,sans-serif}
-pre{background:#f6f6f6;padding:1em;overflow-x:auto}
-.legend{margin:.4em 0}.legend span{margin-right:1.2em;white-space:nowrap}
-i{display:inline-block;width:.9em;height:.9em;margin-right:.4em;vertical-align:-.1em}.words{max-width:48em}"""
+STYLE = Path(__file__).with_name("html_page.css").read_text("utf-8")
 WIDE, NAMES, AFTER, ROW = 1150, 210, 250, 24  # pixels: width of a picture, space before and after bars, height of a row
 COLOURS = (
     "#1b5e9e", "#2e7d32", "#f9a825", "#c62828", "#6a3d9a", "#00838f", "#8d6e63", "#ad1457", "#9e9d24", "#546e7a",
