@@ -36,7 +36,7 @@ FOREIGN = {
 # trainer/ is a command; one directly in conf/ is a room by itself.
 ROOMS = {
     "conf": [
-        {"network", "overrides", "presets"},
+        {"network", "overrides"},
         {"load"},
         {"planner"},
         {"rules", "noise"},

@@ -13,7 +13,7 @@ from conf.load import load
 from tasks.gang import member
 from tasks.gang.board import Board
 from tasks.gang.engines import Demand, local
-from tasks.gang.job import training
+from tasks.gang.job import Training
 from tasks.gang.messages import Word
 from tasks.run import guard
 from tasks.store import open_store
@@ -35,7 +35,7 @@ def run(tmp_path, monkeypatch):
 @pytest.fixture
 def board(tmp_path, run):
     made = Board(open_store(str(tmp_path / "store")), "gang-1", 1)
-    made.write("task.json", training(run).task(run).to_json())
+    made.write("task.json", Training(run).task(run).to_json())
     made.write("gang.json", Word("me", "gathering").to_json())
     return made
 
