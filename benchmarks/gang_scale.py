@@ -27,6 +27,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 
@@ -34,9 +35,11 @@ from benchmarks.workspace import workspace
 from conf.load import load
 from conf.schema.run import Run
 from tasks.gang import attempt, controller, messages
+from tasks.gang.attempt import Gang
 from tasks.gang.board import POLLED, RENEWED, Board
 from tasks.gang.controller_link import Lookout
-from tasks.gang.job import training
+from tasks.gang.history.timeline import History, Teller
+from tasks.gang.job import Training
 from tasks.gang.member_link import SHIPPED, Link
 from tasks.run.launch import Broken
 from tasks.store import open_store
@@ -243,9 +246,10 @@ def measure(nodes: int, seconds: float, folder: Path) -> Found:
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     attempt.Lookout = Seen
-    controller.engine_of = lambda _: engine
+    job, work = Training(load(folder / "conf.yaml")), folder / "work"
+    teller = Teller(History("scale", "scale", ""), work / "none")
     try:
-        controller.carry_out(training(load(folder / "conf.yaml")), folder / "work", store, "scale", say, lambda: False)
+        controller.carry_out(Gang("scale", work, job, store, cast(Any, engine), teller, say, lambda: False))
     except Broken as error:
         found.verdict = str(error)
     watcher.join(10)

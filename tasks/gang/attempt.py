@@ -45,11 +45,12 @@ class Gang:
     job: Job  # on the configured number of hosts; an attempt may have fewer
     store: Store
     engine: Engine
+    teller: Teller
     say: Callable[[str], None]
     stop: Callable[[], bool]
-    tick: Callable[[], None]
-    teller: Teller
-    fits: next_step.Fits  # the run on fewer hosts
+    tick: Callable[[], None] = lambda: None
+    fits: next_step.Fits = next_step.never  # returns the run on fewer hosts
+    advice: Callable[[Run], str] = lambda run: ""  # returns keys that need less memory than the run
 
     @property
     def run(self) -> Run:

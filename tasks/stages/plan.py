@@ -46,7 +46,6 @@ from tasks.run.places import open_run_store
 from tasks.run.run_tracking import RunTracking
 from tasks.run.session import OPTIONS
 from tasks.sources import drawn, hub, row_sources, training_rows
-from tasks.sources.hub import config_json
 from tasks.stages import download, prepare
 from tasks.stages.run_job import job_of
 
@@ -252,7 +251,7 @@ def _facts(run: Run) -> ModelFacts:
             raise Fault(refused)
         return verdict.facts_of(run)
     else:
-        config = config_json.read(source, run.model.revision)
+        config = hub.config_json(source, run.model.revision)
     facts = verdict.facts_in(config, f"model.source: {source}: ")
     if found := conversion.obstacles(config, run.model.ignore_config):
         raise Fault(f"model.source: {source}: {'; '.join(found)}")
@@ -267,7 +266,7 @@ def _teacher(run: Run) -> ModelFacts | None:
     source = run.train.teacher
     if not objectives.has_teacher(run) or source is None or hub.kind(source) == "tiny":
         return verdict.teacher_of(run)
-    config, named = config_json.read(source, objectives.of_teacher(run).model.revision), f"train.teacher: {source}: "
+    config, named = hub.config_json(source, objectives.of_teacher(run).model.revision), f"train.teacher: {source}: "
     facts = verdict.facts_in(config, named)
     if found := conversion.obstacles(config, run.model.ignore_config):
         raise Fault(f"{named}{'; '.join(found)}")

@@ -23,17 +23,19 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Event
+from typing import Any
 
-from contract import checksums, regular_files
+from conf.model_files import config_json as config_files
+from contract import checksums, json_object, regular_files
 from contract.amounts import unlike
 from contract.faults import Fault, named
 from tasks.sources.hub import api, file_choice, s3_source
 from tasks.sources.hub.digests import holds
 from tasks.store import open_store
-from tasks.store.folder import Meter, Progress, work_through
+from tasks.store.folder import PARTIAL, Meter, Progress, partial_name, work_through
 
-PARTIAL = ".partial"
 PARALLEL = 8  # files at a time, as in snapshot_download
 HTTP_LIMIT = 50 * 10**9  # bytes; the Hub serves larger files only with Xet
 LINK_FROM = 2**20  # bytes; smaller files are copied, as users edit a config.json in place but write new weights
@@ -147,6 +149,20 @@ def fetch_named(resolved: Resolved, names: list[str], folder: Path, progress: Pr
     meter.end()
 
 
+def config_json(source: str, revision: str) -> dict[str, Any]:
+    """The source's current config.json, without the rest of the model. Raises a Fault if it has none.
+
+    Not covered: tiny://KIND, which is not on a disk yet.
+    """
+    resolved = resolve(source, revision, only=(config_files.NAME,))
+    if config_files.NAME not in resolved.files:
+        raise Fault(f"{source}: has no {config_files.NAME}; a model has one next to its weights")
+    with TemporaryDirectory(prefix="config-") as folder:
+        fetch_named(resolved, [config_files.NAME], Path(folder))
+        content = (Path(folder) / config_files.NAME).read_bytes()
+    return json_object.parse(content, f"{source}: its {config_files.NAME}")
+
+
 def fetch_objects(
     uri: str, objects: dict[str, tuple[int, str]], folder: Path, progress: Progress | None = None
 ) -> None:
@@ -176,7 +192,7 @@ def _fetch(resolved: Resolved, names: list[str], folder: Path, meter: Meter) -> 
 
     def fetch_file(name: str) -> None:
         size, digest, path = resolved.files[name], resolved.digests[name], folder / name
-        part = _part(folder, name, digest)
+        part = folder / PARTIAL / partial_name(name, digest)
         if store:
             digest = s3_source.digest(store, name, size, digest.removeprefix("etag:"))
         if holds(path, digest, size, meter.add):
@@ -223,11 +239,6 @@ def _from_folder(resolved: Resolved, name: str, part: Path, meter: Meter) -> Non
         shutil.copyfile(original, part)
     if not holds(part, resolved.digests[name], size, meter.add):
         raise Fault(f"{original}: it has changed since the run began; start again")
-
-
-def _part(folder: Path, name: str, digest: str) -> Path:
-    """File of a partial download, named by the expected content: a part of another commit is not continued."""
-    return folder / PARTIAL / checksums.of(f"{name}\0{digest}")[:32]
 
 
 def _resolve_folder(source: str, only: Collection[str]) -> Resolved:
