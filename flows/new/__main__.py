@@ -36,7 +36,6 @@ from flows.arguments import DATA, MACHINE, MODEL, refused
 from flows.new import choices, commented_yaml, deployment, machine, model, planned, rows
 from flows.new.machine import Machine
 from flows.new.planned import Settled
-from tasks.run.launch import Broken
 
 DEPLOYMENTS = home() / deployment.NAME
 TOLD = Path(__file__).with_name("told.txt.j2")
@@ -51,8 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="finetune-new-") as folder:
             return _new(options, Path(folder))
-    except Broken as broken:
-        return refused(broken, code=1)
     except KeyboardInterrupt:
         return refused("interrupted; nothing was written", code=130)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from conf.host import gpu_locks
 from conf.load import dump
 from conf.schema.run import Run
-from contract.faults import Fault, Stopped
+from contract.faults import Broken, Fault, Stopped
 from tasks.run.guard import GRACE, guarded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,10 +33,6 @@ PRIVATE = ("AWS_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MLFLOW_", "PREFECT_", 
 
 # Signals caused by the process's native code: the next start would end in the same way.
 OWN_DOING = {128 + number for number in (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)}
-
-
-class Broken(RuntimeError):
-    """A failed command without a known user error."""
 
 
 class Crashed(Broken):
@@ -82,12 +78,12 @@ def process(
     private = {name for name in os.environ if name.startswith(PRIVATE) and name not in keep}
     environment = {name: value for name, value in os.environ.items() if name not in private}
     environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)} | (changed or {})
-    taken = contextlib.nullcontext(gpu_locks.Hold())
+    hold = gpu_locks.Hold()
     if turn:
-        taken = gpu_locks.taken(turn.what, turn.waits, stop, None, turn.gpus, turn.flow, turn.rank)
-    with taken as hold:
-        if hold is None:
-            raise Stopped(f"{arguments[0]}: stopped while it waited for GPUs")
+        hold = gpu_locks.take(turn.what, turn.waits, stop, None, turn.gpus, turn.flow, turn.rank)
+    if hold is None:
+        raise Stopped(f"{arguments[0]}: stopped while it waited for GPUs")
+    with contextlib.closing(hold):
         if turn:
             turn.has(hold.gpus)
         running = subprocess.Popen(
