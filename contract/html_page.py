@@ -6,16 +6,10 @@ legend(), svg(), ...  pieces of other pictures
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from pathlib import Path
 from typing import NamedTuple
 
-STYLE = """body{font:14px/1.45 system-ui,sans-serif;margin:2em;color:#222;max-width:1250px}
-table{border-collapse:collapse;margin:.5em 0 1em}td,th{padding:.25em .7em;text-align:right;border-bottom:1px solid #ddd}
-td:first-child,th:first-child,td.words{text-align:left}td{white-space:nowrap}
-td.words{white-space:normal}th{vertical-align:bottom}tr.failed td{color:#b00020}
-code{background:#f2f2f2;padding:0 .25em}svg{display:block;width:100%;font:12px system-ui,sans-serif}
-pre{background:#f6f6f6;padding:1em;overflow-x:auto}
-.legend{margin:.4em 0}.legend span{margin-right:1.2em;white-space:nowrap}
-i{display:inline-block;width:.9em;height:.9em;margin-right:.4em;vertical-align:-.1em}.words{max-width:48em}"""
+STYLE = Path(__file__).with_name("html_page.css").read_text("utf-8")
 WIDE, NAMES = 1150, 210  # pixels: width of a picture, and of the names in it
 STRIP = {  # activities of a device, as in trainer/profiling
     "computing": ("#2e7d32", "computing"),

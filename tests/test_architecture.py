@@ -43,7 +43,8 @@ ROOMS = {
         {"schema", "alternatives"},
         {"model_facts"},
         {"families"},
-        {"model_files", "strict_yaml", "error_lines", "rewards", "host"},
+        {"model_files", "error_lines", "rewards", "host"},
+        {"strict_yaml"},
     ],
     "tasks": [{"serving"}, {"stages"}, {"gang", "servers"}, {"run", "sources"}, {"store", "tracking", "pages"}],
     "trainer": [

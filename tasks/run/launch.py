@@ -78,12 +78,12 @@ def process(
     private = {name for name in os.environ if name.startswith(PRIVATE) and name not in keep}
     environment = {name: value for name, value in os.environ.items() if name not in private}
     environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)} | (changed or {})
-    taken = contextlib.nullcontext(gpu_locks.Hold())
+    hold = gpu_locks.Hold()
     if turn:
-        taken = gpu_locks.taken(turn.what, turn.waits, stop, None, turn.gpus, turn.flow, turn.rank)
-    with taken as hold:
-        if hold is None:
-            raise Stopped(f"{arguments[0]}: stopped while it waited for GPUs")
+        hold = gpu_locks.take(turn.what, turn.waits, stop, None, turn.gpus, turn.flow, turn.rank)
+    if hold is None:
+        raise Stopped(f"{arguments[0]}: stopped while it waited for GPUs")
+    with contextlib.closing(hold):
         if turn:
             turn.has(hold.gpus)
         running = subprocess.Popen(
