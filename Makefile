@@ -61,7 +61,7 @@ layouts: $(STAMP) ## train at every parallel layout on this CPU and compare with
 GPUS ?= 1
 CONF ?= $(if $(SHORT),tiny,gpt2-large)
 study: $(STAMP) ## measure the layouts of a configuration; CONF=NAME GPUS=2 PROFILE=1; SHORT=1: on this CPU
-	@$(PYTHON) -m flows.study $(CONF) --gpus $(if $(SHORT),2,$(GPUS)) --track $(if $(PROFILE),--profile) $(if $(SHORT),--steps 6)
+	@$(PYTHON) -m benchmarks.study $(CONF) --gpus $(if $(SHORT),2,$(GPUS)) --track $(if $(PROFILE),--profile) $(if $(SHORT),--steps 6)
 
 # SHORT=1: at most five minutes each, with smaller files and fewer rounds.
 SHORT ?=
@@ -101,17 +101,17 @@ gpu-kit: $(STAMP) ## pack the GPU tests for a machine without network; FLOW=1: t
 
 schema: $(STAMP) ## write conf/schema.json and docs/reference/keys.md from the code
 	$(PYTHON) -m conf.schema --json > conf/schema.json
-	$(PYTHON) -m conf.schema --page > docs/reference/keys.md
+	$(PYTHON) -m benchmarks.keys > docs/reference/keys.md
 
 presets: $(STAMP) ## write the tables of docs/start/configurations.md from the configurations
-	$(PYTHON) -m conf.presets docs/start/configurations.md
+	$(PYTHON) -m benchmarks.presets docs/start/configurations.md
 
 # uv installs mkdocs-material into an environment of its own, from the group docs of uv.lock.
 docs: ## build docs/ as a site in runs/site; a dead link is an error
 	PATH="$(CURDIR)/.uv/bin:$$PATH" NO_MKDOCS_2_WARNING=1 uv run --frozen --isolated --only-group docs mkdocs build --strict
 
 licences: $(STAMP) ## list the licences of the installed packages
-	@$(PYTHON) -m flows.licences
+	@$(PYTHON) -m benchmarks.licences
 
 clean: ## remove the environment and caches of the project; runs/ stays
 	rm -rf .venv .uv .pytest_cache .ruff_cache .hypothesis build dist finetune.egg-info

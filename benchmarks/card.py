@@ -25,6 +25,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.study import measured
+from benchmarks.study.measured import How
+from benchmarks.study.rows import Row
 from conf.host import nvidia_smi
 from conf.load import load
 from conf.planner import hardware
@@ -33,9 +36,6 @@ from contract import closed_pipe, json_object
 from contract.faults import Fault
 from contract.files import write_atomically
 from flows.arguments import refused
-from flows.study import measured
-from flows.study.measured import How
-from flows.study.rows import Row
 from tasks.run import launch
 from tasks.run.places import runs_folder
 

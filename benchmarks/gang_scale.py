@@ -25,8 +25,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 
@@ -34,9 +36,11 @@ from benchmarks.workspace import workspace
 from conf.load import load
 from conf.schema.run import Run
 from tasks.gang import attempt, controller, messages
+from tasks.gang.attempt import Gang
 from tasks.gang.board import POLLED, RENEWED, Board
 from tasks.gang.controller_link import Lookout
-from tasks.gang.job import training
+from tasks.gang.history.timeline import History, Teller
+from tasks.gang.job import Training
 from tasks.gang.member_link import SHIPPED, Link
 from tasks.run.launch import Broken
 from tasks.store import open_store
@@ -189,8 +193,8 @@ class Seen(Lookout):
 
     last: "Seen"
 
-    def __init__(self, board: Board, probe: str):
-        super().__init__(board, probe)
+    def __init__(self, board: Board, probe: str, say: Callable[[str], None]):
+        super().__init__(board, probe, say)
         self.at: dict[str, float] = {}
         Seen.last = self
 
@@ -243,9 +247,10 @@ def measure(nodes: int, seconds: float, folder: Path) -> Found:
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     attempt.Lookout = Seen
-    controller.engine_of = lambda _: engine
+    job, work = Training(load(folder / "conf.yaml")), folder / "work"
+    teller = Teller(History("scale", "scale", ""), work / "none")
     try:
-        controller.carry_out(training(load(folder / "conf.yaml")), folder / "work", store, "scale", say, lambda: False)
+        controller.carry_out(Gang("scale", work, job, store, cast(Any, engine), teller, say, lambda: False))
     except Broken as error:
         found.verdict = str(error)
     watcher.join(10)

@@ -29,13 +29,12 @@ import psutil
 from benchmarks.workspace import workspace
 from tasks.store import File, open_store
 from tasks.store.folder import THREADS, walk
-from tasks.store.s3_download import PIECE, RANGE
+from tasks.store.s3_download import PIECE
 from tasks.store.s3_upload import PART
 from tests.support import s3_server
 
 ROOT = Path(__file__).parents[1]
 BUCKET = "bench"
-LONG = PIECE * RANGE  # bytes of a range of ours; TransferManager asks for 8 MiB unless told
 WAYS = {
     "ours": "tasks/store/s3.py",
     "loop": "loop of upload_file/download_file",
@@ -96,7 +95,7 @@ def transfer(way: str, direction: str, folder: Path, prefix: str, known: Path) -
         for name in files:
             client.download_file(BUCKET, f"{prefix}/{name}", str(folder / name))
     else:
-        chunk = {} if way == "manager" else {"multipart_chunksize": PART if direction == "up" else LONG}
+        chunk = {} if way == "manager" else {"multipart_chunksize": PART if direction == "up" else PIECE}
         with TransferManager(client, TransferConfig(max_request_concurrency=THREADS, **chunk)) as manager:
             if direction == "up":
                 futures = [manager.upload(str(folder / name), BUCKET, f"{prefix}/{name}") for name in names]

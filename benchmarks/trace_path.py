@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, cast
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = tuple(f"{ROOT / name}/" for name in ("contract", "conf", "flows", "tasks", "trainer"))
@@ -96,7 +96,8 @@ def gang(folder: Path) -> None:
     from conf.schema.run import Run
     from tasks.gang import controller
     from tasks.gang.attempt import Gang
-    from tasks.gang.job import Job, training
+    from tasks.gang.history.timeline import History, Teller
+    from tasks.gang.job import Job, Training
     from tasks.store import open_store
     from tests.tasks.gang.test_controller import Hosts
 
@@ -110,7 +111,6 @@ def gang(folder: Path) -> None:
 
     store = open_store(str(folder / "store"))
     hosts = Lossy(["a", "b"], {"b": ["fail"]}, store=store)
-    controller.engine_of = lambda run: hosts  # type: ignore[assignment]
     places = [f"paths.output={folder / 'out'}", f"paths.logs={folder / 'logs'}"]
     keys = ["layout.nodes=2", "train.micro_batch=8", "gang.min_nodes=1", "train.steps=1", "optimizer.warmup_steps=0"]
     run = load("tiny", [*keys, *places])
@@ -118,8 +118,10 @@ def gang(folder: Path) -> None:
     trace = Trace(lambda value: isinstance(value, Job), (Job, Run, Gang), "carry_out")
     sys.setprofile(trace)
     try:
+        teller = Teller(History("gang", run.name, ""), folder / "none")
+        fits: Any = {"fits": fewer_hosts(run), "advice": less_memory}
         controller.carry_out(
-            training(run), folder, store, "gang", print, lambda: False, fits=fewer_hosts(run), advice=less_memory
+            Gang("gang", folder, Training(run), store, cast(Any, hosts), teller, print, lambda: False, **fits)
         )
     finally:
         sys.setprofile(None)

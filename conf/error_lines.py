@@ -6,27 +6,10 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-LONGEST = 300  # characters of a value in a message
+from conf import strict_yaml
 
-# Messages for pydantic's kinds of errors. Each follows the value. Other kinds keep pydantic's message.
-WORDS = {
-    "int_type": "is not an integer",
-    "float_type": "is not a number",
-    "finite_number": "is not a finite number",
-    "string_type": "is not a string",
-    "bool_type": "is not true or false",
-    "tuple_type": "is not a list",
-    "model_type": "is not a section of keys",
-    "literal_error": "is not one of {expected}",
-    "string_pattern_mismatch": "does not match {pattern}",
-    "string_too_short": "is empty",
-    "too_short": "is too short: it must have at least {min_length}",
-    "string_too_long": "is too long: it must have at most {max_length} characters",
-    "greater_than": "is too small: it must be above {gt}",
-    "greater_than_equal": "is too small: it must be at least {ge}",
-    "less_than": "is too large: it must be below {lt}",
-    "less_than_equal": "is too large: it must be at most {le}",
-}
+LONGEST = 300  # characters of a value in a message
+TEXTS: dict[str, str] = strict_yaml.table("error_texts")
 
 
 def reported(details: list[ErrorDetails]) -> list[ErrorDetails]:
@@ -58,9 +41,9 @@ def line(detail: ErrorDetails, meant: Callable[[str], str]) -> str:
         text = f"unknown key{meant(key)}"
     elif kind == "missing":
         text = "required, and missing"
-    elif kind in WORDS:
+    elif kind in TEXTS:
         limits = {name: _short(limit) for name, limit in detail.get("ctx", {}).items()}
-        text = f"{show(value)} {WORDS[kind].format(**limits)}"
+        text = f"{show(value)} {TEXTS[kind].format(**limits)}"
         if kind == "string_type" and isinstance(value, int | float):
             text += "; quote it to make it one"
     else:

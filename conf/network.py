@@ -16,9 +16,9 @@ each other. Within a host the local rank is the number of the GPU on the bus (CU
 therefore on the same rail: NCCL connects them over one switch, and all-to-all uses NVLink to the GPU of the right rail
 (PXN, on by default).
 
-conf/tables/networks.yaml has the presets. Sources of the other settings: [torch] ProcessGroupNCCL.hpp of torch 2.11,
-[core] megatron-core 0.19, [bridge] the performance recipes in megatron-bridge 0.6, [te] Transformer Engine 2.20, [nccl]
-NCCL's user guide.
+conf/tables/networks.yaml has the presets, and settings of every run. Sources of the other settings: [torch]
+ProcessGroupNCCL.hpp of torch 2.11, [core] megatron-core 0.19, [bridge] the performance recipes in megatron-bridge 0.6,
+[te] Transformer Engine 2.20, [nccl] NCCL's user guide.
 
 Not covered: TCP's kernel parameters, traffic classes of RoCE, SHARP, AMD's and Intel's networks.
 """
@@ -28,12 +28,11 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from conf import strict_yaml
 from conf.load import load
 from conf.schema.run import Run
-from conf.schema.sections import Layout
 from contract import closed_pipe
 from contract.faults import ConfigError
 
@@ -60,6 +59,7 @@ PRESETS = {
     name: Preset(**{**preset, "settings": tuple(Setting(**setting) for setting in preset["settings"])})
     for name, preset in _TABLE["presets"].items()
 }
+EVERY = [Setting(**setting) for setting in _TABLE["every"]]
 LEFT_OUT: dict[str, str] = _TABLE["left_out"]  # variables that other systems set and this one does not, with the reason
 
 
@@ -77,7 +77,7 @@ def settings(run: Run, gpu: str | None) -> list[Setting]:
     if gpu is None:
         return []
     blackwell = any(name in gpu.lower() for name in BLACKWELL)
-    all_of_run = [*_of_any(run), *_of_model(run.layout, blackwell)]
+    all_of_run = [*_of_run(run, blackwell)]
     if run.gang.network and run.layout.nodes > 1:
         all_of_run += PRESETS[run.gang.network].settings
         if run.moe.dispatcher == "flex":
@@ -96,41 +96,20 @@ def meeting(nodes: int, node: int, address: str, port: int) -> list[str]:
     return [*options, "--rdzv-endpoint", f"{address}:{port}", "--max-restarts", "0"]
 
 
-def _of_any(run: Run) -> Iterator[Setting]:
-    """Yield settings of every run on GPUs, which show failures quickly, once, and with their cause."""
-    # [torch] 3 = SkipCleanUp, torch's default; torchrun would set 1, which first calls ncclCommAbort
-    why = "end at an error at once: aborting NCCL first may hang itself"
-    yield Setting("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", why)
+def _of_run(run: Run, blackwell: bool) -> Iterator[Setting]:
+    """Yield settings of every run on GPUs, then those that depend on its keys."""
+    yield from (replace(setting, value=setting.value.format(run=run)) for setting in EVERY)
     # [torch] default 480; longer than gang.stall_seconds, as the gang's watch names the late rank
     beat = str(round(max(300, 2 * run.gang.stall_seconds)))
     why = "end a rank that hangs in a CUDA call, if nothing else notices it"
     yield Setting("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", beat, why)
-    # [torch] the flight recorder, by the names in torch 2.11; an entry takes about 1 KB
-    yield Setting("TORCH_FR_BUFFER_SIZE", "2000", "remember the last collectives of each rank")
-    yield Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "write them at a timeout: they show the missing rank")
-    yield Setting("TORCH_FR_DUMP_TEMP_FILE", f"{run.paths.logs}/collectives-", "their path; the rank is appended")
-    # [torch] default 15000; on 2 H200: written after 8 s, but both ranks lived 50 s; with 5000 they lived 24 s
-    yield Setting("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "5000", "and then end, after four times as long")
-    yield Setting("NCCL_DEBUG", "WARN", "a line for each error, with its cause; default: none")
-    # [bridge] COMMON_PERF_ENV_VARS, in all recipes
-    yield Setting("TORCH_NCCL_HIGH_PRIORITY", "1", "all ranks wait for communication: its kernels run first")
-    # Transformer Engine 2.20: on Hopper, in bf16, for multiples of 128; otherwise it starts a product per expert
-    yield Setting("NVTE_USE_CUTLASS_GROUPED_GEMM", "1", "one kernel for all experts: the host starts less")
-    # [torch] default /tmp/torchinductor_USER, which is lost with a container; Triton's cache is below it
-    kept = f"{run.paths.kernels}/inductor"
-    yield Setting("TORCHINDUCTOR_CACHE_DIR", kept, "keep compiled kernels of the first step for the next start")
-    yield Setting("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "local rank i is GPU i of every host, on the same rail")
     if run.train.overlap_tp:
         # [te] otherwise its buffers need NVLink multicast, which not every host allows in a container
         yield Setting("UB_SKIPMC", "1", "buffers between tensor-parallel ranks are shared by CUDA IPC")
     if run.train.cuda_graphs:
         # [core] requires it together with the allocator's expandable segments
         yield Setting("NCCL_GRAPH_REGISTER", "0", "NCCL does not register buffers of CUDA graphs")
-
-
-def _of_model(layout: Layout, blackwell: bool) -> Iterator[Setting]:
-    # [bridge] 427 of 443 recipes: buffers in every GPU take memory that recomputation could use
-    yield Setting("NCCL_NVLS_ENABLE", "0", "NVLink SHARP takes memory of each communicator, and MoE has many")
+    layout = run.layout
     if blackwell:
         # [bridge] 32 in all recipes for B200 and GB200; [core] the rule below "no longer exists since Blackwell"
         yield Setting("CUDA_DEVICE_MAX_CONNECTIONS", "32", "streams do not wait for one another")

@@ -95,9 +95,13 @@ def as_overrides(changes: Any, **short: Any) -> list[str]:
 
 def from_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     """Values of valid key=value texts by section, parsed as in conf.load."""
-    values, _, _ = read_overrides(overrides)
-    changes: dict[str, Any] = {}
+    return by_section(read_overrides(overrides)[0])
+
+
+def by_section(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values of dotted keys by section and key."""
+    nested: dict[str, Any] = {}
     for key, value in values.items():
         section, _, name = key.rpartition(".")
-        (changes.setdefault(section, {}) if section else changes)[name] = value
-    return changes
+        (nested.setdefault(section, {}) if section else nested)[name] = value
+    return nested

@@ -27,6 +27,10 @@ class ConfigError(Fault):
         return "\n".join(" ".join(line.splitlines()) for line in self.args)
 
 
+class Broken(RuntimeError):
+    """A failed command without a known user error."""
+
+
 class Stopped(RuntimeError):
     """An order to stop: the flow is being cancelled, or another process has taken over the work."""
 

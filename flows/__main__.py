@@ -1,4 +1,4 @@
-"""The command `finetune`: a subcommand for each module of flows/ that people start, from any folder.
+"""The command `finetune`: a subcommand for each module that people start, from any folder.
 
     finetune plan glm47          the same as python -m flows.plan glm47
     finetune completion bash     print what the shell needs to complete subcommands, options and configurations
@@ -25,13 +25,13 @@ SUMMARIES = {
 
 
 class Subcommand(click.Command):
-    """A subcommand that runs a module of flows/ like python -m."""
+    """A subcommand that runs a module like python -m."""
 
     def __init__(self, name: str, words: str) -> None:
         module, *self.words = words.split()
         summary = SUMMARIES.get(name) or arguments.about(module).partition("\n")[0]
         super().__init__(name, short_help=summary, add_help_option=False)
-        self.module, self.parser = module, getattr(arguments, module)
+        self.module = module
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.args = args
@@ -39,18 +39,19 @@ class Subcommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> None:
         if {"-h", "--help"} & {*ctx.args}:
-            self.parser().parse_args([*self.words, *ctx.args])  # prints the help and ends
+            arguments.of_command(self.module).parse_args([*self.words, *ctx.args])  # prints the help and ends
         sys.argv[1:] = [*self.words, *ctx.args]
-        runpy.run_module(f"flows.{self.module}", run_name="__main__", alter_sys=True)
+        runpy.run_module(self.module, run_name="__main__", alter_sys=True)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        parser, words = self.parser(), [*self.words, *ctx.args]
+        parser, words = arguments.of_command(self.module), [*self.words, *ctx.args]
         nested = next((one for one in parser._actions if isinstance(one, argparse._SubParsersAction)), None)
         if nested and (name := next((word for word in words if word in nested.choices), None)):
             parser, words, nested = nested.choices[name], words[words.index(name) + 1 :], None
         last = parser._option_string_actions.get(words[-1]) if words else None
         if last and last.nargs != 0:
-            return _items(arguments.values_of(last), incomplete, files=True)
+            values = arguments.stages() if last.metavar == "STAGE" else last.choices or ()
+            return _items([*values], incomplete, files=True)
         if incomplete.startswith("-"):
             options = {name: action for name, action in parser._option_string_actions.items() if name.startswith("--")}
             shown = [name for name, action in options.items() if action.help != argparse.SUPPRESS]

@@ -12,24 +12,23 @@ import ast
 import contextlib
 import functools
 import math
+import pkgutil
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from contract.faults import Fault, line_of
+from contract.faults import Broken, Fault, line_of
 
 HOST, PORT = "127.0.0.1", 8000
 MODEL = "org/name on the Hub, a folder, or s3://..."
 DATA = "a file, a folder, org/name on the Hub, or s3://..."
 MACHINE = "such as 8xh100, 1xa100, 2x8xh200 (hosts x GPUs), 1xmy-gpu.yaml or cpu"
-# Subcommands of finetune, each with its module and the module's first word. The parser below has the module's name.
-COMMANDS = {
-    name: name
-    for name in ["new", "plan", "pretrain", "serve", "logs", "artifacts", "gang", "study", "deploy", "doctor"]
-}
-COMMANDS.update({"run": "finetune", "up": "services up", "down": "services down"})
+# Subcommands of finetune, each with its module and the module's first word.
+_MODULES = ("new", "plan", "pretrain", "serve", "logs", "artifacts", "gang", "deploy", "doctor")
+COMMANDS = {name: f"flows.{name}" for name in _MODULES}
+COMMANDS.update(run="flows.finetune", study="benchmarks.study", up="flows.services up", down="flows.services down")
 invoked_as = "python -m"  # flows/__main__.py sets "finetune": then help and advice name `finetune plan`
 
 
@@ -37,13 +36,13 @@ def spoken(text: str) -> str:
     """Return the text. If this process was started as `finetune`, `python -m flows.plan` becomes `finetune plan`."""
     if invoked_as == "finetune":
         for name, words in COMMANDS.items():
-            text = re.sub(rf"python -m flows\.{words}\b", f"finetune {name}", text)
+            text = re.sub(rf"python -m {words}\b", f"finetune {name}", text)
     return text
 
 
 def about(module: str) -> str:
-    """Return the docstring of a module of flows/ without importing the module."""
-    file = Path(__file__).parent / module.replace(".", "/")
+    """Return the docstring of a command's module without importing the module."""
+    file = Path(__file__).parents[1] / module.replace(".", "/")
     file = file / "__main__.py" if file.is_dir() else file.with_suffix(".py")
     return ast.get_docstring(ast.parse(file.read_text("utf-8"))) or ""
 
@@ -55,9 +54,15 @@ def stages() -> list[str]:
     return [ast.literal_eval(step.args[0]) for step in steps]
 
 
+def of_command(module: str) -> argparse.ArgumentParser:
+    """Return the parser of a command: a function of this file, or of arguments.py in the command's folder."""
+    folder, _, name = module.rpartition(".")
+    return pkgutil.resolve_name(f"{folder if folder == 'flows' else module}.arguments:{name}")()
+
+
 def parser(module: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
-        prog=spoken(f"python -m flows.{module}"),
+        prog=spoken(f"python -m {module}"),
         usage=argparse.SUPPRESS,  # an error is one line, without the usage
         description=spoken(about(module)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -75,7 +80,7 @@ def of_a_run(
     return made
 
 
-def finetune(module: str = "finetune") -> argparse.ArgumentParser:
+def finetune(module: str = "flows.finetune") -> argparse.ArgumentParser:
     made = of_a_run(module, example="optimizer.lr=2e-4", required=False)
     made.epilog = (
         f"Stages, in order: {', '.join(stages())}. FINETUNE_STORE names the store (s3://bucket/prefix or a folder), "
@@ -88,13 +93,13 @@ def finetune(module: str = "finetune") -> argparse.ArgumentParser:
 
 
 def pretrain() -> argparse.ArgumentParser:
-    return finetune("pretrain")
+    return finetune("flows.pretrain")
 
 
 def plan() -> argparse.ArgumentParser:
     from conf.planner import hardware
 
-    made = of_a_run("plan", example="layout.ep=16", names="a name in conf/ or its folders")
+    made = of_a_run("flows.plan", example="layout.ep=16", names="a name in conf/ or its folders")
     made.add_argument("--gpu", metavar="KIND", help=f"{', '.join(hardware.NAMES)}, or a .yaml file")
     made.add_argument("--gpus", metavar="N", type=int, help="search the layouts of N GPUs")
     made.add_argument("--price", metavar="USD", type=float, help="price per GPU and hour")
@@ -106,7 +111,7 @@ def plan() -> argparse.ArgumentParser:
 
 
 def new() -> argparse.ArgumentParser:
-    made = parser("new")
+    made = parser("flows.new")
     made.add_argument("model", metavar="MODEL", nargs="?", help=MODEL)
     made.add_argument("data", metavar="DATA", nargs="?", help=DATA)
     made.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as data.input=ticket or adapter.rank=32")
@@ -120,7 +125,7 @@ def new() -> argparse.ArgumentParser:
 
 
 def serve() -> argparse.ArgumentParser:
-    made = parser("serve")
+    made = parser("flows.serve")
     made.add_argument("name", metavar="NAME", help="a registered model, NAME@VERSION, export/FINGERPRINT, or a run")
     made.add_argument("--host", default=HOST, help=f"address to listen at ({HOST})")
     made.add_argument("--port", type=int, default=PORT, help=f"port to listen at ({PORT})")
@@ -131,7 +136,7 @@ def serve() -> argparse.ArgumentParser:
 
 
 def logs() -> argparse.ArgumentParser:
-    made = parser("logs")
+    made = parser("flows.logs")
     made.add_argument("gang", metavar="GANG", nargs="?", help="train-FINGERPRINT or its beginning, or a run's name")
     made.add_argument("--attempt", metavar="N", type=int, help="attempt (default: the newest)")
     of = made.add_mutually_exclusive_group()
@@ -145,7 +150,7 @@ def logs() -> argparse.ArgumentParser:
 
 
 def artifacts() -> argparse.ArgumentParser:
-    made = parser("artifacts")
+    made = parser("flows.artifacts")
     commands = made.add_subparsers(dest="do", required=True, prog=made.prog)
     commands.add_parser("list", help="all artifacts").add_argument("stage", nargs="?", help="only those of this stage")
     commands.add_parser("show", help="one artifact's record and lineage").add_argument("key")
@@ -168,7 +173,7 @@ def _days(text: str) -> float:
 def gang() -> argparse.ArgumentParser:
     from conf.schema.named import submitting
 
-    made = of_a_run("gang", example="slurm.partition=h100")
+    made = of_a_run("flows.gang", example="slurm.partition=h100")
     made.add_argument("--engine", choices=submitting(), help="use this instead of gang.engine")
     made.add_argument(
         "--stage", choices=("train", "reinforce"), default="train", help="the stage that uses the hosts (train)"
@@ -176,48 +181,23 @@ def gang() -> argparse.ArgumentParser:
     return made
 
 
-def study() -> argparse.ArgumentParser:
-    made = of_a_run("study", example="train.precision=bf16, for every layout")
-    made.add_argument("--gpus", metavar="N", type=int, default=1, help="GPUs of a layout, or ranks on a CPU (1)")
-    made.add_argument("--list", metavar="LIST", action="append", default=[], help="a list of the configuration (all)")
-    made.add_argument("--only", metavar="ROW", action="append", default=[], help="one row of the lists, such as DP2")
-    made.add_argument("--row", metavar="'NAME: KEY=VALUE ...'", action="append", default=[], help="measure this layout")
-    made.add_argument("--steps", metavar="S", type=int, default=8, help="steps of a trial; two of them warm up (8)")
-    made.add_argument("--layers", metavar="K", type=int, help="keep only K layers of the model")
-    made.add_argument("--profile", action="store_true", help="also record a step of each layout")
-    made.add_argument("--to", metavar="FOLDER", type=Path, help="folder of the report and its data (runs/study/NAME)")
-    made.add_argument("--again", action="store_true", help="repeat stored measurements")
-    made.add_argument("--report", action="store_true", help="write the report from stored measurements")
-    made.add_argument("--track", action="store_true", help="log each layout as a run in MLflow")
-    made.add_argument("--within", metavar="S", type=float, default=600.0, help="seconds that a trial may take (600)")
-    made.add_argument("--minutes", metavar="M", type=float, help="start no trial after M minutes")
-    return made
-
-
 def deploy() -> argparse.ArgumentParser:
-    made = parser("deploy")
+    made = parser("flows.deploy")
     made.add_argument("names", nargs="*", metavar="NAME", help="a deployment (default: all)")
     return made
 
 
 def doctor() -> argparse.ArgumentParser:
-    made = parser("doctor")
+    made = parser("flows.doctor")
     made.add_argument("--extra", choices=("cpu", "gpu"), help="packages to expect (default: gpu if this host has one)")
     made.add_argument("--json", action="store_true", help="print JSON, for programs")
     return made
 
 
 def services() -> argparse.ArgumentParser:
-    made = parser("services")
+    made = parser("flows.services")
     made.add_argument("do", choices=("up", "down", "status"))
     return made
-
-
-def values_of(action: argparse.Action) -> list[str]:
-    """Return the values that a shell may offer for an option or an argument; empty if any value is allowed."""
-    if action.choices is not None:
-        return [*action.choices]
-    return stages() if action.metavar == "STAGE" else []
 
 
 def refused(fault: object, code: int = 2) -> int:
@@ -227,12 +207,17 @@ def refused(fault: object, code: int = 2) -> int:
 
 
 def reports_faults(main: Callable[..., int]) -> Callable[..., int]:
-    """Make a command print user errors and host errors (such as a full disk) and return 2; raise other exceptions."""
+    """Make a command print its errors: those of the user or of the host (such as a full disk) with exit code 2.
+
+    A failed command that it has started has exit code 1. Other exceptions are raised.
+    """
 
     @functools.wraps(main)
     def run(*args: Any, **options: Any) -> int:
         try:
             return main(*args, **options)
+        except Broken as broken:
+            return refused(broken, code=1)
         except (Fault, OSError) as error:
             line = line_of(error)
             if line is None:

@@ -184,13 +184,14 @@ def collect(store: Store, days: float | None, delete: bool) -> int:
     """Remove artifacts and logs that nothing refers to. Without `delete`, only list them."""
     everything = {made.key: made for made in artifact.every(store)}
     there = store.keys("")
-    folders = {"/".join(name.split("/")[:2]) for name in there if name.count("/") > 1}
-    folders = {folder for folder in folders if folder.partition("/")[0] not in OWN}
+    paths = [name.split("/") for name in there]
+    folders = {"/".join(path[:2]) for path in paths if len(path) > 2 and path[0] not in OWN}
     foreign = sorted(folder for folder in folders if not PLACE.fullmatch(folder))
     folders -= {*foreign}
     makers = {key: lease.holder(store, f"{key}/lease.json") for key in folders}
     making = {key for key, maker in makers.items() if maker}
-    old = [] if days is None else _older_than(store, days, making)
+    limit = None if days is None else time.time() - days * DAY
+    old = [] if limit is None else _older_than(store, limit, making)
     kept = _with_inputs(_referred_to(store, old), everything)
     freed = 0
     for key in sorted(folders - kept):
@@ -207,7 +208,6 @@ def collect(store: Store, days: float | None, delete: bool) -> int:
     if foreign:
         print(f"leaves {len(foreign)} folders that no stage has written, such as {foreign[0]}")
     gangs = _gangs({name.removeprefix("gangs/"): facts for name, facts in there.items() if name.startswith("gangs/")})
-    limit = None if days is None else time.time() - days * DAY
     for gang in sorted(gangs):
         training = gang.replace("-", "/", 1)
         made = everything.get(training)
@@ -241,10 +241,9 @@ def _with_inputs(keys: set[str], everything: dict[str, Artifact]) -> set[str]:
     return keys | {source.key for stage in stages for source in artifact.sources(stage, known)}
 
 
-def _older_than(store: Store, days: float, making: set[str]) -> list[str]:
+def _older_than(store: Store, limit: float, making: set[str]) -> list[str]:
     """Return old runs that are not active: a long training may still read inputs that are weeks old."""
     runs = {name: _note(store, f"runs/{name}") for name in store.keys("runs")}
-    limit = time.time() - days * DAY
     return [name for name, run in runs.items() if run["started"] < limit and making.isdisjoint(run["artifacts"])]
 
 

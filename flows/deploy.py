@@ -27,7 +27,6 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentUpdate, VariableCreate, VariableUpdate
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
-from prefect.utilities.callables import parameter_schema
 
 from conf.load import load
 from contract import checksums, closed_pipe
@@ -46,7 +45,6 @@ FIRST = "first_schedules"  # not Prefect's key `schedules`, with which Prefect r
 # variable holds only 5000 characters. Older servers have one variable of this name for all deployments.
 DEPLOYED = "finetune_deployed"
 DECLARED = "declared"  # key of the digest of the whole declaration: the entry in prefect.yaml and the flow's parameters
-FLOWS = {f"flows/{name}.py:{name}": name for name in ("finetune", "pretrain", "node", "serve")}
 # Fields that the form in Prefect's UI edits.
 EDITABLE = ("paused", "parameters", "tags", "description", "job_variables")
 LIMIT = "concurrency_limit"
@@ -79,9 +77,9 @@ def declared() -> dict:
 
 def deploy(client: SyncPrefectClient, wanted: dict) -> int:
     """Run `prefect deploy` for changed deployments. Print the reason of a failure, and return the exit code."""
-    kept, deployed, declared, forms, changed = {}, {}, {}, {}, []
+    changes = []  # for each deployment to write: its new state and the state before
     for deployment in wanted["deployments"]:
-        name = f"{FLOWS[deployment['entrypoint']]}/{deployment['name']}"
+        name = f"{deployment['entrypoint'].rpartition(':')[2]}/{deployment['name']}"
         first = deployment.pop(FIRST, [])
         parameters = parameters_of(deployment["entrypoint"])
         before, now = read_deployed(client, name), digest([prefect.__version__, str(ROOT), deployment, parameters])
@@ -93,29 +91,26 @@ def deploy(client: SyncPrefectClient, wanted: dict) -> int:
             continue
         if not there:
             deployment["schedules"] = first
-        kept[name], deployed[name], declared[name], forms[name] = edited, before, now, shown
-        changed.append(deployment)
-    if not changed:
+        changes.append((name, deployment, edited, before or UNEDITED, now, shown))
+    if not changes:
         return 0
-    for deployment in changed:
+    wanted["deployments"] = [deployment for _, deployment, *_ in changes]
+    for deployment in wanted["deployments"]:
         if CODE != ROOT:  # a wheel's flows are not below the folder that workers run in
             deployment["entrypoint"] = f"{CODE}/{deployment['entrypoint']}"
-    wanted["deployments"] = changed
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(wanted, file, sort_keys=False)
         file.flush()
         command = [str(Path(sys.executable).parent / "prefect"), "--no-prompt", "deploy", "--all"]
         done = subprocess.run([*command, "--prefect-file", file.name], cwd=ROOT, capture_output=True, text=True)
-    there = {name: find(client, name) for name in kept}
+    there = {name: find(client, name) for name, *_ in changes}
     if done.returncode or None in there.values():
         print(f"error: prefect deploy: {done.stdout}{done.stderr}", file=sys.stderr)
         return done.returncode or 1
-    for name, fields in kept.items():
-        now = {field: digest(value) for field, value in editable(there[name]).items()}
-        before = deployed[name] or UNEDITED
-        now |= {field: before[field] for field in fields}
-        write_deployed(client, name, now | {DECLARED: declared[name]})
-    for name, shown in forms.items():
+    for name, _, edited, before, declaration, shown in changes:
+        values = {field: digest(value) for field, value in editable(there[name]).items()}
+        values |= {field: before[field] for field in edited}
+        write_deployed(client, name, values | {DECLARED: declaration})
         if shown is not None:
             client.update_deployment(there[name].id, DeploymentUpdate(parameter_openapi_schema=shown))
     return 0
@@ -126,7 +121,7 @@ def parameters_of(entrypoint: str) -> dict:
     """Return the schema of a flow's parameters."""
     file, _, flow = entrypoint.partition(":")
     module = ".".join(Path(file).with_suffix("").parts)
-    return parameter_schema(getattr(importlib.import_module(module), flow)).model_dump_for_openapi()
+    return getattr(importlib.import_module(module), flow).parameters.model_dump_for_openapi()
 
 
 def form(deployment: dict, parameters: dict) -> dict | None:

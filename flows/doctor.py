@@ -13,10 +13,10 @@ import http.client
 import importlib.util
 import json
 import os
+import platform
 import re
 import resource
 import shutil
-import subprocess
 import sys
 import threading
 import urllib.error
@@ -24,7 +24,7 @@ import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
-from conf.host import gpu_locks
+from conf.host import gpu_locks, nvidia_smi
 from contract import closed_pipe, installation
 from contract.faults import Fault
 from contract.installation import runs_folder
@@ -84,14 +84,6 @@ def system(machine: os.uname_result, libc: str) -> Finding:
     return Finding("ok", "system", fact)
 
 
-def libc() -> str:
-    """Return name and version of this host's C library, such as "glibc 2.36"; empty if it is not glibc."""
-    try:
-        return os.confstr("CS_GNU_LIBC_VERSION") or ""
-    except (OSError, ValueError):
-        return ""
-
-
 def environment(extra: str) -> list[Finding]:
     version = "{}.{}.{}".format(*sys.version_info[:3])
     if sys.version_info[:2] != (3, 12):
@@ -103,16 +95,9 @@ def environment(extra: str) -> list[Finding]:
 
 def query_gpus() -> tuple[list[list[str]], str]:
     """Return name, memory in MiB and driver version of each GPU, and the error if GPUs cannot be listed (else "")."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    except FileNotFoundError:
-        return [], ""
-    except subprocess.TimeoutExpired:
-        return [], "nvidia-smi hangs"
-    if answer.returncode:
-        return [], f"nvidia-smi fails with code {answer.returncode}"
-    return [line.split(", ") for line in answer.stdout.splitlines()], ""
+    query = "--query-gpu=name,memory.total,driver_version"
+    text, trouble = nvidia_smi.answer(query, "--format=csv,noheader,nounits")
+    return [line.split(", ") for line in text.splitlines()], trouble
 
 
 def gpus(cards: list[list[str]], trouble: str) -> Finding:
@@ -311,7 +296,7 @@ def diagnose(extra: str | None) -> tuple[str, list[Finding]]:
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     prefect = service("prefect", "PREFECT_API_URL", "a server for all runs of this folder, until the last ends")
     return host, [
-        system(os.uname(), libc()),
+        system(os.uname(), " ".join(filter(None, platform.libc_ver()))),
         *environment(extra or host),
         gpus(cards, trouble),
         *owners(),

@@ -22,11 +22,10 @@ from contract.faults import Fault
 from flows import arguments
 from tasks.gang.board import Board
 from tasks.gang.engines import Demand, engine_of
-from tasks.gang.job import reinforcement, training
+from tasks.gang.job import job_of
 from tasks.run.places import open_run_store, runs_folder
 
 FINGERPRINT = "0123456789abcdef"
-STAGES = {"train": training, "reinforce": reinforcement}
 
 
 @arguments.reports_faults
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.stage == "reinforce" and not is_asked(run):
         raise Fault("--stage: reinforce, but reinforce.steps is 0, so the run has no such stage")
     logs = str(runs_folder() / "work" / gang / "logs")  # as in a flow
-    job = STAGES[options.stage](run.changed(paths={"logs": logs}))
+    job = job_of(options.stage, run.changed(paths={"logs": logs}))
     assert job, "an engine that submits something starts all members"
     print(submission(Demand.of(job.run), Board(open_run_store(), gang, 1)), end="")
     return 0

@@ -13,12 +13,13 @@ such gang, attempt or rank.
 """
 
 import argparse
-import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from difflib import get_close_matches
+from functools import partial
 
 from contract import closed_pipe
 from contract.faults import Fault
@@ -48,8 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(line, flush=options.follow)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader has closed the pipe
-        closed_pipe.drop(sys.stdout)
     return 0
 
 
@@ -72,14 +71,7 @@ def listing(store: Store) -> Iterator[str]:
 
 def whole(store: Store, gang: str, options: argparse.Namespace) -> Iterator[str]:
     number, hosts = _attempt(store, gang, options.attempt)
-    sources = _sources(Board(store, gang, number), hosts, options)
-    for log in sources:
-        with contextlib.suppress(StopIteration):
-            lines = _all(log, options.tail)
-            first = next(lines)
-            yield from _title(log, len(sources) > 1)
-            yield first
-            yield from lines
+    yield from _lines(_sources(Board(store, gang, number), hosts, options), options.tail, lambda: True)
 
 
 def following(store: Store, gang: str, options: argparse.Namespace) -> Iterator[str]:
@@ -89,8 +81,7 @@ def following(store: Store, gang: str, options: argparse.Namespace) -> Iterator[
     while True:
         board = Board(store, gang, number)
         if hosts := _gathered(board):
-            sources = _sources(board, hosts, options)
-            yield from _followed(board, sources, tail)
+            yield from _lines(_sources(board, hosts, options), tail, partial(_closed, board))
         else:
             _say(f"attempt {number} ended before all hosts had joined")
         if options.attempt or not _another(store, gang, number):
@@ -98,19 +89,18 @@ def following(store: Store, gang: str, options: argparse.Namespace) -> Iterator[
         number, tail = number + 1, None
 
 
-def _followed(board: Board, sources: list[Log], tail: int | None) -> Iterator[str]:
+def _lines(sources: list[Log], tail: int | None, is_over: Callable[[], bool]) -> Iterator[str]:
+    """Yield the lines of the logs, each log under its title if there are several, until no more lines will follow."""
     shown: Log | None = None
-    started = tail is None
     while True:
-        over = _closed(board)  # read before the logs: the last lines are shipped before the attempt is closed
+        over = is_over()  # asked before the logs: the last lines are shipped before the attempt is closed
         for log in sources:
-            lines = list(log.lines()) if started else log.tail(tail or 0)
-            lines += log.unended() if over else []
-            if lines and shown is not log:
-                yield from _title(log, len(sources) > 1)
+            for line in _new(log, tail, over):
+                if shown is not log and len(sources) > 1:
+                    yield f"==> {log.title} <=="
                 shown = log
-            yield from lines
-        started = True
+                yield line
+        tail = None
         if over:
             return
         time.sleep(POLLED)
@@ -118,13 +108,9 @@ def _followed(board: Board, sources: list[Log], tail: int | None) -> Iterator[st
 
 def _gathered(board: Board) -> tuple[Host, ...]:
     """Return the hosts of an attempt once all have joined; empty if the attempt ends before that."""
-    told = False
-    while not (hosts := _hosts(board)):
-        if _closed(board):
-            break
-        if not told:
-            _say(f"attempt {board.attempt} waits for its hosts")
-            told = True
+    if not _hosts(board) and not _closed(board):
+        _say(f"attempt {board.attempt} waits for its hosts")
+    while not (hosts := _hosts(board)) and not _closed(board):
         time.sleep(POLLED)
     return hosts
 
@@ -155,13 +141,13 @@ def _closed(board: Board) -> bool:
     return bool(word.get("closed") or later)
 
 
-def _all(log: Log, tail: int | None) -> Iterator[str]:
+def _new(log: Log, tail: int | None, over: bool) -> Iterator[str]:
+    """Yield the new lines of a log, or only the last `tail` of them. A line without an end counts once it is over."""
     if tail is None:
         yield from log.lines()
-        yield from log.unended()
-    else:
-        lines = log.tail(tail)
-        yield from [*lines, *log.unended()][-tail:] if tail else []
+    last = [] if tail is None else log.tail(tail)
+    last += log.unended() if over else []
+    yield from deque(last, tail)
 
 
 def _sources(board: Board, hosts: tuple[Host, ...], options: argparse.Namespace) -> list[Log]:
@@ -180,25 +166,21 @@ def _sources(board: Board, hosts: tuple[Host, ...], options: argparse.Namespace)
             last = hosts[-1].first + hosts[-1].ranks - 1
             raise Fault(f"--rank: {rank} is not a rank of attempt {board.attempt}, which has 0 to {last}")
         found = [one]
-    if len(found) == 1:
-        _say(f"{board.gang}, attempt {board.attempt}, {found[0].title}, {'stderr' if options.err else 'stdout'}")
-    else:
-        _say(f"{board.gang}, attempt {board.attempt}")
+    of = f", {found[0].title}, {'stderr' if options.err else 'stdout'}" if len(found) == 1 else ""
+    _say(f"{board.gang}, attempt {board.attempt}{of}")
     return found
 
 
 def _attempt(store: Store, gang: str, wanted: int | None) -> tuple[int, tuple[Host, ...]]:
     """Return the requested attempt and its hosts; by default the newest attempt that has hosts."""
     newest = newest_attempt(store, gang)
-    if wanted is not None:
-        if not 1 <= wanted <= newest:
-            raise Fault(f"--attempt: {wanted}: {gang} has {f'1 to {newest}' if newest else 'none'}")
-        if hosts := _hosts(Board(store, gang, wanted)):
-            return wanted, hosts
-        raise Fault(f"--attempt: {wanted}: not all of its hosts have joined, and no rank has started")
-    for number in range(newest, 0, -1):
+    if wanted is not None and not 1 <= wanted <= newest:
+        raise Fault(f"--attempt: {wanted}: {gang} has {f'1 to {newest}' if newest else 'none'}")
+    for number in [wanted] if wanted else range(newest, 0, -1):
         if hosts := _hosts(Board(store, gang, number)):
             return number, hosts
+    if wanted:
+        raise Fault(f"--attempt: {wanted}: not all of its hosts have joined, and no rank has started")
     raise Fault(f"{gang}: no rank has started yet; --follow waits for it")
 
 
@@ -253,10 +235,6 @@ def _line(one: Attempt) -> str:
     steps = f"steps {one.start} to {one.reached}" if one.ended else f"from step {one.start}"
     how = f"{one.how}{'; ' if one.next else ''}{one.next}" if one.ended else "trains" if one.hosts else "gathers"
     return f"{one.number:>3}  {began}  {f'{steps}  ' if one.hosts else ''}{how}"
-
-
-def _title(log: Log, several: bool) -> list[str]:
-    return [f"==> {log.title} <=="] if several else []
 
 
 def _say(line: str) -> None:

@@ -79,5 +79,5 @@ def _until_worker() -> list[int]:
 
 if __name__ == "__main__":
     with closed_pipe.quiet():
-        parser("node").parse_known_args()
+        parser("flows.node").parse_known_args()
         sys.exit(refused("flows.node: a worker of Prefect's starts it, once for each host of a run"))

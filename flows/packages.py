@@ -18,22 +18,12 @@ def installed() -> dict[str, str]:
     return found
 
 
-# Prefect's minor version, a package, its first version that breaks Prefect although Prefect allows it, and the effect.
-CLASHES = [("3.8", "sqlalchemy", (2, 1), "the server's scheduler fails, no schedule starts a run")]
-
-
 def clashes(have: dict[str, str]) -> list[str]:
-    """List installed packages that are known to break Prefect, with the effect."""
-    prefect = have.get("prefect", "")
-    return [
-        f"{name} {have[name]} with prefect {prefect}: {lack}"
-        for minor, name, first, lack in CLASHES
-        if prefect.startswith(minor + ".") and name in have and _number(have[name]) >= first
-    ]
-
-
-def _number(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    """List installed packages that break Prefect although Prefect allows them, with the effect."""
+    prefect, version = have.get("prefect", ""), have.get("sqlalchemy", "0")
+    if not prefect.startswith("3.8.") or [int(part) for part in re.findall(r"\d+", version)[:2]] < [2, 1]:
+        return []
+    return [f"sqlalchemy {version} with prefect {prefect}: the server's scheduler fails, no schedule starts a run"]
 
 
 def holds(marker: str, environment: dict[str, str]) -> bool:

@@ -39,7 +39,7 @@ def command(flow, require: Callable[[Run], None] = lambda run: None, example: st
 
     `require` raises a Fault for a run of another flow. `example` names a configuration.
     """
-    options = arguments.finetune(flow.name).parse_intermixed_args()
+    options = arguments.finetune(f"flows.{flow.name}").parse_intermixed_args()
     if options.conf is None:
         raise Fault(f"NAME: missing; it names a file, or a configuration in conf/, such as {example}")
     run = load(options.conf, options.overrides)

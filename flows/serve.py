@@ -29,12 +29,12 @@ from prefect.states import Completed, Failed
 
 from conf.host import gpu_locks
 from contract import closed_pipe, json_object
-from contract.faults import Fault, line_of
+from contract.faults import Broken, Fault, line_of
 from contract.served_model import DEFAULTS, KEY, ServedModel
 from flows import arguments
-from flows.arguments import HOST, PORT, refused
+from flows.arguments import HOST, PORT
 from tasks.run import artifact
-from tasks.run.launch import Broken, Turn
+from tasks.run.launch import Turn
 from tasks.run.places import kernels_folder, open_run_store, runs_folder
 from tasks.servers.waiting import say
 from tasks.serving import artifacts, questions, server
@@ -52,13 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
-    try:
-        sources, served = prepare(options.name, options.host, options.port, options.adapter, options.length)
-        if options.check:
-            return check(sources, served, say, ended)
-        run(sources, served, say, ended.is_set)
-    except Broken as broken:
-        return refused(broken, code=1)
+    sources, served = prepare(options.name, options.host, options.port, options.adapter, options.length)
+    if options.check:
+        return check(sources, served, say, ended)
+    run(sources, served, say, ended.is_set)
     say("stopped")
     return 0
 
@@ -77,10 +74,9 @@ def serve(model: str, host: str = HOST, port: int = PORT, adapter: bool = False,
     try:
         sources, served = prepare(model, host, port, adapter, length)
         run(sources, served, get_run_logger().info, lambda: False)
-    except (Fault, Broken) as error:
-        return Failed(message=str(error))
-    except OSError as error:
-        if (line := line_of(error)) is None:
+    except (Fault, Broken, OSError) as error:
+        line = str(error) if isinstance(error, Broken) else line_of(error)
+        if line is None:
             raise
         return Failed(message=line)
     return Completed(message="stopped")

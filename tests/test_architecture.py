@@ -36,14 +36,15 @@ FOREIGN = {
 # trainer/ is a command; one directly in conf/ is a room by itself.
 ROOMS = {
     "conf": [
-        {"network", "overrides", "presets"},
+        {"network", "overrides"},
         {"load"},
         {"planner"},
         {"rules", "noise"},
         {"schema", "alternatives"},
         {"model_facts"},
         {"families"},
-        {"model_files", "strict_yaml", "error_lines", "rewards", "host"},
+        {"model_files", "error_lines", "rewards", "host"},
+        {"strict_yaml"},
     ],
     "tasks": [{"serving"}, {"stages"}, {"gang", "servers"}, {"run", "sources"}, {"store", "tracking", "pages"}],
     "trainer": [

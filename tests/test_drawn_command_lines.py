@@ -41,7 +41,7 @@ OF_RUN += [
     "--planned",
 ]
 # Commands that take a configuration, and whether they only print, as a flow does that finds no server.
-RUNS = dict.fromkeys(("flows.study", "benchmarks.card"), False)
+RUNS = dict.fromkeys(("benchmarks.study", "benchmarks.card"), False)
 RUNS |= dict.fromkeys(("flows.finetune", "flows.pretrain", "flows.plan", "flows.gang", "conf.load"), True)
 RUNS |= {f"trainer.{name}": False for name in ("prepare", "convert", "train", "export", "evaluate", "reinforce")}
 RUNS |= {f"trainer.{name}": False for name in ("compare", "rehearse", "trial", "preflight", "measure", "first_rows")}
@@ -55,10 +55,10 @@ OTHERS = {
     "flows.doctor": ["--extra", "--json"],
     "flows.services": ["start", "stop"],
     "flows.new": ["--gpus", "--name", "--print", "--yes", "--force"],
-    "flows.licences": ["--all"],
+    "benchmarks.licences": ["--all"],
     "flows.automations": ["--keep"],
     "conf.network": ["ib-h100", "--gpu", "glm47"],
-    "conf.presets": [],
+    "benchmarks.presets": [],
     "conf.schema": ["--table"],
     "tasks.tracking": ["--timeout", "--after"],
     "trainer.tiny": ["llama", "tickets", "--rows", "--seed", "--dtype"],

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from conf import presets
+from benchmarks import presets
 from flows import plan as flows_plan
 from flows import pretrain
 from flows.run_command import command

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("conf", "contract", "flows", "tasks", "trainer")
+PACKAGES = ("benchmarks/study", "conf", "contract", "flows", "tasks", "trainer")
 ABSENT = ("conf/own/", "trainer/startup/cpu/vllm_name/")
 BUILD = "import sys; from setuptools.build_meta import build_wheel; print(build_wheel(sys.argv[1]))"
 
@@ -59,7 +59,7 @@ def test_it_holds_the_code_the_configurations_and_no_private_file(wheel):
         f"data/share/finetune/prefect.{kind}" for kind in ("yaml", "toml")
     }
     tops = {name.partition("/")[0] for name in names}
-    assert {name for name in tops if not name.startswith("finetune-")} == {*PACKAGES}
+    assert {name for name in tops if not name.startswith("finetune-")} == {name.partition("/")[0] for name in PACKAGES}
 
 
 def test_its_command_works_in_an_empty_folder(installed, tmp_path):
@@ -68,6 +68,8 @@ def test_its_command_works_in_an_empty_folder(installed, tmp_path):
     assert done.returncode == 0 and "Usage: finetune " in done.stdout, done.stderr
     done = installed(main, "plan", "tiny")
     assert done.returncode == 0 and "legal and fits" in done.stdout, done.stderr
+    done = installed(main, "study", "tiny", "--gpus", "0")
+    assert (done.returncode, done.stderr) == (2, "error: --gpus: 0 is not a number of GPUs\n")
     assert not [*(tmp_path / "empty").iterdir()]
 
 

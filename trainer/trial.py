@@ -31,6 +31,7 @@ Not covered: several hosts; rows of unequal length; on a CPU, everything but the
 # pyright: reportArgumentType=false
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -97,8 +98,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="trial-") as folder:
             settled = settle(run, config, options.steps, Path(folder), bool(keeps))
             purpose = f"trial of {run.name}, started by hand"
-            with gpu_locks.taken(purpose, _to_stderr, count=takes(settled, "train").gpus) as hold:
-                code, ranks, exhausted = _measure(settled, Path(folder), hold.environment if hold else {})
+            hold = gpu_locks.take(purpose, _to_stderr, count=takes(settled, "train").gpus) or gpu_locks.Hold()
+            with contextlib.closing(hold):
+                code, ranks, exhausted = _measure(settled, Path(folder), hold.environment)
             for rank in ranks:
                 rank["seconds"] = rank["seconds"][: options.steps - 1]  # recorded steps take longer
             profile = _profiled(settled, facts, ranks, keeps) if keeps and ranks else None

@@ -117,7 +117,7 @@ def one_turn(gpu: bool) -> Iterator[None]:
     if not gpu:
         yield
         return
-    with gpu_locks.taken("comparison of a GPU with the CPU", print, count=1) as hold:
+    with contextlib.closing(gpu_locks.take("comparison of a GPU with the CPU", print, count=1)) as hold:
         os.environ.update(hold.environment if hold else {})
         yield
 

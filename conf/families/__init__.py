@@ -1,5 +1,7 @@
 """Model families: one file each, with everything that the planner, the rules and the trainer know about the family.
 
+The config.json of a family's tiny model is next to that file.
+
     of(config)            the Family of a config.json; OTHER for an unknown model, whose sizes are read by Llama's names
     named(architecture)   the first family of an architecture, or OTHER
     layer(facts, kind)    tensors of a layer: all, or those of one kind
@@ -15,6 +17,7 @@ file name in trainer/megatron/bridges/ and trainer/patches/families/, if it need
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import pkgutil
 import sys
@@ -78,17 +81,29 @@ def add(place: str) -> Family:
 
 
 def digest(place: str) -> str:
-    """Return the SHA-256 of the file of a family from outside the repository, and of its torch part."""
-    files = [Path(module(place).__file__ or ""), _file_of(_of(module(place)).megatron)]
+    """Return the SHA-256 of the file of a family from outside the repository, its torch part and its tiny models."""
+    file = Path(module(place).__file__ or "")
+    files = [file, _file_of(_of(module(place)).megatron), *_tiny_files(file).values()]
     return checksums.of(b"".join(file.read_bytes() for file in files if file))
 
 
 def _of(module: ModuleType) -> Family:
-    """Return the family of a module. The file of a torch part is relative to the module's folder."""
-    family = module.FAMILY
-    if not isinstance(family, Family) or not family.megatron.endswith(".py"):
+    """Return the family of a module. Its tiny models and the file of a torch part are next to the module's file."""
+    family, file = module.FAMILY, Path(module.__file__ or "")
+    if not isinstance(family, Family):
         return family
-    return replace(family, megatron=str(Path(module.__file__ or "").parent / Path(family.megatron).expanduser()))
+    if not family.tiny:
+        tiny = {suffix: json.loads(path.read_text()) for suffix, path in _tiny_files(file).items()}
+        family = replace(family, tiny=tiny)
+    if family.megatron.endswith(".py"):
+        family = replace(family, megatron=str(file.parent / Path(family.megatron).expanduser()))
+    return family
+
+
+def _tiny_files(family: Path) -> dict[str, Path]:
+    """Return the files of the tiny models of NAME.py, by suffix: NAME.json and NAME-SUFFIX.json."""
+    names = {path.stem.partition("-"): path for path in family.parent.glob("*.json")}
+    return {suffix: path for (name, _, suffix), path in sorted(names.items()) if name == family.stem}
 
 
 def _file_of(part: str) -> Path | None:
@@ -117,7 +132,11 @@ def module(place: str) -> ModuleType:
 
 
 def tiny() -> dict[str, dict[str, Any]]:
-    """Return the config.json of each tiny model, by its name."""
+    """Return the config.json of each tiny model, by its name.
+
+    They have 4 layers for 4 pipeline stages or 2 x 2 virtual ones, 2 key-value heads for 2 tensor ranks, and 8 experts
+    for 4 expert ranks. A vocabulary of 512 needs no padding. vLLM's CPU attention needs heads of 32 or more.
+    """
     return {
         "-".join((family.model_type.replace("_", "-"), *variant.split())): {
             "architectures": [family.architecture],

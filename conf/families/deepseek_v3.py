@@ -1,23 +1,13 @@
-"""DeepSeek-V3, R1 and V3.1: latent attention, and experts in groups chosen by sigmoid scores and a bias."""
+"""DeepSeek-V3, R1 and V3.1: latent attention, and experts in groups chosen by sigmoid scores and a bias.
+
+transformers ranks groups by their best 2 experts, Megatron by their best num_experts_per_tok / topk_group. This
+quotient is 2 in the tiny model, as in the release.
+"""
 
 from conf.families.parts import family as shared
 from conf.families.parts.family import Balance, Family
 from conf.families.parts.keys import Keys, llama_facts
 from conf.families.parts.sizes import ModelFacts
-
-SCALED = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=256)
-SMALL = shared.TINY_LATENT | dict(
-    qk_nope_head_dim=32,
-    qk_rope_head_dim=32,
-    v_head_dim=32,
-    rms_norm_eps=1e-6,
-    rope_parameters=SCALED | dict(beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
-    # transformers ranks groups by their best 2 experts, Megatron by their best num_experts_per_tok / topk_group. So the
-    # quotient must be 2, as in the release.
-    n_group=2,
-    topk_group=1,
-    num_nextn_predict_layers=0,
-)
 
 
 def facts(keys: Keys) -> ModelFacts:
@@ -43,5 +33,4 @@ FAMILY = Family(
     by_name=True,
     balance=Balance("aux_loss_alpha", moves_bias=True),
     releases={"deepseek-ai/DeepSeek-V3-0324": 684.0},
-    tiny={"": SMALL},
 )

@@ -1,20 +1,13 @@
-"""GLM-4.5 to 4.7: dense layers, then experts chosen by sigmoid scores and a bias, and multi-token prediction."""
+"""GLM-4.5 to 4.7: dense layers, then experts chosen by sigmoid scores and a bias, and multi-token prediction.
+
+In the tiny models, heads x head_dim is not hidden_size, as in the releases.
+"""
 
 from functools import partial
 
 from conf.families.parts import family as shared
-from conf.families.parts.family import Balance, Family, rope
+from conf.families.parts.family import Balance, Family
 from conf.families.parts.keys import llama_facts
-
-SMALL = shared.TINY_SIGMOID | dict(
-    head_dim=64,  # as in the releases, heads x head_dim is not hidden_size
-    attention_bias=True,
-    use_qk_norm=True,
-    rms_norm_eps=1e-5,
-    **rope(1e6, partial_rotary_factor=0.5),
-    n_group=1,
-    topk_group=1,
-)
 
 FAMILY = Family(
     architecture="Glm4MoeForCausalLM",
@@ -29,5 +22,4 @@ FAMILY = Family(
     facts=partial(llama_facts, expert_bias=True),
     balance=Balance(always=True),
     releases={"zai-org/GLM-4.5-Air": 110.0, "zai-org/GLM-4.7": 358.0},
-    tiny={"": SMALL | dict(num_nextn_predict_layers=0), "mtp": SMALL | dict(num_nextn_predict_layers=1)},
 )

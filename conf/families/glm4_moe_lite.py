@@ -3,19 +3,8 @@
 from functools import partial
 
 from conf.families.parts import family as shared
-from conf.families.parts.family import Balance, Family, rope
+from conf.families.parts.family import Balance, Family
 from conf.families.parts.keys import llama_facts
-
-SMALL = shared.TINY_LATENT | dict(
-    qk_nope_head_dim=48,
-    qk_rope_head_dim=16,
-    v_head_dim=64,
-    rms_norm_eps=1e-5,
-    **rope(1e6),
-    n_group=1,
-    topk_group=1,
-    num_nextn_predict_layers=1,
-)
 
 FAMILY = Family(
     architecture="Glm4MoeLiteForCausalLM",
@@ -32,5 +21,4 @@ FAMILY = Family(
     facts=partial(llama_facts, expert_bias=True),
     by_name=True,
     balance=Balance(always=True),
-    tiny={"": SMALL},
 )

@@ -1,4 +1,7 @@
-"""GPT-2: learned positions, LayerNorm, biases everywhere, and matrices that are stored as (inputs, outputs)."""
+"""GPT-2: learned positions, LayerNorm, biases everywhere, and matrices that are stored as (inputs, outputs).
+
+Megatron pads the vocabulary of 500 of the tiny model, like the 50257 of the releases.
+"""
 
 from conf.families.parts.family import Family
 from conf.families.parts.keys import Keys
@@ -73,16 +76,4 @@ FAMILY = Family(
     names={"num_hidden_layers": "n_layer", "hidden_size": "n_embd"},
     narrow=("c_proj.weight",),  # as in the paper; transformers 5.12 looks for a name that no tensor has
     zero_padding=False,
-    tiny={
-        "": dict(
-            n_layer=4,
-            n_embd=128,
-            n_head=4,
-            n_positions=1024,
-            vocab_size=500,  # Megatron pads it, like the 50257 of the releases
-            activation_function="gelu_new",
-            layer_norm_epsilon=1e-5,
-            tie_word_embeddings=True,
-        )
-    },
 )

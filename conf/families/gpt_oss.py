@@ -1,9 +1,12 @@
-"""OpenAI's gpt-oss: experts with biases, released as stacks of all experts; sinks; windows in every second layer."""
+"""OpenAI's gpt-oss: experts with biases, released as stacks of all experts; sinks; windows in every second layer.
+
+intermediate_size is the width of an expert. down_proj of the tiny model is square, as in the releases.
+"""
 
 from functools import partial
 
 from conf.families.parts import tensors
-from conf.families.parts.family import HEADS, LOST, PLAIN, SILU, TINY, Balance, Family, Rotation, Serving
+from conf.families.parts.family import HEADS, LOST, PLAIN, SILU, Balance, Family, Rotation, Serving
 from conf.families.parts.keys import llama_facts
 from conf.families.parts.sizes import ModelFacts
 from conf.families.parts.tensors import Tensor, Tensors
@@ -12,7 +15,6 @@ SCALED = {"factor": (32,), "original_max_position_embeddings": (4096,), "truncat
 SCALED |= {"beta_fast": (32,), "beta_slow": (1,)}
 TURNS = ("sliding_attention", "full_attention")
 UNTRIED = "vLLM was not tested with an adapter of gpt-oss's experts next to the base"
-ROTATED = dict(rope_type="yarn", rope_theta=1.5e5, factor=32.0, original_max_position_embeddings=4096)
 
 
 def layer(facts: ModelFacts, kind: str) -> Tensors:
@@ -54,19 +56,4 @@ FAMILY = Family(
     balance=Balance(),
     serving=Serving(expert_adapters=UNTRIED),
     releases={"openai/gpt-oss-20b": 20.9},
-    tiny={
-        "": TINY
-        | dict(
-            intermediate_size=128,  # of an expert; as in the releases, down_proj is square
-            num_local_experts=8,
-            num_experts_per_tok=2,
-            head_dim=32,
-            attention_bias=True,
-            sliding_window=8,
-            layer_types=[*TURNS] * 2,
-            rms_norm_eps=1e-5,
-            swiglu_limit=7.0,
-            rope_parameters=ROTATED | dict(beta_fast=32.0, beta_slow=1.0, truncate=False),
-        )
-    },
 )

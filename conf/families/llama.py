@@ -1,6 +1,9 @@
-"""Llama 2 to 3.3, and models that are built like it."""
+"""Llama 2 to 3.3, and models that are built like it.
 
-from conf.families.parts.family import ANY, DEFAULT, PLAIN, SILU, TINY, YARN, Family, Rotation, rope
+With 2 tensor ranks, Megatron pads the vocabulary of 500 of the tiny model to 504.
+"""
+
+from conf.families.parts.family import ANY, DEFAULT, PLAIN, SILU, YARN, Family, Rotation
 
 LINEAR = {"linear": Rotation({"factor": ANY}, ("factor",))}
 FACTORS = {"low_freq_factor": (1,), "high_freq_factor": (4,), "original_max_position_embeddings": (8192,)}
@@ -17,6 +20,4 @@ FAMILY = Family(
         "meta-llama/Llama-3.1-70B-Instruct": 70.6,
         "meta-llama/Llama-3.1-405B-Instruct": 406.0,
     },
-    # with 2 tensor ranks Megatron pads the vocabulary to 504
-    tiny={"": TINY | dict(vocab_size=500, head_dim=32, rms_norm_eps=1e-5) | rope(5e5)},
 )

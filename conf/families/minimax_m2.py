@@ -1,25 +1,16 @@
-"""MiniMax-M2: experts in every layer, chosen by sigmoid scores and a bias, and norms over all heads together."""
+"""MiniMax-M2: experts in every layer, chosen by sigmoid scores and a bias, and norms over all heads together.
+
+intermediate_size is the width of an expert. Half of each head is rotated, also in the tiny model.
+"""
 
 from functools import partial
 
 from conf.families.parts import tensors
-from conf.families.parts.family import DEFAULT, HEADS, PLAIN, SILU, TINY, Balance, Family, Serving
+from conf.families.parts.family import DEFAULT, HEADS, PLAIN, SILU, Balance, Family, Serving
 from conf.families.parts.keys import llama_facts
 
 ON_CPU = "scoring_func: on a CPU vLLM supports sigmoid scores only for groups of experts, and MiniMax-M2 has no groups"
 EXPERTS_IN = "vLLM names MiniMax-M2's experts block_sparse_moe, but adapters from transformers name them mlp"
-SMALL = TINY | dict(
-    intermediate_size=64,  # of an expert
-    num_local_experts=8,
-    num_experts_per_tok=2,
-    head_dim=64,
-    rotary_dim=32,  # half of each head is rotated
-    rms_norm_eps=1e-6,
-    rope_theta=5e6,
-    scoring_func="sigmoid",
-    use_routing_bias=True,
-    use_qk_norm=True,
-)
 
 FAMILY = Family(
     architecture="MiniMaxM2ForCausalLM",
@@ -40,5 +31,4 @@ FAMILY = Family(
     by_name=True,
     balance=Balance("router_aux_loss_coef", moves_bias=True),
     serving=Serving(on_cpu=ON_CPU, expert_adapters=EXPERTS_IN),
-    tiny={"": SMALL},
 )

@@ -1,6 +1,6 @@
 """Mistral 7B: a Llama whose layers may all attend to a window of earlier tokens."""
 
-from conf.families.parts.family import DEFAULT, PLAIN, SILU, TINY, Family, rope
+from conf.families.parts.family import DEFAULT, PLAIN, SILU, Family
 from conf.families.parts.keys import Keys, llama_facts
 from conf.families.parts.sizes import ModelFacts
 
@@ -18,5 +18,4 @@ FAMILY = Family(
     stated=("sliding_window", "num_key_value_heads"),
     not_null=("num_key_value_heads",),
     facts=facts,
-    tiny={"": TINY | dict(head_dim=32, sliding_window=None, rms_norm_eps=1e-5) | rope(1e6)},
 )

@@ -1,9 +1,9 @@
-"""Mixtral: a Llama with experts in every layer."""
+"""Mixtral: a Llama with experts in every layer. intermediate_size is the width of an expert."""
 
 from functools import partial
 
 from conf.families.parts import tensors
-from conf.families.parts.family import DEFAULT, PLAIN, SILU, TINY, YARN, Balance, Family, Serving, rope
+from conf.families.parts.family import DEFAULT, PLAIN, SILU, YARN, Balance, Family, Serving
 
 EXPERTS_IN = "vLLM names Mixtral's experts block_sparse_moe, but adapters from transformers name them mlp"
 
@@ -19,10 +19,4 @@ FAMILY = Family(
     layer=partial(tensors.layer, mlp="block_sparse_moe", leaves=("w1", "w3", "w2")),
     balance=Balance("router_aux_loss_coef"),
     serving=Serving(expert_adapters=EXPERTS_IN),
-    # intermediate_size is the width of an expert
-    tiny={
-        "": TINY
-        | dict(intermediate_size=64, num_local_experts=8, num_experts_per_tok=2, head_dim=32, rms_norm_eps=1e-5)
-        | rope(1e6)
-    },
 )

@@ -1,12 +1,12 @@
-"""OLMoE: experts in every layer, and norms of queries and keys over all heads together."""
+"""OLMoE: experts in every layer, and norms of queries and keys over all heads together.
+
+intermediate_size is the width of an expert. The numbers of heads and key-value heads are equal.
+"""
 
 from functools import partial
 
-from conf.families.parts.family import DEFAULT, ROTARY, SILU, SIZES, TINY, YARN, Balance, Family, rope
+from conf.families.parts.family import DEFAULT, ROTARY, SILU, SIZES, YARN, Balance, Family
 from conf.families.parts.keys import llama_facts
-
-# intermediate_size is the width of an expert; the numbers of heads and key-value heads are equal
-SMALL = TINY | dict(intermediate_size=64, num_key_value_heads=4, num_experts=8, num_experts_per_tok=2, head_dim=32)
 
 FAMILY = Family(
     architecture="OlmoeForCausalLM",
@@ -22,5 +22,4 @@ FAMILY = Family(
     facts=partial(llama_facts, qk_norm=True, norm_over_heads=True),
     balance=Balance("router_aux_loss_coef"),
     releases={"allenai/OLMoE-1B-7B-0924": 6.9},
-    tiny={"": SMALL | dict(rms_norm_eps=1e-5) | rope(1e4)},
 )

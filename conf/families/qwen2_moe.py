@@ -1,15 +1,16 @@
-"""Qwen1.5-MoE and Qwen2-57B-A14B: experts, and a shared expert whose weight for each token comes from a gate."""
+"""Qwen1.5-MoE and Qwen2-57B-A14B: experts, and a shared expert whose weight for each token comes from a gate.
+
+The releases have no mlp_only_layers. The tiny model has one, to test a dense layer.
+"""
 
 from functools import partial
 
 from conf.families.parts import tensors
-from conf.families.parts.family import DEFAULT, EXPERTS, HEADS, PLAIN, QWENS, TINY_MOE, YARN, Balance, Family, rope
+from conf.families.parts.family import DEFAULT, EXPERTS, HEADS, PLAIN, QWENS, YARN, Balance, Family
 from conf.families.parts.keys import Keys, llama_facts
 from conf.families.parts.sizes import ModelFacts
 
 SHARED = "shared_expert_intermediate_size"
-# The releases have no mlp_only_layers. The tiny model has one, to test a dense layer.
-SMALL = dict(num_experts=8, norm_topk_prob=False, mlp_only_layers=[1], qkv_bias=True, head_dim=32, rms_norm_eps=1e-6)
 
 
 def facts(keys: Keys) -> ModelFacts:
@@ -31,5 +32,4 @@ FAMILY = Family(
     layer=partial(tensors.layer, shared="shared_expert"),
     balance=Balance("router_aux_loss_coef"),
     releases={"Qwen/Qwen2-57B-A14B-Instruct": 57.4},
-    tiny={"": TINY_MOE | SMALL | {SHARED: 96} | rope(1e6)},
 )

@@ -1,8 +1,11 @@
-"""Qwen3, dense: a Llama with norms of queries and keys."""
+"""Qwen3, dense: a Llama with norms of queries and keys.
+
+The embedding of the tiny model is tied, as in the releases up to 4B.
+"""
 
 from functools import partial
 
-from conf.families.parts.family import DEFAULT, HEADS, PLAIN, QWENS, TINY, YARN, Family, rope
+from conf.families.parts.family import DEFAULT, HEADS, PLAIN, QWENS, YARN, Family
 from conf.families.parts.keys import llama_facts
 
 FAMILY = Family(
@@ -21,6 +24,4 @@ FAMILY = Family(
         "Qwen/Qwen3-14B": 14.8,
         "Qwen/Qwen3-32B": 32.8,
     },
-    # the embedding is tied, as in the releases up to 4B
-    tiny={"": TINY | dict(head_dim=64, tie_word_embeddings=True, rms_norm_eps=1e-6) | rope(1e6)},
 )

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from conf.families.parts.family import DEFAULT, EXPERTS, HEADS, PLAIN, QWENS, TINY_MOE, YARN, Balance, Family, rope
+from conf.families.parts.family import DEFAULT, EXPERTS, HEADS, PLAIN, QWENS, YARN, Balance, Family
 from conf.families.parts.keys import llama_facts
 
 FAMILY = Family(
@@ -20,5 +20,4 @@ FAMILY = Family(
     facts=partial(llama_facts, qk_norm=True),
     balance=Balance(always=True),
     releases={"Qwen/Qwen3-30B-A3B": 30.5, "Qwen/Qwen3-235B-A22B": 235.0},
-    tiny={"": TINY_MOE | dict(num_experts=8, head_dim=64, rms_norm_eps=1e-6) | rope(1e6)},
 )

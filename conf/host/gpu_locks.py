@@ -1,7 +1,8 @@
 """Owners of this host's GPUs: a process tree takes all that it needs at once, and the kernel frees them when it ends.
 
-    with gpu_locks.taken("train of tiny-1122", say, stop, count=4) as hold:
-        subprocess.Popen(command, pass_fds=hold.descriptors, env=os.environ | hold.environment)
+    hold = gpu_locks.take("train of tiny-1122", say, stop, count=4)
+    subprocess.Popen(command, pass_fds=hold.descriptors, env=os.environ | hold.environment)
+    hold.close()
 
 Each GPU has a file, <folder>/<UUID>.lock. The process that has locked the file (flock) owns the GPU. The lock lasts
 until all processes with the descriptor have ended or closed it, so a killed process keeps nothing. The content of the
@@ -67,37 +68,6 @@ class Hold:
             os.close(descriptor)
 
 
-@dataclass(frozen=True)
-class Owner:
-    """The owner of a GPU, as its lock file names it."""
-
-    what: str
-    since: float
-
-
-@contextlib.contextmanager
-def taken(
-    what: str,
-    say: Callable[[str], None],
-    stop: Callable[[], bool] = lambda: False,
-    gpus: tuple[str, ...] | None = None,
-    count: int | None = None,
-    flow: str = "",
-    rank: int = 0,
-) -> Iterator[Hold | None]:
-    """Wait until `count` of these GPUs and their memory are free, and take them. The default is all visible GPUs.
-
-    Yield None if stop() became true first. Processes that wait for this one log the text `what`. Requests of one `flow`
-    are served by rank.
-    """
-    hold = take(what, say, stop, gpus, count, flow, rank)
-    try:
-        yield hold
-    finally:
-        if hold:
-            hold.close()
-
-
 def take(
     what: str,
     say: Callable[[str], None],
@@ -107,7 +77,11 @@ def take(
     flow: str = "",
     rank: int = 0,
 ) -> Hold | None:
-    """Do the same as `taken`, but keep the GPUs until this process ends or closes the hold."""
+    """Wait until `count` of these GPUs and their memory are free, and take them. The default is all visible GPUs.
+
+    Return None if stop() became true first. Processes that wait for this one log the text `what`. Requests of one
+    `flow` are served by rank. The GPUs are taken until this process ends or closes the hold.
+    """
     host = listed()
     gpus = visible(host) if gpus is None else gpus
     count = len(gpus) if count is None else count
@@ -162,7 +136,7 @@ def standing() -> list[str]:
     return lines
 
 
-def _look(gpus: tuple[str, ...]) -> tuple[dict[str, Owner], list[Request]]:
+def _look(gpus: tuple[str, ...]) -> tuple[dict[str, Request], list[Request]]:
     """Return the owners of these GPUs, and all requests in their order; nothing if turn.lock stays taken for long."""
     with _turn() as turn:
         return (_owners(gpus), gpu_queue.in_order(_Queue().others())) if turn else ({}, [])
@@ -189,7 +163,7 @@ class _Queue:
             free = [gpu for gpu in gpus if gpu not in owners]
             chosen = gpu_queue.assigned([*others, mine], free, host).get(mine.number)
             if chosen and (descriptors := _lock(chosen)):
-                _note(descriptors, request.what)
+                _note(descriptors, request)
                 self.leave()
                 return Hold(chosen, descriptors, nvidia_smi.devices(chosen, host))
             self._enter(mine)
@@ -212,7 +186,9 @@ class _Queue:
                 continue
             try:
                 if not try_lock(descriptor):
-                    requests += _request(path, descriptor)
+                    request = _read(descriptor, path.name)
+                    # a suspended process cannot take GPUs
+                    requests += [request] if request and not suspended(request.pid) else []
                 else:
                     with contextlib.suppress(OSError):  # another account's: only that one can remove it
                         path.unlink()
@@ -262,13 +238,13 @@ def _turn() -> Iterator[bool]:
         os.close(descriptor)
 
 
-def _owners(gpus: tuple[str, ...]) -> dict[str, Owner]:
-    """Return the owners of these GPUs; free GPUs are absent."""
+def _owners(gpus: tuple[str, ...]) -> dict[str, Request]:
+    """Return the requests of the owners of these GPUs; free GPUs are absent."""
     owners = {}
     for gpu in gpus:
         descriptor = _open(folder() / f"{gpu}.lock")
         if not try_lock(descriptor):
-            owners[gpu] = _read(descriptor)
+            owners[gpu] = _read(descriptor) or Request("another process", (), 0, 0, since=time.time())
         os.close(descriptor)
     return owners
 
@@ -276,15 +252,13 @@ def _owners(gpus: tuple[str, ...]) -> dict[str, Owner]:
 def _lock(gpus: tuple[str, ...]) -> tuple[int, ...]:
     """Lock all of these GPUs. Return nothing if another process has one of them."""
     descriptors: list[int] = []
-    try:
+    with contextlib.ExitStack() as opened:
         for gpu in gpus:
             descriptors.append(_open(folder() / f"{gpu}.lock"))
+            opened.callback(os.close, descriptors[-1])
             if not try_lock(descriptors[-1]):
-                Hold(gpus, tuple(descriptors)).close()
                 return ()
-    except BaseException:
-        Hold(gpus, tuple(descriptors)).close()
-        raise
+        opened.pop_all()
     return tuple(descriptors)
 
 
@@ -316,35 +290,27 @@ def _open(path: Path) -> int:
     return descriptor
 
 
-def _note(descriptors: tuple[int, ...], what: str) -> None:
-    text = json.dumps({"what": what, "pid": os.getpid(), "since": time.time()}).encode()
+def _note(descriptors: tuple[int, ...], request: Request) -> None:
+    """Write the request, from now on that of the owner, into the files of its GPUs."""
+    text = json.dumps(asdict(replace(request, since=time.time()))).encode()
     for descriptor in descriptors:
         with contextlib.suppress(OSError):  # a full disk does not prevent the use of the GPU
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, text, 0)
 
 
-def _read(descriptor: int) -> Owner:
-    try:
-        note = json.loads(os.pread(descriptor, 4096, 0))
-        return Owner(str(note["what"]), float(note["since"]))
-    except (OSError, ValueError, KeyError, TypeError):  # half written
-        return Owner("another process", time.time())
-
-
-def _request(path: Path, descriptor: int) -> list[Request]:
-    """Return the request in this file; empty if it could not be written, or if its process is suspended."""
+def _read(descriptor: int, name: str = "0") -> Request | None:
+    """Return the request in a file, whose name begins with its number; None if not all of it could be written."""
     try:
         entry = json.loads(os.pread(descriptor, 1 << 16, 0))
-        number, rank, since = int(path.name.partition("-")[0]), int(entry["rank"]), float(entry["since"])
+        number, rank, since = int(name.partition("-")[0]), int(entry["rank"]), float(entry["since"])
         gpus, count = tuple(map(str, entry["gpus"])), int(entry["count"])
-        request = Request(str(entry["what"]), gpus, count, number, str(entry["flow"]), rank, since, int(entry["pid"]))
-        return [] if suspended(request.pid) else [request]  # a suspended process cannot take GPUs
+        return Request(str(entry["what"]), gpus, count, number, str(entry["flow"]), rank, since, int(entry["pid"]))
     except (OSError, ValueError, KeyError, TypeError):
-        return []
+        return None
 
 
-def _said(owners: dict[str, Owner], gpus: tuple[str, ...]) -> str:
+def _said(owners: dict[str, Request], gpus: tuple[str, ...]) -> str:
     """Return the owners of some of these GPUs, as text for people."""
     lines = []
     for owner in dict.fromkeys(owners.values()):

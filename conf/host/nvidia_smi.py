@@ -66,10 +66,16 @@ def users(gpus: tuple[str, ...]) -> str:
     return "; ".join(f"process {row}" for row in dict.fromkeys(processes)) or "nvidia-smi lists no process"
 
 
-def _ask(*arguments: str) -> str:
-    """Return the output of nvidia-smi; empty on a host without GPUs."""
+def answer(*arguments: str) -> tuple[str, str]:
+    """Return the output of nvidia-smi, and the reason if it fails. Both are empty on a host without nvidia-smi."""
     try:
-        answer = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=ANSWERS_WITHIN)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout if answer.returncode == 0 else ""
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=ANSWERS_WITHIN)
+    except subprocess.TimeoutExpired:
+        return "", "nvidia-smi hangs"
+    except OSError:
+        return "", ""
+    return ("", f"nvidia-smi fails with code {done.returncode}") if done.returncode else (done.stdout, "")
+
+
+def _ask(*arguments: str) -> str:
+    return answer(*arguments)[0]

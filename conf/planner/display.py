@@ -12,11 +12,12 @@ from conf.planner import parameters, picture
 from conf.planner.hardware import GB, Gpu
 from conf.planner.memory import StageMemory
 from conf.planner.search import Candidate, Found, changes
+from conf.planner.serving.layout import Serving
 from conf.planner.serving.memory import ServedMemory
 from conf.planner.serving.rollout import Rollout
-from conf.planner.stage_needs import Loading, StageNeed, loadings
+from conf.planner.stage_needs import Asking, Loading, StageNeed, loadings
 from conf.planner.timing import HIGH_ON_CPU, LOW_ON_CPU
-from conf.planner.verdict import LARGEST, WITH_LORA, Plan
+from conf.planner.verdict import LARGEST, WITH_BASE, WITH_LORA, Plan
 from conf.rules import gpus, objectives, schedule
 from conf.rules.layout import Grid
 from conf.schema.run import Layout, Run
@@ -55,16 +56,10 @@ def lines(plan: Plan) -> Iterator[str]:
     yield from evaluation(plan)
     yield from answers(plan)
     yield from reference(plan)
-    if plan.found:
-        yield ""
-        yield from suggestions(plan.found, layout.world, gpu)
-        if plan.with_lora:
-            yield f"with {WITH_LORA}:"
-            yield from suggestions(plan.with_lora, layout.world, gpu)
-        if plan.with_packed:
-            yield f"with model.base={plan.with_packed[0]}:"
-            yield from suggestions(plan.with_packed[1], layout.world, gpu)
-    elif plan.not_searched:
+    for keys, found in plan.instead.items():
+        yield f"with {keys}:" if keys else ""
+        yield from suggestions(found, layout.world, gpu)
+    if plan.not_searched:
         yield f"instead  no layout was searched: {plan.not_searched}"
     yield plan.verdict
     evaluation_refused = plan.unserved and f"evaluation: {plan.unserved}; {WITHOUT}"
@@ -196,7 +191,7 @@ def base(plan: Plan) -> Iterator[str]:
     """Yield lines about the values of convert.to: the costs of each, and which of the first two costs less."""
     if not plan.gpu.cuda:
         return
-    ways = loadings(plan.run, plan.facts, plan.gpu)
+    ways = loadings(plan.run, plan.facts)
     for way in ways:
         named = "base    " if way is ways[0] else "        "
         costs = f"{duration(way.once)} once, {duration(way.start)} a start, {way.disk / GB:,.1f} GB of disk"
@@ -344,14 +339,16 @@ def _cost(one: Candidate, gpu: Gpu) -> float | None:
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
-    time = plan.time
+    time, gpu = plan.time, plan.gpu
+    searched = {keys: found_dict(found, found.offered[:SUGGESTED], gpu) for keys, found in plan.instead.items()}
+    packed = [(keys, one) for keys, one in searched.items() if keys.startswith(WITH_BASE)]
     return {
         "name": plan.run.name,
         "model": str(plan.run.model.source),
         "parameters": parameters.total(plan.facts),
         "active_parameters": parameters.active(plan.facts),
-        "gpu": plan.gpu.name,
-        "gpu_memory": plan.gpu.memory,
+        "gpu": gpu.name,
+        "gpu_memory": gpu.memory,
         "gpus": plan.run.layout.world,
         "layout": plan.run.layout.model_dump(mode="json"),
         "legal": plan.legal,
@@ -360,31 +357,31 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "problems": list(plan.problems),
         "grid": vars(plan.cut) if plan.cut else None,
         "fullest": plan.fullest.rank if plan.stages else None,
-        "stages": [{"rank": s.rank, **s.items, "total": s.total, "over": s.over} for s in plan.stages],
+        "stages": [_stage_dict(stage) for stage in plan.stages],
         "picture": picture.as_dict(plan),
         "time": dict(vars(time)) if time else None,
         "cpu_step": plan.cpu_step,
-        "faster": _candidate_dict(plan.faster, plan.gpu) if plan.faster else None,
+        "faster": plan.faster and _candidate_dict(plan.faster, gpu),
         "stage_needs": [dict(vars(need)) for need in plan.needs],
-        "base": [dict(vars(way)) for way in loadings(plan.run, plan.facts, plan.gpu)] if plan.gpu.cuda else None,
-        "evaluation": _evaluation_dict(plan) if plan.serving else None,
+        "base": [dict(vars(way)) for way in loadings(plan.run, plan.facts)] if gpu.cuda else None,
+        "evaluation": plan.serving and _evaluation_dict(plan.serving),
         "noise": plan.noise,
         "unserved": plan.unserved,
-        "reinforce": _rollout_dict(plan) if plan.rollout else None,
+        "reinforce": plan.rollout and _rollout_dict(plan.rollout),
         "unanswered": plan.unanswered,
-        "reference": _asking_dict(plan) if plan.asking else None,
+        "reference": plan.asking and _asking_dict(plan.run, plan.asking),
         "unasked": plan.unasked,
-        "instead": _instead_dict(plan.found, plan.gpu) if plan.found else None,
-        "instead_with_lora": _instead_dict(plan.with_lora, plan.gpu) if plan.with_lora else None,
-        "instead_with_packed": {"base": plan.with_packed[0]} | _instead_dict(plan.with_packed[1], plan.gpu)
-        if plan.with_packed
-        else None,
+        "instead": searched.get(""),
+        "instead_with_lora": searched.get(WITH_LORA),
+        "instead_with_packed": next(({"base": keys[len(WITH_BASE) :]} | one for keys, one in packed), None),
     }
 
 
-def _evaluation_dict(plan: Plan) -> dict[str, Any]:
-    one = plan.serving
-    assert one
+def _stage_dict(stage: StageMemory) -> dict[str, int]:
+    return {"rank": stage.rank, **stage.items, "total": stage.total, "over": stage.over}
+
+
+def _evaluation_dict(one: Serving) -> dict[str, Any]:
     way = {"nodes": one.way.hosts, "gpus": one.way.tp, "expert_parallel": one.way.expert_parallel}
     way |= {"quantized": one.way.quantized, "eager": one.way.eager, "tokens_of_a_step": one.way.tokens}
     room = {key: value for key, value in vars(one.memory).items() if key != "capacity"}
@@ -392,32 +389,24 @@ def _evaluation_dict(plan: Plan) -> dict[str, Any]:
     return {**way, **room, "cache": one.memory.cache, "total": one.memory.taken, **rows}
 
 
-def _rollout_dict(plan: Plan) -> dict[str, Any]:
-    one = plan.rollout
-    assert one
+def _rollout_dict(one: Rollout) -> dict[str, Any]:
     sizes = {"weights": one.memory.weights, "cache": one.cache, "vllm": one.taken, "training": one.beside}
     sizes |= {"awake": one.awake, "asleep": one.trains, "row": one.row, "rows_at_once": one.at_once}
     sizes |= {"engines": one.engines, "gpus": one.gpus}
     return {**sizes, "seconds": one.seconds.phases | {"step": one.seconds.step} if one.seconds else None}
 
 
-def _asking_dict(plan: Plan) -> dict[str, Any]:
-    one = plan.asking
-    assert one
-    stages = [{"rank": stage.rank, **stage.items, "total": stage.total, "over": stage.over} for stage in one.stages]
-    of = plan.run.train.teacher if objectives.has_teacher(plan.run) else str(plan.run.model.source)
+def _asking_dict(run: Run, one: Asking) -> dict[str, Any]:
+    stages = [_stage_dict(stage) for stage in one.stages]
+    of = run.train.teacher if objectives.has_teacher(run) else str(run.model.source)
     return {"model": of, "parameters": parameters.total(one.facts), "rows": one.rows, "stages": stages}
-
-
-def _instead_dict(found: Found, gpu: Gpu) -> dict[str, Any]:
-    return found_dict(found, found.offered[:SUGGESTED], gpu)
 
 
 def found_dict(found: Found, shown: list[Candidate], gpu: Gpu) -> dict[str, Any]:
     return {
         "fitting": len(found.fitting),
         "layouts": [_candidate_dict(one, gpu) for one in shown],
-        "closest": _candidate_dict(found.closest, gpu) if found.closest else None,
+        "closest": found.closest and _candidate_dict(found.closest, gpu),
         "reasons": dict(found.reasons.most_common()),
     }
 

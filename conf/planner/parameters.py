@@ -7,7 +7,7 @@
                                     number of these matrices; gate and up are two
     total(facts), active(facts)     parameters of the released checkpoint, and those that one token passes through
     parts(facts, kind)              parameters of one complete layer, dense or moe
-    linears(facts, kind)            its matrices, except those of experts
+    linears(facts, kind, of)        its matrices of some kinds of weights; by default all except those of experts
 
 The counts are exact for Megatron-Bridge 0.6 and megatron-core 0.19; trainer/rehearse.py compares them. The layout must
 be legal (conf/rules/layout.py). Every rank of tp holds norms, routers and MLA's down projections completely. It holds
@@ -147,9 +147,9 @@ def parts(facts: ModelFacts, kind: str) -> dict[str, int]:
     return _weights(facts, kind, 1) | {"experts": _sum(families.layer(facts, kind, "experts"), facts.experts)}
 
 
-def linears(facts: ModelFacts, kind: str) -> list[Linear]:
-    """Return the matrices of one layer, except the router and the routed experts."""
-    return [linear for of in ("attention", *MLPS) for linear in _linears(facts, kind, of) if linear.into]
+def linears(facts: ModelFacts, kind: str, of: tuple[str, ...] = ("attention", *MLPS)) -> list[Linear]:
+    """Return the matrices of one layer of these kinds of weights. The default: without routed experts and MTP."""
+    return [linear for each in of for linear in _linears(facts, kind, each) if linear.into]
 
 
 def _layer(run: Run, facts: ModelFacts, kind: str) -> Counter[str]:
@@ -184,7 +184,7 @@ def _low(run: Run, facts: ModelFacts, kind: str) -> Iterator[tuple[int, int, Lin
     """Yield the matrices of a layer with fewer bits: the ranks that share each, its count on a rank, and the matrix."""
     low, layout = packed_base.parts(run) if packed_base.format_of(run) else packed_base.PARTS, run.layout
     kinds = [*(["attention"] if "attention" in low else []), *((*MLPS, "mtp") if "dense" in low else [])]
-    for linear in (linear for of in kinds for linear in _linears(facts, kind, of) if linear.into):
+    for linear in linears(facts, kind, tuple(kinds)):
         yield layout.tp, 1, linear
     for linear in _linears(facts, kind, "experts") if "experts" in low else ():
         yield layout.etp, facts.experts // layout.ep, linear

@@ -86,11 +86,11 @@ def stage_needs(
 ) -> list[StageNeed]:
     count = parameters.total(facts)
     released = _released(facts)
-    needs = [*_model(run, facts, gpu), StageNeed("prepare", 1, 0, 0, GIB, 0)]
+    needs = [*_model(run, facts), StageNeed("prepare", 1, 0, 0, GIB, 0)]
     evaluations = [_evaluation(run, facts, gpu, serving)] if run.evaluate.tasks else []
     needs += [replace(need, stage="evaluate-base") for need in evaluations if not pretraining.is_drawn(run)]
     if asking and objectives.has_teacher(run):
-        needs += [replace(need, stage=f"{need.stage}-teacher") for need in _model(asking.run, asking.facts, gpu)]
+        needs += [replace(need, stage=f"{need.stage}-teacher") for need in _model(asking.run, asking.facts)]
     needs += [_asked(asking, gpu)] if asking else []
     merged = released if run.export.quantization else count * 2
     needs.append(_training(run, facts, stages, time, gpu))
@@ -98,14 +98,14 @@ def stage_needs(
     needs.append(_export(run, facts, merged))
     needs += [replace(need, stage="evaluate-tuned") for need in evaluations]
     if not gpu.cuda:  # no time is predicted on a CPU
-        return [replace(need, seconds=None) for need in needs]
+        return [replace(need, gpus=0, gpu_memory=0, seconds=None) for need in needs]
     return [replace(need, cost=_cost(run, gpu, need)) for need in needs]
 
 
-def _model(run: Run, facts: ModelFacts, gpu: Gpu) -> list[StageNeed]:
+def _model(run: Run, facts: ModelFacts) -> list[StageNeed]:
     """Return the needs of the download and the conversion of a model."""
     released = _released(facts)
-    return [StageNeed("download", 1, 0, 0, GIB, released, released / DOWNLOAD), _conversion(run, facts, gpu)]
+    return [StageNeed("download", 1, 0, 0, GIB, released, released / DOWNLOAD), _conversion(run, facts)]
 
 
 def _asked(asking: Asking, gpu: Gpu) -> StageNeed:
@@ -114,11 +114,11 @@ def _asked(asking: Asking, gpu: Gpu) -> StageNeed:
     teaches = objectives.has_teacher(run)
     disk = (rows or 0) * 8 * (run.train.teacher_top_k * run.data.seq_length if teaches else 1)
     seconds = None
-    if gpu.cuda and rows is not None:
+    if rows is not None:
         seconds = START + _load(run, asking.facts) + seconds_of_asking(run, asking.facts, gpu, rows)
-    gpus, fullest = (layout.gpus_per_node, asking.fullest.total) if gpu.cuda else (0, 0)
     resident = 0 if gpu.cuda else _fullest_host(run, [one.total for one in asking.stages])
-    return StageNeed("reference", takes(run, "reference").hosts, gpus, fullest, resident, disk, seconds)
+    hosts, fullest = takes(run, "reference").hosts, asking.fullest.total
+    return StageNeed("reference", hosts, layout.gpus_per_node, fullest, resident, disk, seconds)
 
 
 def _released(facts: ModelFacts) -> int:
@@ -146,10 +146,10 @@ def converted(run: Run, facts: ModelFacts) -> int:
     return parameters.total(facts) * states.byte(run.train) if run.convert.to == "torch_dist" else 0
 
 
-def _conversion(run: Run, facts: ModelFacts, gpu: Gpu) -> StageNeed:
+def _conversion(run: Run, facts: ModelFacts) -> StageNeed:
     """Return the needs of a conversion, on the flow's host or the hosts of training. A process holds one shard."""
     share, written, released = takes(run, "convert"), converted(run, facts), _released(facts)
-    gpus, hosts = (share.gpus or 0) if gpu.cuda else 0, share.hosts
+    gpus, hosts = share.gpus or 0, share.hosts
     here = on_one_host(run) if run.layout.nodes > hosts else run
     resident = CONVERTING * here.layout.gpus_per_node
     if run.convert.to == "torch_dist":
@@ -173,12 +173,12 @@ class Loading:
     read: int  # bytes that are read until the end of the first start
 
 
-def loadings(run: Run, facts: ModelFacts, gpu: Gpu) -> list[Loading]:
+def loadings(run: Run, facts: ModelFacts) -> list[Loading]:
     """Return the values of convert.to: a converted base, none and, if model.base is packed, a packed base."""
     released, found = _released(facts), []
     for to in ("torch_dist", "none", *(["packed"] if packed_base.format_of(run) else [])):
         one = run.changed(convert={"to": to})
-        need = _conversion(one, facts, gpu)
+        need = _conversion(one, facts)
         assert need.seconds is not None
         loaded = released if to == "none" else need.disk
         again = released if to == "packed" else 0  # to compute its checksums and to pack it
@@ -204,9 +204,9 @@ def _training(run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], time
     layout = run.layout
     hours = time.hours if time else None
     seconds = None if hours is None else hours * 3600 + START + _load(run, facts)
-    fullest = max(stage.total for stage in stages) if gpu.cuda else 0
-    gpus, resident = layout.gpus_per_node if gpu.cuda else 0, _host(run, facts, stages, gpu)
-    return StageNeed("train", layout.nodes, gpus, fullest, resident, copies * (trained * byte + kept), seconds)
+    fullest, resident = max(stage.total for stage in stages), _host(run, facts, stages, gpu)
+    disk = copies * (trained * byte + kept)
+    return StageNeed("train", layout.nodes, layout.gpus_per_node, fullest, resident, disk, seconds)
 
 
 def _host(run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], gpu: Gpu) -> int:
@@ -235,8 +235,8 @@ def _reinforcement(
     engines = asked.engines * rollout.way.tp * (OF_VLLM if gpu.cuda else rollout.memory.weights + GIB + 2 * PROCESS)
     training = need.memory + held(run) * run.layout.gpus_per_node
     memory = max(training, engines) if asked.hosts else training + engines
-    gpus, gpu_memory = ((share.gpus or 0), max(rollout.trains, rollout.awake)) if gpu.cuda else (0, 0)
-    return StageNeed("reinforce", share.hosts, gpus, gpu_memory, memory, need.disk, seconds)
+    gpu_memory = max(rollout.trains, rollout.awake)
+    return StageNeed("reinforce", share.hosts, share.gpus or 0, gpu_memory, memory, need.disk, seconds)
 
 
 def _export(run: Run, facts: ModelFacts, merged: int) -> StageNeed:

@@ -17,8 +17,8 @@ If full fine-tuning does not fit on its GPUs with room, LoRA is searched too. co
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ LARGEST = 4096  # most GPUs for which faster layouts are searched, which takes a
 NOTEWORTHY = 1.02  # a layout must be this many times faster to be reported
 MENDS = 2  # number of layouts to name that also fit the teacher
 PACKED = ("fp8", "nvfp4")  # formats of model.base to offer, the nearest to bf16 first
-WITH_LORA = "adapter.kind=lora adapter.experts=shared"
+WITH_LORA, WITH_BASE = "adapter.kind=lora adapter.experts=shared", "model.base="
 HINT = "a folder with the model's config.json works as well, as {key} or paths.{place}"
 
 
@@ -65,10 +65,9 @@ class Plan:
     time: Timing | None = None  # None on a CPU
     cpu_step: float | None = None  # seconds of a step on this host's CPU, from a measured matrix product
     needs: tuple[StageNeed, ...] = ()  # of every stage of the flow
-    found: Found | None = None  # other layouts, if this one is refused
-    with_lora: Found | None = None  # if full fine-tuning does not fit with room
-    # A value of model.base with which LoRA fits, if the present one does not.
-    with_packed: tuple[str, Found] | None = None
+    # Other layouts, if this one is refused, by the overrides with which they were searched: "" for none, and WITH_LORA
+    # if full fine-tuning does not fit with room, or a model.base with which LoRA fits, if the present one does not.
+    instead: Mapping[str, Found] = field(default_factory=dict)
     not_searched: str = ""
     steps: int | None = None  # of the training; None if they depend on unknown data
     assumed: str = ""  # assumptions about unknown data
@@ -287,8 +286,8 @@ def facts_in(config: Any, place: str) -> ModelFacts:
         raise ConfigError(f"{place}config.json: not the configuration of a model: {error}") from None
 
 
-def _packed(run: Run, facts: ModelFacts, gpu: Gpu, suits: Callable[[Run], bool]) -> tuple[str, Found] | None:
-    """Return the first format of a frozen base that is smaller than the run's and fits on its GPUs, and the layouts."""
+def _packed(run: Run, facts: ModelFacts, gpu: Gpu, suits: Callable[[Run], bool]) -> dict[str, Found]:
+    """Return the layouts with the first format of a frozen base that is smaller than the run's and fits on its GPUs."""
     present = packed_base.format_of(run)
     for base in PACKED:
         packed = run.changed(model={"base": base})
@@ -296,18 +295,18 @@ def _packed(run: Run, facts: ModelFacts, gpu: Gpu, suits: Callable[[Run], bool])
             continue
         found = _searched(packed, facts, gpu, suits)
         if found.fitting:
-            return base, found
-    return None
+            return {f"{WITH_BASE}{base}": found}
+    return {}
 
 
 def _instead(run: Run, facts: ModelFacts, gpu: Gpu, suits: Callable[[Run], bool]) -> dict[str, Any]:
     try:
-        found = _searched(run, facts, gpu, suits)
-        if run.adapter.kind != "none" and not found.fitting:
-            return {"found": found, "with_packed": _packed(run, facts, gpu, suits)}
-        if found.roomy or run.adapter.kind != "none":
-            return {"found": found}
-        with_lora = run.model_copy(update={"adapter": Adapter(targets="all-linear", experts="shared")})
-        return {"found": found, "with_lora": _searched(with_lora, facts, gpu, suits)}
+        found = {"": _searched(run, facts, gpu, suits)}
+        if run.adapter.kind == "none" and not found[""].roomy:
+            with_lora = run.model_copy(update={"adapter": Adapter(targets="all-linear", experts="shared")})
+            found[WITH_LORA] = _searched(with_lora, facts, gpu, suits)
+        elif not found[""].fitting:
+            found |= _packed(run, facts, gpu, suits)
+        return {"instead": found}
     except ConfigError as error:  # a number of GPUs that whole hosts cannot have
         return {"not_searched": str(error)}

@@ -13,12 +13,18 @@ Not covered: packed rows: attention starts at the first token of each row and co
 from typing import NamedTuple
 
 from conf.model_facts import ModelFacts
-from conf.planner.activations import Tokens, attention_width, tokens
+from conf.planner import parameters
+from conf.planner.activations import attention_width, tokens
+from conf.planner.parameters import Linear
 from conf.rules.model import adapted
 from conf.schema.run import Run
 from conf.schema.sections import Adapter
 
 ROWS = ("linear_proj", "linear_fc2")  # layers that tp cuts by rows
+# Parts of the products, by the kind of the weight and, for latent attention, by the layer.
+PARTS = {"attention": "attention", "mtp": "mtp", "mlp": "mlp", "shared_experts": "shared experts"}
+LATENT = {"linear_kv_up_proj": "latent", "linear_q_up_proj": "latent"}
+CUT_INSIDE = ("linear_qkv", "linear_fc1")  # layers whose adapters have a part of the rank on each rank of tp
 
 
 class Product(NamedTuple):
@@ -43,19 +49,18 @@ class Move(NamedTuple):
 
 
 def products(run: Run, facts: ModelFacts, kind: str) -> list[Product]:
-    t = tokens(run, facts)
-    found = _attention_products(run, facts, t)
-    if kind == "mtp":
-        found += [Product("mtp", t.whole, facts.hidden // run.layout.tp, 2 * facts.hidden, 1, _full(run.adapter))]
-        kind = facts.kind(facts.layers - 1)
-    if kind == "dense":
-        return found + _mlp(run.adapter, facts, "mlp", t.whole, facts.ffn, run.layout.tp)
-    routes = _full(run.adapter) and not run.moe.freeze_router
-    found.append(Product("router", t.local, facts.experts, facts.hidden, 1, routes))
-    if facts.shared_ffn:
-        found += _mlp(run.adapter, facts, "shared experts", t.whole, facts.shared_ffn, run.layout.tp)
-    local = facts.experts // run.layout.ep
-    return found + _mlp(run.adapter, facts, "experts", t.routed, facts.expert_ffn, run.layout.etp, local)
+    t, found = tokens(run, facts), list[Product]()
+    for of, part in PARTS.items():
+        for linear in parameters.linears(facts, kind, (of,)):
+            rows = t.local if linear.cut == "whole" else t.whole
+            found += _linear(run.adapter, linear, LATENT.get(linear.name, part), rows, run.layout.tp)
+    if experts := parameters.linears(facts, kind, ("experts",)):
+        routes = _full(run.adapter) and not run.moe.freeze_router
+        found.append(Product("router", t.local, facts.experts, facts.hidden, 1, routes))
+        for linear in experts:
+            local = facts.experts // run.layout.ep
+            found += _linear(run.adapter, linear, "experts", t.routed, run.layout.etp, local)
+    return found
 
 
 def output(run: Run, facts: ModelFacts) -> list[Product]:
@@ -168,50 +173,12 @@ def _full(adapter: Adapter) -> bool:
     return adapter.kind == "none"
 
 
-def _attention_products(run: Run, facts: ModelFacts, t: Tokens) -> list[Product]:
-    tp, full = run.layout.tp, _full(run.adapter)
-    if facts.kv_rank:
-        sizes = _latent_sizes(facts, t, tp)
-    else:
-        qkv, out = ((facts.heads + 2 * facts.kv_heads) * facts.head_dim // tp, facts.heads * facts.head_dim // tp)
-        sizes = [("linear_qkv", t.whole, qkv, facts.hidden), ("linear_proj", t.whole, facts.hidden, out)]
-    part = {"linear_kv_up_proj": "latent", "linear_q_up_proj": "latent"}
-    found = [Product(part.get(name, "attention"), m, n, k, 1, full) for name, m, n, k in sizes]
-    for name, m, n, k in sizes:
-        found += _adapter(run.adapter, name, m, k, n, tp if name == "linear_qkv" else 1)
+def _linear(adapter: Adapter, linear: Linear, part: str, rows: float, cut: int, batch: int = 1) -> list[Product]:
+    """Return the products of a layer of `cut` ranks, and those of its adapter, A and B."""
+    n, k = linear.out // (cut if linear.cut == "column" else 1), linear.into // (cut if linear.cut == "row" else 1)
+    found = [Product(part, rows / batch, n, k, batch, _full(adapter))]
+    if not _full(adapter) and linear.name in adapter.names:
+        inner = adapter.rank // (cut if linear.name in CUT_INSIDE else 1)
+        found += [Product("adapters", rows / batch, inner, k, batch)]
+        found += [Product("adapters", rows / batch, n, adapter.rank, batch)]
     return found
-
-
-def _latent_sizes(facts: ModelFacts, t: Tokens, tp: int) -> list[tuple[str, int, int, int]]:
-    """Return the matrices of latent attention: names, rows of the input, and widths of output and input."""
-    query = facts.heads * (facts.qk_nope + facts.qk_rope) // tp
-    sizes = [
-        ("linear_kv_down_proj", t.local, facts.kv_rank + facts.qk_rope, facts.hidden),
-        ("linear_kv_up_proj", t.whole, facts.heads * (facts.qk_nope + facts.v_head) // tp, facts.kv_rank),
-        ("linear_proj", t.whole, facts.hidden, facts.heads * facts.v_head // tp),
-    ]
-    if not facts.q_rank:
-        return [*sizes, ("linear_q_proj", t.whole, query, facts.hidden)]
-    sizes.append(("linear_q_down_proj", t.local, facts.q_rank, facts.hidden))
-    return [*sizes, ("linear_q_up_proj", t.whole, query, facts.q_rank)]
-
-
-def _mlp(
-    adapter: Adapter, facts: ModelFacts, part: str, rows: float, width: int, cut: int, experts: int = 1
-) -> list[Product]:
-    inner, gate = width // cut, 2 if facts.gated else 1
-    each = rows / experts
-    return [
-        Product(part, each, gate * inner, facts.hidden, experts, _full(adapter)),
-        Product(part, each, facts.hidden, inner, experts, _full(adapter)),
-        *_adapter(adapter, "linear_fc1", each, facts.hidden, gate * inner, cut, experts),
-        *_adapter(adapter, "linear_fc2", each, inner, facts.hidden, 1, experts),
-    ]
-
-
-def _adapter(adapter: Adapter, name: str, rows: float, k: int, n: int, cut: int, batch: int = 1) -> list[Product]:
-    """Return the products of an adapter: A, whose inner width is cut if it is column-parallel, and B."""
-    if _full(adapter) or name not in adapter.names:
-        return []
-    rank = adapter.rank
-    return [Product("adapters", rows, rank // cut, k, batch), Product("adapters", rows, n, rank, batch)]

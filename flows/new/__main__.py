@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 from jinja2 import Environment
 from pydantic import ValidationError
 
@@ -36,7 +37,6 @@ from flows.arguments import DATA, MACHINE, MODEL, refused
 from flows.new import choices, commented_yaml, deployment, machine, model, planned, rows
 from flows.new.machine import Machine
 from flows.new.planned import Settled
-from tasks.run.launch import Broken
 
 DEPLOYMENTS = home() / deployment.NAME
 TOLD = Path(__file__).with_name("told.txt.j2")
@@ -51,9 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="finetune-new-") as folder:
             return _new(options, Path(folder))
-    except Broken as broken:
-        return refused(broken, code=1)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, click.Abort):
         return refused("interrupted; nothing was written", code=130)
 
 
@@ -121,13 +119,7 @@ def _noted(wrong: list[str]) -> Iterator[None]:
 
 
 def _asked(question: str, empty: bool = False) -> str:
-    while True:
-        print(f"{question}: ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            raise KeyboardInterrupt
-        if line.strip() or empty:
-            return line.strip()
+    return click.prompt(question, default="" if empty else None, show_default=False, err=True).strip()
 
 
 def _place(options: argparse.Namespace) -> tuple[str, Path, list[str]]:

@@ -1,6 +1,8 @@
 """Choices as YAML with comments: each reason follows its value, or stands above it if the line would be too long."""
 
 from collections.abc import Iterable
+from functools import partial
+from textwrap import wrap
 from typing import Any
 
 import yaml
@@ -10,6 +12,7 @@ from conf.strict_yaml import Dumper
 from flows.new.choices import Choices
 
 WIDTH = 120  # of a line with its comment; a longer comment stands above its key
+folded = partial(wrap, width=WIDTH, break_long_words=False, break_on_hyphens=False)
 SCHEMA = "# yaml-language-server: $schema="
 
 
@@ -35,7 +38,8 @@ def _entry(key: str, value: Any, why: str, indent: str) -> list[str]:
         return [entry]
     if len(entry) + len(why) + 3 <= WIDTH:
         return [f"{entry} # {why}"]
-    return [*(f"{indent}# {part}" for part in _folded(why, WIDTH - len(indent) - 2)), entry]
+    start = f"{indent}# "
+    return [*folded(why, initial_indent=start, subsequent_indent=start), entry]
 
 
 def in_line(value: Any) -> str:
@@ -49,12 +53,3 @@ def in_line(value: Any) -> str:
 def _line(words: str) -> str:
     """Return the words as one line, so that they stay inside a comment."""
     return "".join(letter if letter.isprintable() else " " for letter in words).strip()
-
-
-def _folded(words: str, width: int) -> list[str]:
-    lines = [""]
-    for word in words.split(" "):
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return lines

@@ -38,7 +38,7 @@ class Machine:
         return f"{self.gpus} {self.gpu.name}" + (f" on {self.nodes} hosts" if self.nodes > 1 else "")
 
 
-def parse(text: str, here: Machine | None = None) -> Machine:
+def parse(text: str, here: Machine | None = None, why: str = "as asked") -> Machine:
     """Return the machine that a text names. A number alone means GPUs of this host's kind."""
     given = "".join(text.split())
     found = re.fullmatch(r"(?:(\d{1,5})x)?(?:(\d{1,5})x)?([^\d].*)", given) or re.fullmatch(r"(\d{1,5})()()", given)
@@ -59,20 +59,11 @@ def parse(text: str, here: Machine | None = None) -> Machine:
     if not 1 <= count <= MOST:
         raise Fault(f"--gpus: {text}: {count} is not a number of GPUs from 1 to {MOST}")
     if not gpu.cuda:
-        return Machine(CPU.name, gpu, 1, count, "as asked")
+        return Machine(CPU.name, gpu, 1, count, why)
     nodes, per_node = (int(first), int(second)) if second else (max(1, count // gpu.per_host), min(count, gpu.per_host))
     if nodes * per_node != count or per_node > gpu.per_host:
         raise Fault(f"--gpus: {text}: {count} GPUs are not a whole number of hosts of {gpu.per_host} {gpu.name}")
-    return Machine(kind.lower() if kind.lower() in NAMES else kind, gpu, nodes, per_node, "as asked")
-
-
-def cpu(why: str) -> Machine:
-    return Machine(CPU.name, hardware.read(CPU.name), 1, 1, why)
-
-
-def several(kind: str, gpus: int, why: str) -> Machine:
-    gpu = hardware.read(kind)
-    return Machine(kind, gpu, max(1, gpus // gpu.per_host), min(gpus, gpu.per_host), why)
+    return Machine(kind.lower() if kind.lower() in NAMES else kind, gpu, nodes, per_node, why)
 
 
 def of_this_host() -> Machine | None:

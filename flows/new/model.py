@@ -18,7 +18,7 @@ from conf.schema.model import Model as ModelSection
 from contract.faults import Fault
 from tasks.run import launch
 from tasks.sources import hub
-from tasks.sources.hub import config_json, file_choice
+from tasks.sources.hub import file_choice
 
 CONTEXT = "max_position_embeddings"
 
@@ -77,13 +77,9 @@ def read(wanted: ModelSection, folder: Path) -> Model:
     if kind == "tiny":
         return _tiny(source, folder)
     source = whole(source)
-    if kind == "folder":
-        names = [path.name for path in Path(source).iterdir()]
-        resolved = None
-    else:
-        resolved = hub.resolve(source, wanted.revision)
-        names = [*resolved.files]
-    config = config_json.read(source, wanted.revision)
+    resolved = None if kind == "folder" else hub.resolve(source, wanted.revision)
+    names = [*resolved.files] if resolved else [path.name for path in Path(source).iterdir()]
+    config = hub.config_json(source, wanted.revision)
     if found := conversion.obstacles(config, wanted.ignore_config):
         raise Fault(f"{place}: {'; '.join(found)}")
     facts = facts_in(config, f"{place}: ")
@@ -110,5 +106,5 @@ def _tiny(source: str, folder: Path) -> Model:
     except Fault as fault:
         _, unknown, known = str(fault).rpartition("invalid choice: ")  # after the usage lines
         raise Fault(f"model.source: {source}: no such model: {known}") if unknown else fault from None
-    config = config_json.read(str(folder), "main")
+    config = hub.config_json(str(folder), "main")
     return Model(source, config, facts_in(config, f"model.source: {source}: "), folder)

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from conf.overrides import by_section
 from conf.planner import advice, display, hardware
-from conf.planner.hardware import GB
+from conf.planner.hardware import CPU, GB
 from conf.planner.search import Found, search
 from conf.planner.verdict import Plan, plan, settle, settled_on
 from conf.rules import schedule
@@ -39,7 +40,8 @@ def settle_on(machine: Machine, model: Model, made: Callable[[Machine], Choices]
     if not machine.gpu.cuda:
         would = "--gpus 8xh100 plans for GPUs"
     else:
-        more = (count for count in COUNTS if count > machine.gpus and _is_whole(machine.gpu.per_host, count))
+        each = machine.gpu.per_host
+        more = (count for count in COUNTS if count > machine.gpus and (count <= each or count % each == 0))
         enough = next(_fitting(machine.kind, more, model, made), None)
         would = f"{enough.machine.shown} would do" if enough else "a larger GPU would do, or a smaller model"
     raise Fault(f"--gpus: no layout of {model.source} is legal and fits on {machine.shown}{lacks}; {would}")
@@ -49,22 +51,18 @@ def choose_machine(model: Model, made: Callable[[Machine], Choices]) -> Settled:
     """Choose the machine on a host without a GPU: this CPU for a small model, else the fewest H100 that fit."""
     if model.parameters < ON_A_CPU:
         why = "this host has no GPU, and the model is small"
-        return settle_on(machines.cpu(why), model, made)
+        return settle_on(machines.parse(CPU.name, why=why), model, made)
     found = next(_fitting(KIND, iter(COUNTS), model, made), None)
     if found is None:
         raise Fault(f"--gpus: {model.source} does not fit on {COUNTS[-1]} {KIND}; name others with --gpus")
     return found
 
 
-def _is_whole(per_host: int, count: int) -> bool:
-    return count <= per_host or count % per_host == 0
-
-
 def _fitting(kind: str, counts: Iterator[int], model: Model, made: Callable[[Machine], Choices]) -> Iterator[Settled]:
     """Yield plans on more and more GPUs. Skip plans whose free memory is less than the planner's error (10%)."""
     for count in counts:
         why = f"the fewest that fit; {KIND} is a guess, as this host has no GPU: name yours with --gpus"
-        found = _try(machines.several(kind, count, why), model, made)
+        found = _try(machines.parse(f"{count}x{kind}", why=why), model, made)
         if isinstance(found, Settled) and -found.plan.fullest.over > 0.1 * found.plan.fullest.total:
             yield found
 
@@ -90,11 +88,7 @@ def _try(machine: Machine, model: Model, made: Callable[[Machine], Choices]) -> 
 
 
 def as_run(choices: Choices) -> Run:
-    nested: dict = {}
-    for key, choice in choices.made.items():
-        section, _, name = key.rpartition(".")
-        (nested.setdefault(section, {}) if section else nested)[name] = choice.value
-    return Run.model_validate(nested)
+    return Run.model_validate(by_section({key: choice.value for key, choice in choices.made.items()}))
 
 
 def told(found: Settled) -> str:

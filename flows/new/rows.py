@@ -40,7 +40,7 @@ def look(run: Run, tokenizer: Path | None, folder: Path) -> FirstRows:
         "evaluate": Evaluate(),
     }  # nothing else affects how rows are read
     alone = run.model_copy(update=bare).changed(data={**source, "packed": False}, paths=paths)
-    launch.trainer("first_rows", alone, folder, lambda _: None, lambda: False, keep=HUB_TOKENS)
+    launch.process(*launch.trainer("first_rows", alone, folder), lambda _: None, lambda: False, keep=HUB_TOKENS)
     found = FirstRows.read_from(folder / "first_rows.json")
     if share == 1:
         return found

@@ -45,11 +45,12 @@ class Gang:
     job: Job  # on the configured number of hosts; an attempt may have fewer
     store: Store
     engine: Engine
+    teller: Teller
     say: Callable[[str], None]
     stop: Callable[[], bool]
-    tick: Callable[[], None]
-    teller: Teller
-    fits: next_step.Fits  # the run on fewer hosts
+    tick: Callable[[], None] = lambda: None
+    fits: next_step.Fits = next_step.never  # returns the run on fewer hosts
+    advice: Callable[[Run], str] = lambda run: ""  # returns keys that need less memory than the run
 
     @property
     def run(self) -> Run:
@@ -162,7 +163,7 @@ def announce(gang: Gang, run: Run) -> tuple[Board, Lookout]:
         board = Board(gang.store, gang.name, number)
         board.write("resolved.yaml", as_yaml(gang.job.conf(run)).encode())
         board.write("task.json", gang.job.task(run).to_json())
-        lookout = Lookout(board, str(gang.folder / "probe"))
+        lookout = Lookout(board, str(gang.folder / "probe"), gang.say)
         if lookout.begin():
             return board, lookout
 

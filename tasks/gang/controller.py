@@ -1,6 +1,6 @@
 """Controller of a gang: it runs a job on several hosts, attempt after attempt, until it is done or nothing can help.
 
-    carry_out(training(run), folder, store, name, say, stop, tick, teller, fits, advice)
+    carry_out(Gang(name, folder, Training(run), store, engine, teller, say, stop, tick, fits, advice))
 
 An attempt takes all the hosts that it needs, or none. All members start at once, and all stop as soon as one of them
 fails. The cause becomes one line (tasks/gang/diagnosis/classify.py), a rule decides the next step
@@ -14,19 +14,14 @@ continues without the members after them, which answer prompts.
 If gang.min_nodes allows fewer hosts, the next attempt takes the hosts that are left. Later attempts take all again once
 there are enough. The folder is on storage that all hosts share. Not covered: a running attempt never grows.
 
-Reports to other services run in background threads: a server that hangs does not block the controller. Lines keep their
-order. All are delivered before the block ends, unless the receiver needs more than DELIVERY_TIME seconds. Late ticks
-are merged into one, and a last tick runs at the end. Lines and ticks do not wait for each other.
+Reports to other services run in background threads (tasks/run/courier.py): a server that hangs does not block the
+controller. All are delivered before the end, unless the receiver needs more than DELIVERY_TIME seconds. Late ticks are
+merged into one, and a last tick runs at the end.
 """
 
-import contextlib
-import contextvars
-import queue
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import replace
 
 from conf.schema.run import Run
 from contract.faults import Fault, Stopped
@@ -36,42 +31,30 @@ from tasks.gang.diagnosis import next_step
 from tasks.gang.diagnosis.classify import Failure
 from tasks.gang.diagnosis.evidence import of_attempt, preempted, was_told
 from tasks.gang.diagnosis.next_step import Attempt
-from tasks.gang.engines import Demand, Handle, engine_of
-from tasks.gang.history.timeline import History, Teller
-from tasks.gang.job import Job
+from tasks.gang.engines import Demand, Handle
+from tasks.run.courier import Courier, closing
 from tasks.run.launch import Broken
-from tasks.store import Store, open_store
 
 SETTLE = 2.5  # seconds from the first report of a failure to the verdict: later reports may explain it
 LEAVE_WITHIN = 20.0
 DELIVERY_TIME = 3.0  # a cancelled flow run has 30 s, and a checkpoint may take most of them
 
 
-def carry_out(
-    job: Job,
-    folder: Path,
-    store: Store,
-    name: str,
-    say: Callable[[str], None],
-    stop: Callable[[], bool],
-    tick: Callable[[], None] = lambda: None,
-    teller: Teller | None = None,
-    fits: next_step.Fits = next_step.never,
-    advice: Callable[[Run], str] = lambda run: "",
-) -> None:
-    """Run the job to its end. Raises Fault, Broken or Stopped.
+def carry_out(gang: Gang) -> None:
+    """Run the gang's job to its end. Raises Fault, Broken or Stopped.
 
-    Another thread calls `say` and `tick`, and nothing waits for them. `fits` returns the run on fewer hosts, and
-    `advice` names keys that need less memory than the run.
+    Other threads call gang.say and gang.tick, and nothing waits for them.
     """
-    teller = teller or Teller(History(name, job.run.name, ""), folder / "files/metrics.jsonl")
-    hasty = open_store(store.uri, hasty=True)
-    with aside(say, tick) as (say_later, tick_later):
-        gang = Gang(name, folder, job, hasty, engine_of(job.run), say_later, stop, tick_later, teller, fits)
-        _carry_out(gang, advice)
+    lines = Courier(gang.say, "lines")
+    ticks: Courier[None] = Courier(lambda _: gang.tick(), "ticks", most=1)
+    with closing(DELIVERY_TIME, lines, ticks):
+        try:
+            _carry_out(replace(gang, say=lines.take, tick=lambda: ticks.take(None)))
+        finally:
+            ticks.take(None)
 
 
-def _carry_out(gang: Gang, advice: Callable[[Run], str]) -> None:
+def _carry_out(gang: Gang) -> None:
     run = wanted = gang.run
     wait_for_the_last(gang)
     attempts: list[Attempt] = []
@@ -89,7 +72,7 @@ def _carry_out(gang: Gang, advice: Callable[[Run], str]) -> None:
         if next_.action == "stop":
             kind, line = outcome.failure.kind, next_.line
             if kind == "memory":
-                line = f"{line}; {gang.job.advice or advice(run)}".removesuffix("; ")
+                line = f"{line}; {gang.job.advice or gang.advice(run)}".removesuffix("; ")
             raise Fault(line) if kind in ("user", "data", "memory") else Broken(line)
         gang.say(f"{outcome.failure.line}; {next_.line}")
         without = next_.without
@@ -153,7 +136,6 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
     missed: set[int] = set()  # lost members that are not needed
     while True:
         gang.pause(TICK)
-        _pass_on(gang, lookout)
         gang.tick()
         if lookout.lost:
             raise Broken(f"{lookout.board.place}: another controller has taken it over")
@@ -179,8 +161,7 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
             if not wrong:  # the silent member is back
                 first = None
                 continue
-            told = {k: nodes[k] for k in needed}
-            return of_attempt(run, lookout, told, {k: hosts[k] for k in needed}, gone & {*needed}, handle.words())
+            return of_attempt(run, lookout, {k: hosts[k] for k in needed}, gone, handle.words())
 
 
 def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: str, save: bool) -> None:
@@ -189,7 +170,6 @@ def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: 
     gang.teller.ends(reason)
     since = time.monotonic()
     while handle is not None:
-        _pass_on(gang, lookout)
         engine, nodes = handle.alive(), dict(lookout.nodes)
         over = {k for k, node in nodes.items() if node.over}
         left = [k for k in range(run.layout.nodes) if k not in over and engine.get(k) is not False]
@@ -200,50 +180,4 @@ def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: 
         time.sleep(TICK)
     if handle is not None:
         handle.cancel()
-    _pass_on(gang, lookout)
     lookout.end(LEAVE_WITHIN)
-
-
-def _pass_on(gang: Gang, lookout: Lookout) -> None:
-    while lookout.lines:
-        gang.say(lookout.lines.popleft())
-
-
-@contextlib.contextmanager
-def aside(
-    say: Callable[[str], None], tick: Callable[[], None]
-) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    due, over = threading.Event(), threading.Event()
-
-    def send_lines() -> None:
-        while (line := lines.get()) is not None:
-            with contextlib.suppress(Exception):  # a lost line must not end the gang
-                say(line)
-
-    def send_ticks() -> None:
-        last = False
-        while not last:
-            due.wait()
-            due.clear()
-            last = over.is_set()
-            with contextlib.suppress(Exception):  # a progress bar must not either
-                tick()
-
-    threads = [_started(work) for work in (send_lines, send_ticks)]
-    try:
-        yield lines.put, due.set
-    finally:
-        lines.put(None)
-        over.set()
-        due.set()
-        until = time.monotonic() + DELIVERY_TIME
-        for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
-
-
-def _started(work: Callable[[], None]) -> threading.Thread:
-    context = contextvars.copy_context()  # tells Prefect which run the lines belong to
-    thread = threading.Thread(target=context.run, args=(work,), daemon=True, name=f"aside: {work.__name__}")
-    thread.start()
-    return thread

@@ -23,6 +23,11 @@ class Job(ABC):
     command: ClassVar[str]  # of the trainer
     advice: ClassVar[str] = ""  # keys that give more memory, if the plan knows none
 
+    @classmethod
+    def of(cls, run: Run, share: gpus.Share) -> "Job":
+        """The job of a run, on its share of hosts."""
+        return cls(run)
+
     def conf(self, run: Run) -> Run:
         """The configuration for the command in an attempt on the hosts of `run`."""
         return run
@@ -112,6 +117,12 @@ class Evaluation(Job):
     command: ClassVar[str] = "evaluate"
     advice: ClassVar[str] = "evaluate.nodes, evaluate.gpus and evaluate.quantization decide what a GPU has to hold"
 
+    @classmethod
+    def of(cls, run: Run, share: gpus.Share) -> Job:
+        """The job takes all of its hosts or none."""
+        gang = {"engine": share.engine, "pool": run.evaluate.pool or run.gang.pool, "min_nodes": None}
+        return cls(run.changed(layout={"nodes": share.hosts, "gpus_per_node": share.gpus}, gang=gang), run)
+
     def conf(self, run: Run) -> Run:
         return self.asked
 
@@ -136,6 +147,11 @@ class Reinforcement(Job):
 
     command: ClassVar[str] = "reinforce"
     advice: ClassVar[str] = "keys of layout and adapter decide what training holds; reinforce.hosts does not"
+
+    @classmethod
+    def of(cls, run: Run, share: gpus.Share) -> Job:
+        """The job has the hosts of training and of vLLM. gang.min_nodes counts the hosts that train."""
+        return cls(run.changed(layout={"nodes": share.hosts, "gpus_per_node": share.gpus}), run)
 
     def conf(self, run: Run) -> Run:
         """The run on the hosts of `run`. If some are missing, vLLM loses hosts before training does."""
@@ -166,42 +182,16 @@ class Reinforcement(Job):
         return self.newest() >= self.asked.reinforce.steps * self.asked.reinforce.updates
 
 
-def training(run: Run) -> Job:
-    return Training(run)
+JOBS: dict[str, type[Job]] = {job.command: job for job in (Training, Conversion, Reference, Evaluation, Reinforcement)}
 
 
-def conversion(run: Run) -> Job | None:
-    """Conversion on the hosts of training; None if the flow's host converts."""
-    return Conversion(run) if gpus.takes(run, "convert").engine else None
+def job_of(command: str, run: Run, leaves: bool = False) -> Job | None:
+    """The job of the hosts that run this command of the trainer; None if the flow's host runs it.
 
-
-def reference(run: Run) -> Job | None:
-    """The reference of a training on several hosts; None if the flow's host computes it."""
-    return Reference(run) if gpus.takes(run, "reference").engine else None
-
-
-def reinforcement(run: Run) -> Job | None:
-    """Reinforcement learning on the hosts of training and of vLLM; None if the flow's host has both.
-
-    gang.min_nodes counts the hosts that train.
+    `leaves` means that the run needs GPUs and the flow's host has none: an evaluation then runs elsewhere.
     """
-    share = gpus.takes(run, "reinforce")
-    if share.engine is None:
-        return None
-    return Reinforcement(run.changed(layout={"nodes": share.hosts, "gpus_per_node": share.gpus}), run)
-
-
-def evaluation(run: Run, leaves: bool = False) -> Job | None:
-    """Evaluation on other hosts, of which it takes all or none; None if the flow's host evaluates.
-
-    `leaves` means that the run needs GPUs and the flow's host has none.
-    """
-    share = gpus.takes(run, "evaluate", leaves)
-    if share.engine is None:
-        return None
-    layout = {"nodes": share.hosts, "gpus_per_node": share.gpus}
-    gang = {"engine": share.engine, "pool": run.evaluate.pool or run.gang.pool, "min_nodes": None}
-    return Evaluation(run.changed(layout=layout, gang=gang), run)
+    share = gpus.takes(run, command, leaves)
+    return JOBS[command].of(run, share) if share.engine else None
 
 
 def _newest(output: str) -> int:

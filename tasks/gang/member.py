@@ -38,7 +38,7 @@ from tasks.gang.board import Board
 from tasks.gang.diagnosis.host_evidence import Host
 from tasks.gang.member_link import Link
 from tasks.gang.messages import End, Member, Standing, Task, Word
-from tasks.gang.ranks import Ranks, Start
+from tasks.gang.ranks import Ranks
 from tasks.store import open_store
 
 TICK = 0.3
@@ -126,10 +126,9 @@ def _train(link: Link, board: Board, node: int, folder: Path, ending: Ending):
     conf.write_text(board.text("resolved.yaml"))
     run = load(conf)
     task = board.message(Task, "task.json")
-    assert word.master and task, "the controller sets both before go"
-    name = f"{board.gang}-{board.attempt}"
-    start = Start(run, task, conf, name, word.order.index(node), link.message.address, word.master, word.key)
-    host, ranks = Host(), Ranks(start, folder / "run")
+    assert task, "the controller writes it before the attempt exists"
+    name, place = f"{board.gang}-{board.attempt}", word.order.index(node)
+    host, ranks = Host(), Ranks(name, conf, run, task, word, place, link.message.address, folder / "run")
     link.say(state="running")
     reported, grace, why, look = time.monotonic(), 0.0, "", "running"
     while look == "running":

@@ -14,19 +14,18 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from conf import network
 from conf.host import nvidia_smi
 from conf.schema.run import Run
-from contract import signs_of_life
+from contract import json_object, signs_of_life
 from contract.amounts import size
 from contract.files import last_lines
 from contract.processes import started, state
 from tasks.gang import peer_probe
-from tasks.gang.messages import Address, End, Sign, Task
+from tasks.gang.messages import End, Sign, Task, Word
 from tasks.run.launch import PRIVATE, ROOT
 
 # Seconds without a sign of life, by the state of the process in /proc: a stopped process (T) stays stopped, a disk or
@@ -43,49 +42,35 @@ LEAST = 1 << 20  # free bytes of this host's disk, below which neither signs of 
 AFTER = 0.7  # seconds between a rank's death and the reading of all ranks' traces
 
 
-@dataclass(frozen=True)
-class Start:
-    """Arguments of torchrun."""
-
-    run: Run
-    task: Task
-    conf: Path  # the resolved configuration
-    name: str  # gang and attempt
-    node: int  # this host's position in the order of ranks
-    address: str  # of this host, as other hosts reach it
-    master: Address
-    key: str  # secret of the attempt, with which hosts authenticate each other
-
-
 class Ranks:
-    def __init__(self, start: Start, folder: Path):
-        self.run, self.folder = start.run, folder
-        paths, task = start.run.paths, start.task
-        helps = bool(task.helps) and start.node >= task.nodes
-        name, self.count = (task.helps, task.helpers) if helps else (task.command, task.ranks)
-        self.writes = Path(getattr(paths, WRITES[name]))
-        self.alone = name == "evaluate"  # its ranks are independent, and torchrun would wait minutes for slower ones
-        self.first = start.node * task.ranks
+    """Ranks of the member at a `place` in their order, in the attempt `name`. `conf` is the resolved configuration."""
+
+    def __init__(self, name: str, conf: Path, run: Run, task: Task, word: Word, place: int, address: str, folder: Path):
+        assert word.master, "the controller sets it before go"
+        self.run, self.folder = run, folder
+        helps = bool(task.helps) and place >= task.nodes
+        module, self.count = (task.helps, task.helpers) if helps else (task.command, task.ranks)
+        self.writes = Path(getattr(run.paths, WRITES[module]))
+        self.alone = module == "evaluate"  # its ranks are independent, and torchrun would wait minutes for slower ones
+        self.first = place * task.ranks
         self.shift = self.first if helps else 0  # ranks of a separate job number themselves from 0
         self.failed_at: float | None = None
         self._life().mkdir(parents=True)
-        nodes, node, master = task.nodes, start.node, start.master
-        if helps:
-            nodes, node = 1, 0
-        command = [sys.executable, "-m", "trainer.startup.torchrun", *network.meeting(nodes, node, *master)]
-        command += ["--nproc-per-node", str(self.count), "--rdzv-id", start.name]
+        nodes, node = (1, 0) if helps else (task.nodes, place)
+        command = [sys.executable, "-m", "trainer.startup.torchrun", *network.meeting(nodes, node, *word.master)]
+        command += ["--nproc-per-node", str(self.count), "--rdzv-id", name]
         command += ["--log-dir", str(folder / "ranks"), "--redirects", "3"]
-        command += ["-m", f"trainer.{name}", str(start.conf)]
-        environment = network.environment(start.run, nvidia_smi.kind())  # this host's variables take precedence
+        command += ["-m", f"trainer.{module}", str(conf)]
+        environment = network.environment(run, nvidia_smi.kind())  # this host's variables take precedence
         environment |= {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
         environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), signs_of_life.FOLDER: str(self._life())}
-        environment |= {"GANG_ATTEMPT": start.name, "TRAINER_FAULT_FILE": str(folder / "fault")}
-        environment |= {"GANG_ADDRESS": start.address, "GANG_KEY": start.key}
+        environment |= {"GANG_ATTEMPT": name, "TRAINER_FAULT_FILE": str(folder / "fault")}
+        environment |= {"GANG_ADDRESS": address, "GANG_KEY": word.key}
         environment |= {} if task.gpus else {"CUDA_VISIBLE_DEVICES": ""}
-        environment |= {"VLLM_HOST_IP": start.address}  # otherwise vLLM looks for the route to the internet
+        environment |= {"VLLM_HOST_IP": address}  # otherwise vLLM looks for the route to the internet
         environment.setdefault("OMP_NUM_THREADS", "1")
         one_host = task.nodes == 1 and not task.helps
-        if interface := "lo" if one_host else peer_probe.interface(start.address):
+        if interface := "lo" if one_host else peer_probe.interface(address):
             environment = network.sockets(interface) | environment
         self.log = folder / "torchrun.log"
         with self.log.open("w") as log:
@@ -143,7 +128,7 @@ class Ranks:
         for local in range(self.count):
             rank = self.first + local
             sign = signs.get(rank, NO_SIGN)
-            error = _read(self._life() / signs_of_life.error(rank - self.shift))
+            error = json_object.read_or_empty(self._life() / signs_of_life.error(rank - self.shift))
             lines = self._tail(local)
             for line in error.get("lines", []):
                 if line not in lines:
@@ -220,9 +205,3 @@ if os.getppid() != int(sys.argv[1]):
     os._exit(1)
 os.execv(sys.argv[2], sys.argv[2:])
 """
-
-
-def _read(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads(path.read_text())
-    return {}

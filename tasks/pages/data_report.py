@@ -41,18 +41,10 @@ def numbers(report: Report) -> dict[str, Any]:
 
 def tables(report: Report) -> dict[str, list[dict[str, Any]]]:
     """Return tables by name: samples of dropped rows, of anomalies and of similar rows."""
-    samples = {
-        "left_out": [
-            {"reason": reason, "rows": entry["count"], **sample}
-            for reason, entry in report["dropped"].items()
-            for sample in entry["samples"]
-        ],
-        "anomalies": [
-            {"anomaly": name, "rows": entry["count"], **_sample(sample)}
-            for name, entry in report.get("anomalies", {}).items()
-            for sample in entry["samples"]
-        ],
-    }
+    samples: dict[str, list[dict[str, Any]]] = {}
+    for key, table, column in (("dropped", "left_out", "reason"), ("anomalies", "anomalies", "anomaly")):
+        entries = [(name, entry, sample) for name, entry in report.get(key, {}).items() for sample in entry["samples"]]
+        samples[table] = [{column: name, "rows": entry["count"], **_sample(row)} for name, entry, row in entries]
     samples["alike"] = [entry for entries in report.get("alike", {}).get("samples", {}).values() for entry in entries]
     return {name: rows for name, rows in samples.items() if rows}
 

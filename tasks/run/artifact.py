@@ -10,7 +10,6 @@ while all its files exist with their recorded content. If one is missing or diff
 stage.
 """
 
-import contextlib
 import json
 import math
 import shutil
@@ -21,11 +20,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from contract import checksums
+from contract import checksums, json_object
 from contract.faults import Fault
 from tasks.run import lease
 from tasks.run.progress import Progress
 from tasks.store import File, Store
+from tasks.store.durable import tag_of
 from tasks.store.folder import PARTIAL, walk
 
 RECORD = "artifact.json"
@@ -213,15 +213,13 @@ def local(artifact: Artifact, store: Store, cache: Path) -> Path:
     if place := store.place(f"{artifact.key}/files"):
         return place
     folder = cache / artifact.key.replace("/", "-")
-    stamps, known = folder.with_name(f"{folder.name}.json"), None
-    with contextlib.suppress(OSError, ValueError):  # half written by a process that was killed
-        known = json.loads(stamps.read_text())
-    if known != {"digest": artifact.digest, "files": _stamps(folder, artifact)}:
+    stamps = folder.with_name(f"{folder.name}.json")
+    if json_object.read_or_empty(stamps) != {"digest": artifact.digest, "files": _tags(folder, artifact)}:
         store.get(f"{artifact.key}/files", artifact.files, folder, Progress("fetch", "bytes").update)
         for name, path in walk(folder).items():
             if name not in artifact.files and not name.startswith(f"{PARTIAL}/"):  # files of an earlier copy
                 path.unlink()
-        stamps.write_text(json.dumps({"digest": artifact.digest, "files": _stamps(folder, artifact)}))
+        stamps.write_text(json.dumps({"digest": artifact.digest, "files": _tags(folder, artifact)}))
     return folder
 
 
@@ -275,13 +273,9 @@ def _show(values: dict[str, Any], key: str) -> str:
     return json.dumps(values[key]) if key in values else "absent"
 
 
-def _stamps(folder: Path, artifact: Artifact) -> dict[str, list[int] | None]:
-    stamps: dict[str, list[int] | None] = {}
-    for name in artifact.files:
-        path = folder / name
-        status = path.stat() if path.is_file() else None
-        stamps[name] = [status.st_size, status.st_mtime_ns, status.st_ctime_ns] if status else None
-    return stamps
+def _tags(folder: Path, artifact: Artifact) -> dict[str, str | None]:
+    paths = {name: folder / name for name in artifact.files}
+    return {name: tag_of(path.stat()) if path.is_file() else None for name, path in paths.items()}
 
 
 def _encode(artifact: Artifact) -> bytes:

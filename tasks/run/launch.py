@@ -19,7 +19,7 @@ from pathlib import Path
 from conf.host import gpu_locks
 from conf.load import dump
 from conf.schema.run import Run
-from contract.faults import Fault, Stopped
+from contract.faults import Broken, Fault, Stopped
 from tasks.run.guard import GRACE, guarded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,10 +33,6 @@ PRIVATE = ("AWS_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MLFLOW_", "PREFECT_", 
 
 # Signals caused by the process's native code: the next start would end in the same way.
 OWN_DOING = {128 + number for number in (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)}
-
-
-class Broken(RuntimeError):
-    """A failed command without a known user error."""
 
 
 class Crashed(Broken):
@@ -55,28 +51,11 @@ class Turn:
     rank: int = 0
 
 
-def trainer(
-    command: str,
-    run: Run,
-    folder: Path,
-    say: Callable[[str], None],
-    stop: Callable[[], bool],
-    tick: Callable[[], None] = lambda: None,
-    keep: Collection[str] = (),
-    changed: dict[str, str] | None = None,
-    turn: Turn | None = None,
-) -> None:
-    """Run python -m trainer.<command>. Its log is <folder>/<command>.log, and tick() is called twice a second.
-
-    A stopped training has gang.grace seconds to save a checkpoint, on one host or several.
-
-    `keep` names private environment variables that this command needs; `changed` has additional variables.
-    """
+def trainer(command: str, run: Run, folder: Path) -> tuple[list[str], Path]:
+    """Write the configuration of python -m trainer.<command> to the folder. Returns arguments and log for process()."""
     resolved = folder / "resolved.yaml"
     dump(run, resolved)
-    arguments, log = [f"trainer.{command}", str(resolved)], folder / f"{command}.log"
-    grace = run.gang.grace if command in ("train", "reinforce") else GRACE
-    process(arguments, log, say, stop, tick, keep, changed, turn, grace)
+    return [f"trainer.{command}", str(resolved)], folder / f"{command}.log"
 
 
 def process(
@@ -92,18 +71,19 @@ def process(
 ) -> None:
     """Run python -m <arguments> to its end. Raise Fault, Broken or Stopped. If stopped, it has `grace` seconds to end.
 
-    With a turn, it first waits for its share of this host's GPUs. The guard holds them until all its processes have
-    ended.
+    tick() is called twice a second. `keep` names private environment variables that this command needs; `changed` has
+    additional variables. With a turn, the command first waits for its share of this host's GPUs. The guard holds them
+    until all its processes have ended.
     """
     private = {name for name in os.environ if name.startswith(PRIVATE) and name not in keep}
     environment = {name: value for name, value in os.environ.items() if name not in private}
     environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)} | (changed or {})
-    taken = contextlib.nullcontext(gpu_locks.Hold())
+    hold = gpu_locks.Hold()
     if turn:
-        taken = gpu_locks.taken(turn.what, turn.waits, stop, None, turn.gpus, turn.flow, turn.rank)
-    with taken as hold:
-        if hold is None:
-            raise Stopped(f"{arguments[0]}: stopped while it waited for GPUs")
+        hold = gpu_locks.take(turn.what, turn.waits, stop, None, turn.gpus, turn.flow, turn.rank)
+    if hold is None:
+        raise Stopped(f"{arguments[0]}: stopped while it waited for GPUs")
+    with contextlib.closing(hold):
         if turn:
             turn.has(hold.gpus)
         running = subprocess.Popen(

@@ -84,12 +84,14 @@ class StageRun:
         return artifact.local(made, self.store, self._folder / "cache")
 
     def stopped(self, work: Work, fenced: bool = False) -> Callable[[], bool]:
-        """Return a function that returns whether work must end: the run is cancelled, or another process has the work.
+        """Return a function that returns whether work must end.
 
-        While the store does not answer, this process cannot know. `fenced` work then continues: a successor would wait.
+        It must end if the run is cancelled, another process has the work, or training is pointless. While the store
+        does not answer, this process cannot know whether it has the work. `fenced` work then continues: a successor
+        would wait.
         """
         lost = work.lease.taken if fenced else work.lease.lost
-        return lambda: self._ending.is_set() or lost.is_set()
+        return lambda: self._ending.is_set() or lost.is_set() or (self.name == "train" and bool(self.pointless))
 
     def turn(self, say: Callable[[str], None]) -> launch.Turn:
         """The stage's turn at its share of this host's GPUs. The reason for waiting is logged and sent to MLflow."""

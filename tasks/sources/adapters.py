@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 from conf.schema.run import Run
 from contract.faults import Fault
+from contract.installation import runs_folder
 from tasks.sources import hub
 from tasks.tracking import address
 
@@ -20,30 +21,30 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 REGISTERED = re.compile(r"models:/(?P<name>[^/]+)/(?P<version>\d+)$")
 
 
-def identity(source: str, runs: Path) -> dict[str, str]:
+def identity(source: str) -> dict[str, str]:
     """Digests of the adapter's files."""
-    return _resolved(source, runs).content
+    return _resolved(source).content
 
 
-def as_found(run: Run, config: dict[str, Any], folder: Path, runs: Path) -> Run:
+def as_found(run: Run, config: dict[str, Any], folder: Path) -> Run:
     """The run with its adapter in the folder, if it has one. `config` is the stage's, with the result of identity()."""
     source = run.model.adapter
     if source is None:
         return run
-    fetch(source, config["model"]["adapter"], folder, runs)
+    fetch(source, config["model"]["adapter"], folder)
     return run.changed(model={"adapter": str(folder)})
 
 
-def fetch(source: str, digests: dict[str, str], folder: Path, runs: Path) -> None:
+def fetch(source: str, digests: dict[str, str], folder: Path) -> None:
     """Fetch the files with the digests of identity() into the folder."""
-    resolved = _resolved(source, runs)
+    resolved = _resolved(source)
     if resolved.content != digests:
         raise Fault(f"model.adapter: {source}: its files have changed since the run began; start it again")
     hub.fetch_named(resolved, [*FILES], folder)
 
 
-def _resolved(source: str, runs: Path) -> hub.Resolved:
-    place = _registered(source, runs) if source.startswith("models:") else source
+def _resolved(source: str) -> hub.Resolved:
+    place = _registered(source) if source.startswith("models:") else source
     if place.startswith("file://"):
         place = unquote(urlsplit(place).path)
     try:
@@ -55,7 +56,7 @@ def _resolved(source: str, runs: Path) -> hub.Resolved:
     return resolved
 
 
-def _registered(source: str, runs: Path) -> str:
+def _registered(source: str) -> str:
     """Location of the adapter of a registered version."""
     match = REGISTERED.match(source)
     if match is None:
@@ -64,8 +65,9 @@ def _registered(source: str, runs: Path) -> str:
         )
     from mlflow.exceptions import MlflowException
 
+    registry = address.registry(address.resolve(None, runs_folder()))
     try:
-        tags = address.registry(address.resolve(None, runs)).get_model_version(match["name"], match["version"]).tags
+        tags = registry.get_model_version(match["name"], match["version"]).tags
     except MlflowException as error:
         raise Fault(f"model.adapter: {source}: {address.clean(str(error)).splitlines()[0][:200]}") from None
     if "finetune.adapter" not in tags:

@@ -16,7 +16,6 @@ from conf.schema.model import CONFIG, Drawn, Model
 from contract import regular_files
 from contract.faults import Fault
 from tasks.sources import hub
-from tasks.sources.hub import config_json
 
 
 def config(source: Drawn, revision: str) -> dict[str, Any]:
@@ -26,7 +25,7 @@ def config(source: Drawn, revision: str) -> dict[str, Any]:
     place = _above(source.config)
     if hub.kind(place) == "tiny":
         raise Fault(f"model.source: {source.config}: has random weights already; model.source={source.config}")
-    return config_json.read(place, revision)
+    return hub.config_json(place, revision)
 
 
 def identity(model: Model, seed: int) -> dict[str, Any]:

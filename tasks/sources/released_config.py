@@ -7,7 +7,6 @@ from conf.planner import verdict
 from conf.schema.model import Drawn
 from conf.schema.run import Run
 from tasks.sources import drawn, hub
-from tasks.sources.hub import config_json
 
 
 def read(run: Run) -> dict[str, Any]:
@@ -22,4 +21,4 @@ def read(run: Run) -> dict[str, Any]:
 
 @lru_cache
 def _read(source: str, commit: str, revision: str) -> dict[str, Any]:
-    return config_json.read(source, commit if hub.kind(source) == "hub" else revision)
+    return hub.config_json(source, commit if hub.kind(source) == "hub" else revision)

@@ -35,7 +35,7 @@ def convert(stage_run: StageRun, model: Artifact) -> State:
         run = stage_run.at(work, model=model, base=work.files)
         if run.layout.nodes > 1 and gpus.takes(run, "convert").engine is None:  # without this host's GPUs
             run, stop, cpu = on_one_host(run), stage_run.stopped(work), {"CUDA_VISIBLE_DEVICES": ""}
-            launch.trainer("convert", run, work.folder, work.say, stop, changed=cpu)
+            launch.process(*launch.trainer("convert", run, work.folder), work.say, stop, changed=cpu)
         else:
             run_job(stage_run, work, "convert", run)
         return {}

@@ -46,7 +46,6 @@ from tasks.run.places import open_run_store
 from tasks.run.run_tracking import RunTracking
 from tasks.run.session import OPTIONS
 from tasks.sources import drawn, hub, row_sources, training_rows
-from tasks.sources.hub import config_json
 from tasks.stages import download, prepare
 from tasks.stages.run_job import job_of
 
@@ -101,12 +100,13 @@ def _prepared(run: Run) -> dict[str, Any] | None:
 def refusal(planned: Plan) -> str:
     if planned.fits:
         return ""
-    reason = advice.refusal(planned)
-    return _unless_warned(planned.run, reason) if planned.legal else f"plan: {reason}"
+    return _unless_warned(planned.run, advice.refusal(planned), final=not planned.legal)
 
 
-def _unless_warned(run: Run, reason: str) -> str:
-    """Return the reason, or "" if hardware.gate=warn overrides it."""
+def _unless_warned(run: Run, reason: str, final: bool) -> str:
+    """Return the reason, or "" if hardware.gate=warn overrides it. It does not override a `final` reason."""
+    if final:
+        return f"plan: {reason}"
     return "" if run.hardware.gate == "warn" else f"plan: {reason}; hardware.gate=warn continues nevertheless"
 
 
@@ -137,25 +137,22 @@ def unserved(planned: Plan, asked: Collection[str], here: bool = True) -> str:
     if not found:
         return ""
     reason = f"vLLM cannot serve {run.model.source}: {found}. {display.WITHOUT}"
-    return _unless_warned(run, reason) if planned.serving and found == planned.unserved else f"plan: {reason}"
+    return _unless_warned(run, reason, final=not planned.serving or found != planned.unserved)
 
 
 def unanswered(planned: Plan, asked: Collection[str]) -> str:
     """Return the reason why reinforcement learning is impossible; "" if it is possible or not requested."""
     if not planned.unanswered or "reinforce" not in asked:
         return ""
-    if reinforcement.uncut(planned.run, planned.facts):  # vLLM refuses this
-        return f"plan: {planned.unanswered}"
-    return _unless_warned(planned.run, f"reinforce: {planned.unanswered}")
+    final = bool(reinforcement.uncut(planned.run, planned.facts))  # vLLM refuses this
+    return _unless_warned(planned.run, planned.unanswered if final else f"reinforce: {planned.unanswered}", final)
 
 
 def unasked(planned: Plan, asked: Collection[str]) -> str:
     """Return the reason why the reference cannot be computed; "" if it can, or is not requested."""
     if not planned.unasked or "reference" not in asked:
         return ""
-    if planned.asking is None:  # illegal
-        return f"plan: {planned.unasked}"
-    return _unless_warned(planned.run, planned.unasked)
+    return _unless_warned(planned.run, planned.unasked, final=planned.asking is None)  # None is illegal
 
 
 def unfit(planned: Plan, asked: Collection[str]) -> str:
@@ -252,7 +249,7 @@ def _facts(run: Run) -> ModelFacts:
             raise Fault(refused)
         return verdict.facts_of(run)
     else:
-        config = config_json.read(source, run.model.revision)
+        config = hub.config_json(source, run.model.revision)
     facts = verdict.facts_in(config, f"model.source: {source}: ")
     if found := conversion.obstacles(config, run.model.ignore_config):
         raise Fault(f"model.source: {source}: {'; '.join(found)}")
@@ -267,7 +264,7 @@ def _teacher(run: Run) -> ModelFacts | None:
     source = run.train.teacher
     if not objectives.has_teacher(run) or source is None or hub.kind(source) == "tiny":
         return verdict.teacher_of(run)
-    config, named = config_json.read(source, objectives.of_teacher(run).model.revision), f"train.teacher: {source}: "
+    config, named = hub.config_json(source, objectives.of_teacher(run).model.revision), f"train.teacher: {source}: "
     facts = verdict.facts_in(config, named)
     if found := conversion.obstacles(config, run.model.ignore_config):
         raise Fault(f"{named}{'; '.join(found)}")

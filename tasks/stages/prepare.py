@@ -58,15 +58,9 @@ def prepare(stage_run: StageRun, model: Artifact) -> State:
         run, files = _here(stage_run, model, work), work.files
         require_unchanged(stage_run.run.data, stage_run.asked)
         told, bar = files.with_name("files-preparing") / "progress.jsonl", Progress("prepare", "bytes")
-        launch.trainer(
-            "prepare",
-            run,
-            work.folder,
-            work.say,
-            stage_run.stopped(work),
-            lambda: bar.update(*newest(told, "done", "total")),
-            keep=HUB_TOKENS,  # prepare reads data sets from the Hub
-        )
+        command, stop = launch.trainer("prepare", run, work.folder), stage_run.stopped(work)
+        # prepare reads data sets from the Hub, with the user's token
+        launch.process(*command, work.say, stop, lambda: bar.update(*newest(told, "done", "total")), HUB_TOKENS)
         require_unchanged(stage_run.run.data, stage_run.asked)  # the fingerprint names these sources
         report = json.loads((files / "report.json").read_text("utf-8"))
         tracked = stage_run.tracked()

@@ -12,7 +12,6 @@ from conf.rules import objectives
 from conf.schema import identity
 from conf.schema.run import Run
 from tasks.run.artifact import Artifact, Stage, Work
-from tasks.run.places import runs_folder
 from tasks.run.progress import Progress, newest
 from tasks.run.session import OPTIONS, StageRun, may_pass
 from tasks.sources import adapters
@@ -26,7 +25,7 @@ def stage(run: Run, base: Stage, data: Stage, teacher: Stage | None = None) -> S
     inputs |= {"teacher": teacher.fingerprint} if teacher else {}
     config = identity.of(run, "reference")
     if run.model.adapter and objectives.has_starting_adapter(run):
-        config["model"] = config.get("model", {}) | {"adapter": adapters.identity(run.model.adapter, runs_folder())}
+        config["model"] = config.get("model", {}) | {"adapter": adapters.identity(run.model.adapter)}
     return Stage("reference", VERSION, config, inputs)
 
 
@@ -42,7 +41,7 @@ def reference(
         paths |= {"teacher_base": base, "teacher": teacher} if teacher else {"base": base}
         run, bar = stage_run.at(work, **paths), Progress("reference", "rows")
         if objectives.has_starting_adapter(run):
-            run = adapters.as_found(run, stage_run.asked.config, work.folder / "adapter", runs_folder())
+            run = adapters.as_found(run, stage_run.asked.config, work.folder / "adapter")
         rows = sum(data.result["rows"][split] for split in ("training", "validation"))
         done = work.files / "progress.jsonl"
         run_job(stage_run, work, "reference", run, lambda: bar.update(newest(done, "done")[0], rows))

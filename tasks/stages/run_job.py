@@ -12,27 +12,26 @@ from conf.planner.fewer_hosts import fewer_hosts, less_memory
 from conf.rules import gpus
 from conf.schema.run import Run
 from tasks.gang import controller
+from tasks.gang import job as jobs
+from tasks.gang.attempt import Gang
+from tasks.gang.engines import engine_of
 from tasks.gang.history import prefect_page
 from tasks.gang.history.timeline import History
-from tasks.gang.job import Job, conversion, evaluation, reference, reinforcement, training
+from tasks.gang.job import Job
 from tasks.run import launch
 from tasks.run.artifact import Work
 from tasks.run.progress import Progress, newest
 from tasks.run.session import StageRun
 from tasks.run.task_artifact import LivePage, Page
+from tasks.store import open_store
 from tasks.tracking import plots
 
 Line = dict[str, Any]  # of metrics.jsonl
-JOBS = {"convert": conversion, "reference": reference, "reinforce": reinforcement}
 
 
 def job_of(command: str, run: Run) -> Job | None:
     """Return the gang's job that runs the command; None if this host runs it."""
-    if command == "train":
-        return training(run) if gpus.takes(run, "train").engine else None
-    if command == "evaluate":
-        return evaluation(run, gpus.may_leave(run) and hardware.of(run).cuda and not nvidia_smi.visible())
-    return JOBS[command](run)
+    return jobs.job_of(command, run, gpus.may_leave(run) and hardware.of(run).cuda and not nvidia_smi.visible())
 
 
 def run_job(
@@ -41,28 +40,27 @@ def run_job(
     command: str,
     run: Run,
     tick: Callable[[], None] = lambda: None,
-    say: Callable[[str], None] | None = None,
-    stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run `python -m trainer.COMMAND` to its end. Raise Fault, Broken or Stopped.
 
-    The command ends early if the run is cancelled, another process has taken over the work, or `stop` returns True.
+    The command ends early if the run is cancelled, or another process has taken over the work.
     """
-    say, job = say or work.say, job_of(command, run)
-    stopped = stage_run.stopped(work, fenced=job is not None)
-
-    def ends() -> bool:
-        return stopped() or stop()
-
+    job = job_of(command, run)
+    stop = stage_run.stopped(work, fenced=job is not None)
     if job is None:
-        launch.trainer(command, run, work.folder, say, ends, tick, turn=stage_run.turn(say))
+        grace = run.gang.grace if command in ("train", "reinforce") else launch.GRACE  # they save a checkpoint
+        turn, arguments = stage_run.turn(work.say), launch.trainer(command, run, work.folder)
+        launch.process(*arguments, work.say, stop, tick, turn=turn, grace=grace)
         return
-    gang, store, fits = work.folder.name, stage_run.store, fewer_hosts(job.run, job.trains)
-    history = History(gang, run.name, stage_run.tracking.name)
+    name, store, fits = work.folder.name, stage_run.store, fewer_hosts(job.run, job.trains)
+    hasty, engine = open_store(store.uri, hasty=True), engine_of(job.run)
+    history = History(name, run.name, stage_run.tracking.name)
     metrics = work.folder / "files/metrics.jsonl"
     key = f"gang-{run.name}" if command == "train" else f"gang-{stage_run.name}-{run.name}"
     with prefect_page.reporting(history, metrics, store, stage_run.tracked(), key) as teller:
-        controller.carry_out(job, work.folder, store, gang, say, ends, tick, teller, fits, less_memory)
+        controller.carry_out(
+            Gang(name, work.folder, job, hasty, engine, teller, work.say, stop, tick, fits, less_memory)
+        )
 
 
 def learn(
@@ -72,8 +70,6 @@ def learn(
     kind: str,
     steps: int,
     page: Callable[[list[Line], bytes | None], Page | None],
-    say: Callable[[str], None] | None = None,
-    stop: Callable[[], bool] = lambda: False,
 ) -> list[Line]:
     """Run a job that writes metrics, and return the lines of metrics. `page` makes a page from the lines and a picture.
 
@@ -91,7 +87,7 @@ def learn(
     tracked.follow(metrics)
     try:
         with LivePage(f"{kind}-{run.name}", live):
-            run_job(stage_run, work, stage_run.name, run, tick, say, stop)
+            run_job(stage_run, work, stage_run.name, run, tick)
     finally:
         tracked.unfollow()
     lines = plots.read(metrics) if metrics.exists() else []

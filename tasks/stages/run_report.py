@@ -1,19 +1,37 @@
-"""Report of a run: a table in the terminal, a page in Prefect (run_page.py), figures in MLflow, a Result for Python."""
+"""Report of a run: a table in the terminal, a page in Prefect, figures in MLflow, a Result for Python.
 
+On a screen of 1,280 pixels, Prefect shows about 720 pixels of a table and cuts off the rest. So cells of the page have
+text that wraps.
+"""
+
+import json
+import re
 from dataclasses import dataclass
+from typing import Any
 
 from prefect.artifacts import create_markdown_artifact
 
+from conf.load import as_yaml
+from conf.planner import display, picture
 from conf.planner.verdict import Plan
+from conf.rules import gpus
 from conf.schema.run import Run
-from tasks.pages.markdown import digits
+from contract.amounts import dollars
+from tasks.gang.history import prefect_page as gang
+from tasks.gang.history import timeline
+from tasks.pages import data_report
+from tasks.pages.markdown import digits, embedded, render
+from tasks.run.artifact import Artifact
 from tasks.run.outcomes import Outcomes
 from tasks.run.run_tracking import RunTracking
-from tasks.stages import run_page
-from tasks.stages.run_page import Made
+from tasks.stages import plan
 from tasks.store import Store
 from tasks.tracking.address import public
 
+PICTURES = ("training.png", "loss.png")  # older trainings have loss.png
+PATHS = re.compile(r"^paths:\n(?: .*\n)*", re.MULTILINE)  # paths of this host in a configuration
+
+Made = dict[str, Artifact]  # by the name of the stage
 # Names in MLflow, whose sections are in alphabetical order: evaluation, then the loss (tasks/tracking/metrics.yaml).
 TRAINED = {
     "loss": "loss/training",
@@ -52,16 +70,15 @@ def lines(outcomes: Outcomes, links: dict[str, str]) -> list[str]:
             rows.append((name, "NotRun", "", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     found = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    if gains := run_page.gains(made):
-        width = max(len(name) for name, _, _ in gains)
+    if metrics := gains(made):
+        width = max(len(name) for name, _, _ in metrics)
         found += ["", f"{'metric'.ljust(width)}  {'base':>9}  {'tuned':>9}"]
-        found += [f"{name.ljust(width)}  {digits(base, 4):>9}  {tuned:>9.4g}" for name, base, tuned in gains]
-    if promoted := made.get("promote"):
-        result = promoted.result
-        title = f"{result['model']} version {result['version']}: {' and '.join(result['aliases'])}."
-        found += ["", f"{title} {result['reason']}"]
+        found += [f"{name.ljust(width)}  {digits(base, 4):>9}  {tuned:>9.4g}" for name, base, tuned in metrics]
+    if promoted := _promoted(made):
+        title = f"{promoted['model']} version {promoted['version']}: {' and '.join(promoted['aliases'])}."
+        found += ["", f"{title} {promoted['reason']}"]
     found += ["", *(f"{name}: {where}" for name, where in links.items())]
-    if command := run_page.serving(made):
+    if command := serving(made):
         found += [f"serve it: {command}"]
     return found
 
@@ -70,10 +87,10 @@ def publish(planned: Plan, outcomes: Outcomes, store: Store, tracking: RunTracki
     """Publish the page in Prefect, the table in the terminal, and the figures of the run in MLflow."""
     made, name = outcomes.made, tracking.name
     links = _links(planned.run, made, store, tracking)
-    text = run_page.page(name, planned, outcomes, links, store)
+    text = page(name, planned, outcomes, links, store)
     create_markdown_artifact(text, key=f"report-{planned.run.name}", description=name)
-    tracking.describe(run_page.verdict(made))
-    for metric, base, tuned in run_page.gains(made):
+    tracking.describe(verdict(made))
+    for metric, base, tuned in gains(made):
         tracking.whole.metrics(
             {f"evaluation/tuned/{metric}": tuned} | ({} if base is None else {f"evaluation/base/{metric}": base})
         )
@@ -102,21 +119,21 @@ def _links(run: Run, made: Made, store: Store, tracking: RunTracking) -> dict[st
         if compared := pages.compared(training):
             links["MLflow, this training compared with earlier ones"] = compared
     links["MLflow, all trainings' losses"] = pages.charts()
-    if promoted := made.get("promote"):
-        links["MLflow, the registered version"] = pages.version(promoted.result["model"], promoted.result["version"])
+    if promoted := _promoted(made):
+        links["MLflow, the registered version"] = pages.version(promoted["model"], promoted["version"])
     return links
 
 
 def result(outcomes: Outcomes, store: Store, tracking: RunTracking) -> Result:
     made = {name: outcomes.made[name] for name in outcomes.stages if name in outcomes.made}
-    gains = run_page.gains(made)
-    promoted = made["promote"].result if "promote" in made else {}
+    metrics = gains(made)
+    promoted = _promoted(made)
     run, pages = tracking.own_run() or tracking.training_run(), tracking.pages()
     return Result(
         name=tracking.name,
         artifacts={name: store.link(f"{artifact.key}/files") for name, artifact in made.items()},
-        base={name: base for name, base, _ in gains if base is not None},
-        tuned={name: tuned for name, _, tuned in gains},
+        base={name: base for name, base, _ in metrics if base is not None},
+        tuned={name: tuned for name, _, tuned in metrics},
         model=promoted.get("model"),
         version=promoted.get("version"),
         aliases=tuple(promoted.get("aliases", ())),
@@ -124,3 +141,112 @@ def result(outcomes: Outcomes, store: Store, tracking: RunTracking) -> Result:
         mlflow_run=run,
         mlflow_url=pages.run(run) if run and pages else None,
     )
+
+
+def page(name: str, planned: Plan, outcomes: Outcomes, links: dict[str, str], store: Store) -> str:
+    """Return the report. `links` are addresses or paths by title."""
+    made, image = outcomes.made, None
+    for file in PICTURES:
+        image = image or _file(store, made.get("train"), file)
+    data = _file(store, made.get("prepare"), "report.json")
+    # Cached stages are not compared with the plan: they may have had another layout.
+    ended = {name: one.artifact for name, one in outcomes.by_stage.items() if one.state == "Completed" and one.artifact}
+    return render(
+        "run",
+        name=name,
+        promoted=_promoted(made),
+        command=serving(made),
+        metrics=gains(made),
+        answers=_answers(store, made),
+        image=image and embedded("training", image),
+        gang=timeline.read(store, outcomes.stages["train"].key.replace("/", "-")),
+        brief=gang.brief,
+        made=made,
+        data=data and json.loads(data),
+        data_headline=data_report.headline,
+        trained=_trained(planned.run),
+        spent=_spent(planned, made),
+        degrees=display.degrees,
+        links=links,
+        outcomes=outcomes,
+        planned=planned,
+        compared=plan.beside(planned, ended),
+        picture=picture.lines(planned) if planned.stages else (),
+        configuration=PATHS.sub("", as_yaml(planned.run)).rstrip(),
+    )
+
+
+def verdict(made: Made) -> str:
+    """Return a short report: whether and why the model was promoted, and its metrics."""
+    return render("verdict", promoted=_promoted(made), metrics=gains(made), command=serving(made)).rstrip("\n")
+
+
+def _promoted(made: Made) -> dict[str, Any]:
+    """Return the result of stage promote; empty without one."""
+    return made["promote"].result if "promote" in made else {}
+
+
+def gains(made: Made) -> list[tuple[str, float | None, float]]:
+    """Return metrics as (name, base, tuned model). A base with random weights is not evaluated."""
+    before, after = made.get("evaluate-base"), made.get("evaluate-tuned")
+    is_drawn = "download" in made and "seed" in made["download"].stage.config
+    if not after or not (before or is_drawn):
+        return []
+    base, tuned = before.result["metrics"] if before else {}, after.result["metrics"]
+    shown = [name for name in tuned if (name in base or not before) and not name.endswith("_stderr")]
+    return [(name, base.get(name), tuned[name]) for name in shown]
+
+
+def serving(made: Made) -> str:
+    """Return the command that serves the result; "" if there is no model to serve."""
+    if promoted := _promoted(made):
+        return f"python -m flows.serve {promoted['model']}@{promoted['version']}"
+    return f"python -m flows.serve {made['export'].key}" if "export" in made else ""
+
+
+def _trained(run: Run) -> str:
+    adapter = run.adapter
+    if adapter.kind == "none":
+        return "every weight"
+    return f"{adapter.kind} of rank {adapter.rank}, alpha {adapter.alpha}, on {', '.join(adapter.names)}"
+
+
+def _spent(planned: Plan, made: Made) -> list[tuple[str, str]]:
+    """Return hours and cost of the training and of all stages, including cached stages, and the planned values."""
+    if "train" not in made:
+        return []
+    of = {name: one.made["seconds"] / 3600 for name, one in made.items()}
+    price, spent = planned.gpu.price, ""
+    if price is not None:
+        cost = {name: hours * _processes(planned, name) * price for name, hours in of.items()}
+        both = dollars(cost["train"]), dollars(sum(cost.values()))
+        spent = f", {both[0]} USD; all stages {both[1]} USD at {price:g} per GPU and hour"
+    rows = [("hours", f"{of['train']:.3g} of training, {sum(of.values()):.3g} of all stages{spent}")]
+    if planned.time:
+        cost = "" if planned.time.cost is None else f", {dollars(planned.time.cost)} USD"
+        rows.append(("planned", f"{planned.time.hours:.3g} hours of training{cost}"))
+    return rows
+
+
+def _processes(planned: Plan, stage: str) -> int:
+    share = gpus.takes(planned.run, stage)
+    return share.of(planned.gpu.per_host) * (1 if share.here else share.hosts)
+
+
+def _answers(store: Store, made: Made) -> list[tuple[str, str, str, str]]:
+    """Return rows of prompt, the base's answer, the tuned model's answer and the reference answer."""
+    found = []
+    for name in ("evaluate-base", "evaluate-tuned"):
+        text = _file(store, made.get(name), "results.json")
+        found.append(json.loads(text)["samples"] if text else {})
+    base, tuned = found
+    return [
+        (one["prompt"], one["answer"], other["answer"], one["reference"])
+        for task in base
+        for one, other in zip(base[task], tuned.get(task, []), strict=False)
+    ]
+
+
+def _file(store: Store, made: Artifact | None, name: str) -> bytes | None:
+    found = store.read(f"{made.key}/files/{name}") if made else None
+    return found[0] if found else None

@@ -4,6 +4,7 @@
 
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 from prefect import State, task
@@ -12,11 +13,10 @@ from conf.rules import auxiliary_losses, packed_base, schedule
 from conf.schema import identity
 from conf.schema.run import Run
 from contract.faults import Fault, Stopped
-from tasks.gang.job import Job, training
+from tasks.gang.job import Job, Training
 from tasks.pages import learning_pages
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
-from tasks.run.places import runs_folder
 from tasks.run.session import OPTIONS, StageRun, may_pass
 from tasks.run.task_artifact import Page
 from tasks.sources import adapters, released_config
@@ -29,11 +29,11 @@ STEP_EVERY = 5.0  # seconds between lines of steps in the log
 def stage(run: Run, base: Stage, data: Stage, reference: Stage | None = None) -> Stage:
     config = config_of(run, run)
     if run.model.adapter:
-        config["model"] = config.get("model", {}) | {"adapter": adapters.identity(run.model.adapter, runs_folder())}
+        config["model"] = config.get("model", {}) | {"adapter": adapters.identity(run.model.adapter)}
     if packed_base.format_of(run) and packed_base.once_rounded(run, released_config.read(run)):
         config["model"] |= {"codes": "as released"}  # earlier versions computed codes from rounded weights
     if run.adapter.kind != "none" and run.adapter.experts == "shared":
-        # Each shared adapter counts once in the gradient norm (trainer/patches/shared_experts.py): ep does not change
+        # Each shared adapter counts once in the gradient norm (trainer/patches/expert_adapters.py): ep does not change
         # the model. Earlier versions were right for ep 1 only; ep 1 in the identity keeps their artifacts valid.
         config["layout"] = {"ep": 1}
     if run.checkpoint.keep_best:  # the best is one of the saved checkpoints
@@ -70,7 +70,7 @@ def train(
             raise Fault(f"not started: {stage_run.pointless}")
         paths = {"output": work.files, "parity": work.files / "parity.json", "reference": reference}
         run = stage_run.at(work, model=model, base=base, data=data, **paths)
-        run = resolved(adapters.as_found(run, stage_run.asked.config, work.folder / "adapter", runs_folder()))
+        run = resolved(adapters.as_found(run, stage_run.asked.config, work.folder / "adapter"))
         if not stage_run.reinforces:
             export.require_step(run)
         tracked, link = stage_run.tracked(), stage_run.store.link
@@ -88,14 +88,14 @@ def train(
             links = stage_run.tracking.links(of_training=True)
             return learning_pages.training(run.name, lines, run.train.steps, picture, links), line
 
-        say, stop = _Thinned(work.say), lambda: bool(stage_run.pointless)
+        work = replace(work, say=_Thinned(work.say))
         try:
-            lines = learn(stage_run, work, run, "training", run.train.steps, page, say, stop)
+            lines = learn(stage_run, work, run, "training", run.train.steps, page)
         except Stopped:
             if stage_run.pointless:
                 raise Fault(f"stopped: {stage_run.pointless}") from None
             raise
-        require_done(training(run))
+        require_done(Training(run))
         return _summary(lines)
 
     return stage_run.get_or_make(make, valid)

@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -84,6 +85,11 @@ def inside(folder: Path, names: Iterable[str]) -> dict[str, Path]:
             seen.add(place.parent)
         places[name] = place
     return places
+
+
+def partial_name(name: str, digest: str) -> str:
+    """Name of a partial file. It depends on the expected content: a part of another version is not continued."""
+    return checksums.of(f"{digest} {name}")[:32] + ".part"
 
 
 def sha256(path: Path) -> str:
@@ -192,47 +198,19 @@ Task = Callable[[], "Iterable[Task] | None"]
 def work_through(tasks: Iterable[Task], threads: int = THREADS, stopped: threading.Event | None = None) -> None:
     """Run tasks in threads, the last one first. A task may return follow-up tasks, which run next.
 
-    A file that has begun is therefore finished before another begins. The first error stops the rest and is raised. It
-    sets `stopped`, which long tasks check.
+    A file that has begun is therefore finished before another begins. After the first error, or Ctrl-C, no task begins.
+    It sets `stopped`, which long tasks check, and is raised when the running tasks have ended.
     """
-    stack, errors, busy = list(tasks), [], 0
-    stopped = stopped or threading.Event()
-    turn = threading.Condition()
-
-    def worker() -> None:
-        nonlocal busy
-        while True:
-            with turn:
-                while not stack and busy and not errors:
-                    turn.wait()
-                if errors or not stack:
-                    return
-                task = stack.pop()
-                busy += 1
-            more: Iterable[Task] | None = None
-            try:
-                more = task()
-            except BaseException as error:  # raised in the caller's thread
-                errors.append(error)
+    stack, running = list(tasks), set[Future]()
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            while stack or running:
+                while stack and len(running) < threads:
+                    running.add(pool.submit(stack.pop()))
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    stack += future.result() or ()
+        except BaseException:
+            if stopped:
                 stopped.set()
-            with turn:
-                busy -= 1
-                stack.extend(more or ())
-                turn.notify_all()
-
-    workers = [threading.Thread(target=worker, daemon=True) for _ in range(threads)]
-    for thread in workers:
-        thread.start()
-    try:
-        for thread in workers:
-            thread.join()
-    except BaseException as error:  # Ctrl-C: running tasks end, no other task begins
-        with turn:
-            errors.append(error)
-            stopped.set()
-            turn.notify_all()
-        for thread in workers:
-            thread.join()
-        raise
-    if errors:
-        raise errors[0]
+            raise

@@ -43,11 +43,9 @@ class S3Store(S3Upload, S3Download):
         raise lost(self.link(key))
 
     def create(self, key: str, data: bytes) -> str | None:
-        self.conditional  # noqa: B018
         return self._write_if(key, data, IfNoneMatch="*")
 
     def replace(self, key: str, data: bytes, tag: str) -> str | None:
-        self.conditional  # noqa: B018
         return self._write_if(key, data, IfMatch=f'"{tag}"')
 
     def write(self, key: str, data: bytes) -> str:
@@ -112,6 +110,7 @@ class S3Store(S3Upload, S3Download):
             )
 
     def _write_if(self, key: str, data: bytes, **condition: str) -> str | None:
+        self.conditional  # noqa: B018
         mark = secrets.token_hex(8)
         where = {"Bucket": self.bucket, "Key": self.at(key)}
         for attempt in range(ATTEMPTS):

@@ -1,8 +1,8 @@
-"""Download of a folder from S3: ranges of large files by several threads, verified, then renamed into place.
+"""Download of a folder from S3: pieces of large files by several threads, verified, then renamed into place.
 
-Unfinished files are in .partial/ in the folder, each with a journal of the finished pieces of 8 MiB. A repeated
-transfer fetches only the other pieces, and keeps files that already have the right size and SHA-256. A second process
-that fetches into the same folder waits for the first one and then uses its files.
+Unfinished files are in .partial/ in the folder, each with a journal of its finished pieces. A repeated transfer fetches
+only the other pieces, and keeps files that already have the right size and SHA-256. A second process that fetches into
+the same folder waits for the first one and then uses its files.
 
 Files are not synced to disk: after a power failure the next transfer detects lost content by its digest.
 """
@@ -10,7 +10,6 @@ Files are not synced to disk: after a power failure the next transfer detects lo
 import contextlib
 import functools
 import hashlib
-import os
 import shutil
 import threading
 from collections.abc import Iterable, Iterator
@@ -26,8 +25,8 @@ from tasks.store.folder import BLOCK, File, Meter, Progress, Task, work_through
 from tasks.store.s3_bucket import S3Bucket
 from tasks.store.s3_errors import ABSENT, ATTEMPTS, SLOW, broken, code_of, lost, pause, plainly, read
 
-PIECE = 8 << 20  # bytes that an interruption loses at most, per thread
-RANGE = 8  # pieces per request: with 64 MiB, the 30 ms of a request are a few percent
+PIECE = 32 << 20  # bytes of a request, and of the loss of an interruption per thread; 30 ms of a request have no data
+SMALL = 8 << 20  # bytes of a file that is fetched in one request, through memory
 
 
 @dataclass
@@ -41,7 +40,7 @@ class Download:
     target: Path
     partial: Path
     resumed: bool = False
-    left: int = 0  # number of unfinished ranges
+    left: int = 0  # number of unfinished pieces
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -53,8 +52,8 @@ class Download:
         if folders.matches(self.target, self.file):
             self.meter.add(size)
             return None
-        if size > PIECE:
-            return self._ranges()
+        if size > SMALL:
+            return self._pieces()
         data = b"".join(stream(self.store, self.key, 0, size, size))
         if checksums.of(data) != self.file.sha256:
             raise self._not_as_recorded()
@@ -63,40 +62,25 @@ class Download:
         self.meter.add(size)
         return None
 
-    def _ranges(self) -> list[Task]:
+    def _pieces(self) -> list[Task]:
         done, size = self._finished_pieces(), self.file.size
         self.resumed = bool(done)
         self.meter.add(sum(min(PIECE, size - piece * PIECE) for piece in done))
         with self.partial.open("ab") as f:
             f.truncate(size)
-        spans: list[list[int]] = []
-        for piece in range(-(-size // PIECE)):
-            if piece in done:
-                continue
-            if spans and spans[-1][-1] == piece - 1 and len(spans[-1]) < RANGE:
-                spans[-1].append(piece)
-            else:
-                spans.append([piece])
-        self.left = len(spans)
-        if not spans:
-            return [self._verify]
-        return [functools.partial(self._fetch, span[0], span[-1] + 1) for span in reversed(spans)]
+        left = [piece for piece in range(-(-size // PIECE)) if piece not in done]
+        self.left = len(left)
+        return [functools.partial(self._fetch, piece) for piece in reversed(left)] or [self._verify]
 
-    def _fetch(self, first: int, last: int) -> Iterable[Task] | None:
-        at, size = first * PIECE, self.file.size
-        stop = min(last * PIECE, size)
-        with self.partial.open("r+b", buffering=0) as f, self.journal.open("ab", buffering=0) as journal:
-            for block in stream(self.store, self.key, at, stop, size):
-                view = memoryview(block)
-                while view:
-                    written = os.pwrite(f.fileno(), view, at)
-                    at, view = at + written, view[written:]
-                    # a block is within one piece: both begin at multiples of BLOCK, also after a broken connection
-                    if at % PIECE == 0 or at == size:
-                        piece = (at - 1) // PIECE
-                        journal.write(b"%d\n" % piece)
-                        self.meter.add(at - piece * PIECE)
-        with self.lock:
+    def _fetch(self, piece: int) -> Iterable[Task] | None:
+        at, size = piece * PIECE, self.file.size
+        with self.partial.open("r+b") as f:
+            f.seek(at)
+            for block in stream(self.store, self.key, at, min(at + PIECE, size), size):
+                f.write(block)
+                self.meter.add(len(block))
+        with self.lock, self.journal.open("a") as journal:
+            journal.write(f"{piece}\n")
             self.left -= 1
             return None if self.left else [self._verify]
 
@@ -111,7 +95,7 @@ class Download:
             raise self._not_as_recorded()
         # A power failure may lose data that the journal lists: fetch the whole file again.
         self.meter.add(-self.file.size)
-        return self._ranges()
+        return self._pieces()
 
     def _finished_pieces(self) -> set[int]:
         """Pieces in the journal, if the partial file has the right size."""
@@ -141,7 +125,7 @@ class S3Download(S3Bucket):
                 _check_space(folder, partials, files, targets)
                 begin: list[Task] = []
                 for name, file in sorted(files.items(), key=lambda item: item[1].size):
-                    partial = partials / _partial_name(name, file)
+                    partial = partials / folders.partial_name(name, file.sha256)
                     begin.append(Download(self, meter, self.at(prefix, name), file, targets[name], partial).begin)
                 work_through(begin)
         meter.end()
@@ -182,7 +166,7 @@ def stream(store: S3Bucket, key: str, start: int, stop: int, size: int) -> Itera
             if answer["ContentLength"] != stop - at:
                 raise _gone(store, key, f"size differs: {answer['ContentLength']} bytes, not {stop - at}")
             try:
-                while at < stop and (block := read(store, body, min(BLOCK - at % BLOCK, stop - at))):
+                while at < stop and (block := read(store, body, min(BLOCK, stop - at))):
                     at += len(block)
                     broke = 0
                     yield block
@@ -199,11 +183,6 @@ def _gone(store: S3Bucket, key: str, what: str) -> Gone:
     gone = Gone(f"s3://{store.bucket}/{key}: {what}; create it again")
     gone.what = what
     return gone
-
-
-def _partial_name(name: str, file: File) -> str:
-    """Name of a partial file. It depends on the expected content: a part of another version is not continued."""
-    return checksums.of(f"{file.sha256} {name}")[:32] + ".part"
 
 
 def _check_space(folder: Path, partials: Path, files: dict[str, File], targets: dict[str, Path]) -> None:

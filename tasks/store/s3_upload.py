@@ -65,7 +65,7 @@ class S3Upload(S3Bucket):
         done: dict[str, File] = {}
         with plainly(self), disk_plainly(folder):
             unfinished = self.uploads(prefix)
-            job = Job(self, prefix, stored, unfinished, meter, done)
+            job = Job(self, stored, unfinished, meter, done)
             begin = [functools.partial(job.begin, file) for file in files]
             work_through(interleaved(begin, [file.size for file in files]))
         with plainly(self):
@@ -89,7 +89,6 @@ def interleaved(tasks: list[Task], sizes: list[int]) -> list[Task]:
 @dataclass(frozen=True)
 class Job:
     store: S3Bucket
-    prefix: str
     stored: dict[str, tuple[int, str]]
     unfinished: dict[str, list[str]]
     meter: Meter
@@ -121,17 +120,17 @@ class Job:
 
     def _is_stored(self, file: Upload) -> bool:
         size, tag = self.stored.get(file.name, (None, ""))
-        if size != file.size:
-            return False
-        head = self._head(file)
-        if head is None or head.get("Metadata", {}).get("sha256") != file.sha256 or tag_of(head) != tag:
+        if size != file.size or self._stored_tag(file) != tag:
             return False
         self._finished(file, tag, file.size)
         return True
 
-    def _head(self, file: Upload) -> dict[str, Any] | None:
+    def _stored_tag(self, file: Upload) -> str | None:
+        """Tag of the object, if it has the content of the file."""
         with contextlib.suppress(Refused), plainly(self.store):
-            return self.store.client.head_object(Bucket=self.store.bucket, Key=file.key)
+            head = self.store.client.head_object(Bucket=self.store.bucket, Key=file.key)
+            same = head["ContentLength"] == file.size and head.get("Metadata", {}).get("sha256") == file.sha256
+            return tag_of(head) if same else None
 
     def _finished(self, file: Upload, tag: str, counted: int) -> None:
         self.done[file.name] = File(file.size, file.sha256, tag)
@@ -211,16 +210,13 @@ class Job:
         except Exception as error:
             if code_of(error) != "NoSuchUpload":
                 raise
-            head = self._head(file)  # completed by an earlier try whose answer was lost, or by another process
-            if head and head["ContentLength"] == file.size and head["Metadata"].get("sha256") == file.sha256:
-                self._finished(file, tag_of(head), 0)
-                return None
+            tag = self._stored_tag(file)  # completed by an earlier try whose answer was lost, or by another process
+        else:
+            # The digest of a resumed upload is from its start. Unsent parts of the file may have changed since then.
+            tag = self._stored_tag(file) if file.resumed else tag_of(answer)
+        if tag is None:
             return self._restart(file, file.id)
-        if file.resumed:  # its digest is from its start, and the file may have changed in unsent parts since then
-            head = self._head(file)
-            if head is None or head.get("Metadata", {}).get("sha256") != file.sha256:
-                return self._restart(file, file.id)
-        self._finished(file, tag_of(answer), 0)
+        self._finished(file, tag, 0)
         return None
 
     def _restart(self, file: Upload, upload: str) -> Iterable[Task] | None:

@@ -59,7 +59,7 @@ class Stage:
         self._tail: Tail | None = None
         self._tables: list[str] = []
         self._has_curves = False
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()
         self._ended = False
 
     def params(self, values: dict) -> None:
@@ -122,7 +122,7 @@ class Stage:
         """Ship the rest of the followed file, a copy of it and its figures. Then the file itself may be removed."""
         with self._mutex:
             if self._tail:
-                self._catch_up()
+                self.catch_up()
                 self._tail.close()
                 path = self._tail.path
                 if path.exists() and (copy := self._file(path, path.name)):
@@ -132,15 +132,11 @@ class Stage:
 
     def catch_up(self) -> None:
         with self._mutex:
-            if self._tail:
-                self._catch_up()
-
-    def _catch_up(self) -> None:
-        while lines := self._tail.lines():
-            rows = [row for line in lines for row in metrics(line)]
-            self._has_curves |= any(line["kind"] != "start" for line in lines)
-            chunks = [rows[first : first + 900] for first in range(0, len(rows), 900)]
-            self._journal.append(*[{"do": "log", **self._names, "axis": "step", "metrics": c} for c in chunks])
+            while self._tail and (lines := self._tail.lines()):
+                rows = [row for line in lines for row in metrics(line)]
+                self._has_curves |= any(line["kind"] != "start" for line in lines)
+                chunks = [rows[first : first + 900] for first in range(0, len(rows), 900)]
+                self._journal.append(*[{"do": "log", **self._names, "axis": "step", "metrics": c} for c in chunks])
 
     def _file(self, content: bytes | Path, name: str) -> str | None:
         """Log a file. Return the path of its copy, or None if it cannot be copied."""

@@ -62,8 +62,6 @@ class MlflowSink:
         self.client = _client(address)
         self.experiment = _guard(lambda: _experiment(self.client, address, experiment))
         self.known: dict[str, Known] = {}
-        self.flows: dict[str, dict] = {}  # by flow: its existing runs by their ids
-        self.begun: set[str] = set()
 
     def take(self, events: list[dict], runs: dict, attempt: str) -> int:
         event = events[0]
@@ -74,11 +72,7 @@ class MlflowSink:
             raise Refused("its run was not begun")
         if event["do"] == "log":
             return _guard(lambda: self._log(events, runs, attempt))
-        try:
-            _guard(lambda: do(event, runs, attempt))
-        except Away:
-            self.flows.clear()  # the call may have succeeded
-            raise
+        _guard(lambda: do(event, runs, attempt))
         return 1
 
     def _begin(self, event: dict, runs: dict, attempt: str) -> None:
@@ -100,24 +94,15 @@ class MlflowSink:
                 self.client.update_run(run.info.run_id, "RUNNING")
             self._note(run)
         runs[event["run"]] = run.info.run_id
-        self.begun.add(event["id"])
 
     def _find(self, event: dict, attempt: str):
         """Return the run with this id, if this attempt created it or it has not finished."""
-        flow, all_of_flow = event["flow"], not event.get("shared") and event["id"] not in self.begun
-        if all_of_flow and flow in self.flows:  # one search is enough for all stages of a flow
-            return self.flows[flow].get(event["id"])
-        key, value = ("finetune.flow", flow) if all_of_flow else ("finetune.id", event["id"])
-        runs = self.client.search_runs(
-            [self.experiment], f"tags.`{key}` = '{value}'", order_by=["attributes.start_time DESC"], max_results=200
+        with_id, newest_first = f"tags.`finetune.id` = '{event['id']}'", ["attributes.start_time DESC"]
+        runs = self.client.search_runs([self.experiment], with_id, order_by=newest_first, max_results=200)
+        ours = (
+            run for run in runs if run.data.tags.get("finetune.attempt") == attempt or run.info.status != "FINISHED"
         )
-        usable = {}
-        for run in runs:
-            if run.data.tags.get("finetune.attempt") == attempt or run.info.status != "FINISHED":
-                usable.setdefault(run.data.tags.get("finetune.id"), run)
-        if all_of_flow:
-            self.flows[flow] = usable
-        return usable.get(event["id"])
+        return next(ours, None)
 
     def _kill(self, run_id: str, at: int) -> None:
         try:

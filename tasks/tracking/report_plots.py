@@ -103,18 +103,13 @@ def _holders(axes: Any, plan: dict[str, Any], hosts: list[dict[str, Any]]) -> No
     widest = max(len(host["gpus"]) for host in hosts)
     for row, host in enumerate(hosts):
         for gpu, share in enumerate(host["gpus"]):
-            axes.add_patch(_cell(gpu, row, colours[share["stage"] % len(colours)]))
+            colour = colours[share["stage"] % len(colours)]
+            axes.barh(row, 1, height=1, left=gpu, align="edge", color=colour, edgecolor="white")
             axes.text(gpu + 0.5, row + 0.5, _text(share, of), ha="center", va="center", fontsize=7)
     names = [f"hosts {', '.join(map(str, host['hosts'][:4]))}{', ...' * (len(host['hosts']) > 4)}" for host in hosts]
     axes.set(xlim=(0, widest), ylim=(len(hosts), 0), title="What each GPU holds; a colour is a stage", xlabel="GPU")
     axes.set_yticks([row + 0.5 for row in range(len(hosts))], names)
     axes.set_xticks([gpu + 0.5 for gpu in range(widest)], [str(gpu) for gpu in range(widest)])
-
-
-def _cell(gpu: int, row: int, colour: Any) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((gpu, row), 1, 1, facecolor=colour, edgecolor="white")
 
 
 def _text(share: dict[str, Any], of: dict[str, int]) -> str:

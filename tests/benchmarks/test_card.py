@@ -5,8 +5,8 @@ import json
 import pytest
 
 from benchmarks import card
-from flows.study import measured
-from tests.flows.study.answers import answer
+from benchmarks.study import measured
+from tests.benchmarks.study.answers import answer
 
 NAME = "qwen3-30b-a3b-1xh100"
 

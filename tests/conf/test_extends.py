@@ -10,7 +10,7 @@ import yaml
 
 from conf import load as conf_load
 from conf.load import FOLDER, FOLDERS, load, main
-from conf.schema import table
+from conf.schema import __main__ as table
 from conf.strict_yaml import parse
 from contract.faults import ConfigError
 

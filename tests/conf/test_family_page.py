@@ -1,5 +1,5 @@
-"""docs/extending/family.md: a copy of the repository without Qwen3 gets it back with the file of the page, which also
-works from outside the repository."""
+"""docs/extending/family.md: a copy of the repository without Qwen3 gets it back with the files of the page, which also
+work from outside the repository."""
 
 import hashlib
 import os
@@ -28,13 +28,19 @@ def scratch(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("scratch") / "finetune"
     for name in ("contract", "conf", "trainer"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "own"))
-    (root / "conf/families/qwen3.py").unlink()
+    for ending in ("py", "json"):
+        (root / f"conf/families/qwen3.{ending}").unlink()
     return root
 
 
-def of_page() -> str:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+def of_page(kind: str = "python") -> str:
+    (code,) = re.findall(rf" *```{kind}\n(.*?)```", PAGE.read_text(), re.DOTALL)
     return textwrap.dedent(code)
+
+
+def write_both(place: Path) -> None:
+    place.with_suffix(".py").write_text(of_page())
+    place.with_suffix(".json").write_text(of_page("json"))
 
 
 def rehearse(root: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -55,20 +61,21 @@ def rehearse(root: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 def test_a_family_from_outside_is_planned_and_built_by_megatron(scratch, tmp_path):
     without = rehearse(scratch)
     assert without.returncode == 2 and "tiny://qwen3: unknown model; known are tiny://deepseek-v3, " in without.stderr
-    (tmp_path / "mine.py").write_text(of_page())
+    write_both(tmp_path / "mine")
     done = rehearse(scratch, f"model.family={tmp_path / 'mine.py'}")
     assert done.returncode == 0, done.stderr
     assert "equal: 1 of 1 ranks built and counted" in done.stdout
 
 
-def test_the_file_of_the_page_is_all_that_a_family_needs(scratch):
-    (scratch / "conf/families/qwen3.py").write_text(of_page())
+def test_the_files_of_the_page_are_all_that_a_family_needs(scratch):
+    write_both(scratch / "conf/families/qwen3")
     done = rehearse(scratch)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_family_of_an_installed_package_is_known_without_a_key(tmp_path, monkeypatch):
     text = of_page().replace('"qwen3"', '"mine"').replace("Qwen3ForCausalLM", "MineForCausalLM")
+    write_both(tmp_path / "mine")
     (tmp_path / "mine.py").write_text(text)
     package = tmp_path / "mine-1.0.dist-info"
     package.mkdir()
@@ -90,9 +97,24 @@ def test_the_digest_of_a_family_follows_its_torch_part_next_to_it(tmp_path):
     before = families.digest(str(family))
     part.write_text("VERSION = 2\n")
     assert families.digest(str(family)) != before
+    before = families.digest(str(family))
+    tiny = tmp_path / "with_part-mtp.json"
+    tiny.write_text(of_page("json"))
+    assert families.digest(str(family)) != before
     part.unlink()
+    tiny.unlink()
     alone = families.digest(str(family))
     assert alone == hashlib.sha256(family.read_bytes()).hexdigest()
+
+
+def test_a_family_from_outside_may_hold_its_tiny_models_itself(tmp_path):
+    family = tmp_path / "mine.py"
+    family.write_text(of_page().replace('"qwen3"', '"mine", tiny={"wide": {"head_dim": 128}}'))
+    try:
+        families.add(str(family))
+        assert families.tiny()["mine-wide"]["head_dim"] == 128
+    finally:
+        families.every.cache_clear()
 
 
 @pytest.mark.parametrize(

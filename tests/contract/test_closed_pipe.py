@@ -49,7 +49,7 @@ def test_a_trainer_goes_on():
 
 
 def test_every_command_ends_so():
-    for folder in ("flows", "flows/new", "trainer", "conf", "conf/schema", "tasks/tracking"):
+    for folder in ("flows", "flows/new", "trainer", "conf", "conf/schema", "tasks/tracking", "benchmarks/study"):
         for file in (ROOT / folder).glob("*.py"):
             if (text := file.read_text()).count('if __name__ == "__main__":'):
                 calls = ("closed_pipe.run(", "closed_pipe.quiet()", "entry.")

@@ -328,7 +328,7 @@ class Server(Variables):
 
     def prefect_deploy(self, command, **_):
         for one in yaml.safe_load(Path(command[-1]).read_text())["deployments"]:
-            name = f"{deploy.FLOWS[one['entrypoint']]}/{one['name']}"
+            name = f"{one['entrypoint'].rpartition(':')[2]}/{one['name']}"
             fields = {field: one.get(field) for field in ("parameters", "tags", "description")}
             self.deployments[name] = SimpleNamespace(
                 **fields, id=name, paused=False, job_variables={}, global_concurrency_limit=None

@@ -1,5 +1,6 @@
 """The doctor on hosts that lack something: what it says, and that it never says a password."""
 
+import contextlib
 import json
 import os
 import socket
@@ -168,7 +169,7 @@ def test_who_has_the_gpus_and_who_waits_is_shown(tmp_path, monkeypatch):
     fake_nvidia_smi(tmp_path, monkeypatch.setenv)
     show_gpus(tmp_path, {"GPU-a": 0, "GPU-b": 0})
     assert doctor.owners() == []
-    with gpu_locks.taken("train of x", pytest.fail, count=1):
+    with contextlib.closing(gpu_locks.take("train of x", pytest.fail, count=1)):
         (finding,) = doctor.owners()
     assert finding.status == "info" and finding.fact.startswith("train of x has held GPU 0 for 0:00:0")
     (tmp_path / "locks/turn.lock").unlink()

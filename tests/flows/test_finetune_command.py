@@ -54,7 +54,7 @@ def test_the_tables_of_the_arguments_are_those_of_the_code():
     assert arguments.stages() == [*PIPELINE.names]
     for words in arguments.COMMANDS.values():
         module = words.partition(" ")[0]
-        assert arguments.about(module) and callable(getattr(arguments, module))
+        assert arguments.about(module) and arguments.of_command(module)
 
 
 @pytest.mark.parametrize("name", [name for name in arguments.COMMANDS if name not in ("up", "down")])
@@ -64,7 +64,7 @@ def test_help_names_the_command_and_imports_nothing_heavy(finetune, name):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "set()\n"), done.stderr
-    assert f"finetune {name}" in done.stdout and f"python -m flows.{arguments.COMMANDS[name]}" not in done.stdout
+    assert f"finetune {name}" in done.stdout and f"python -m {arguments.COMMANDS[name]}" not in done.stdout
 
 
 def test_a_subcommand_does_what_its_module_does_from_an_empty_folder(finetune):

@@ -82,7 +82,8 @@ class Family:
     narrow: tuple[str, ...] = ()  # name endings of weights drawn with a deviation divided by sqrt(2 * layers)
     zero_padding: bool = True  # the embedding of pad_token_id starts at 0
     releases: Mapping[str, float] = field(default_factory=dict)  # offered for unsupported models: 1e9 parameters
-    tiny: Mapping[str, Config] = field(default_factory=dict)  # config.json of tiny models, by the suffix of their name
+    # config.json of tiny models, by the suffix of their name; empty: NAME.json and NAME-SUFFIX.json next to NAME.py
+    tiny: Mapping[str, Config] = field(default_factory=dict)
 
     def key(self, name: str) -> str:
         """Return the family's name for one of Llama's keys."""
@@ -125,25 +126,3 @@ REQUIRED = ("factor", "beta_fast", "beta_slow", "original_max_position_embedding
 LOST = ("attention_factor",)  # without it cosines and sines are scaled by a function of factor
 YARN = {"yarn": Rotation(YARNS | {"truncate": ANY}, REQUIRED, LOST)}
 LATENT_YARN = {"yarn": Rotation(YARNS | {"truncate": (True,)}, ("factor",), LOST)}
-# Tiny models: 4 layers for 4 pipeline stages or 2 x 2 virtual ones; 2 key-value heads for 2 tensor ranks; 8 experts for
-# 4 expert ranks. A vocabulary of 512 needs no padding. vLLM's CPU attention needs heads of 32 or more.
-TINY: Config = dict(
-    num_hidden_layers=4,
-    hidden_size=128,
-    intermediate_size=256,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=512,
-    max_position_embeddings=1024,
-    hidden_act="silu",
-    tie_word_embeddings=False,
-)
-TINY_MOE = TINY | dict(moe_intermediate_size=64, num_experts_per_tok=2, norm_topk_prob=True)
-TINY_SIGMOID = TINY_MOE | dict(n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1)
-TINY_SIGMOID |= dict(routed_scaling_factor=2.5)
-TINY_LATENT = TINY_SIGMOID | dict(num_key_value_heads=4, q_lora_rank=96, kv_lora_rank=64)  # one key head per query head
-
-
-def rope(theta: float, **keys: Any) -> Config:
-    """Plain rotary embeddings of a tiny model."""
-    return dict(rope_parameters=dict(rope_type="default", rope_theta=theta) | keys)

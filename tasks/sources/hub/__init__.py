@@ -23,17 +23,19 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Event
+from typing import Any
 
-from contract import checksums, regular_files
+from conf.model_files import config_json as config_files
+from contract import checksums, json_object, regular_files
 from contract.amounts import unlike
 from contract.faults import Fault, named
 from tasks.sources.hub import api, file_choice, s3_source
 from tasks.sources.hub.digests import holds
 from tasks.store import open_store
-from tasks.store.folder import Meter, Progress, work_through
+from tasks.store.folder import PARTIAL, Meter, Progress, partial_name, work_through
 
-PARTIAL = ".partial"
 PARALLEL = 8  # files at a time, as in snapshot_download
 HTTP_LIMIT = 50 * 10**9  # bytes; the Hub serves larger files only with Xet
 LINK_FROM = 2**20  # bytes; smaller files are copied, as users edit a config.json in place but write new weights
@@ -113,17 +115,13 @@ def fetch(
     started = time.monotonic()
     chosen, left_out = file_choice.choose(resolved.files, unsafe_weights, trust_remote_code)
     file_choice.require_weights(resolved.source, chosen, resolved.files, unsafe_weights)
-    sizes = {name: resolved.files[name] for name in chosen}
-    _require_space(resolved, folder, sizes)
-    meter = Meter(progress, sum(sizes.values()))
     described = [name for name in chosen if name.endswith(".json")]
-    with _partials(resolved, folder):
+    with _transfer(resolved, chosen, folder, progress) as meter:
         _fetch(resolved, described, folder, meter)  # a few MB, which may show that the model is unusable
         if not trust_remote_code:
             file_choice.refuse_code(resolved.source, folder, described)
         file_choice.require_shards(resolved.source, folder, described, resolved.files)
         _fetch(resolved, [name for name in chosen if name not in described], folder, meter)
-    meter.end()
     seconds = round(time.monotonic() - started, 3)
     return {"bytes": meter.total, "files": len(chosen), "sent": meter.sent, "seconds": seconds, "left_out": left_out}
 
@@ -139,12 +137,22 @@ def fetch_described(resolved: Resolved, folder: Path, trust_remote_code: bool) -
 
 def fetch_named(resolved: Resolved, names: list[str], folder: Path, progress: Progress | None = None) -> None:
     """Fetch these files into the folder."""
-    sizes = {name: resolved.files[name] for name in names}
-    _require_space(resolved, folder, sizes)
-    meter = Meter(progress, sum(sizes.values()))
-    with _partials(resolved, folder):
+    with _transfer(resolved, names, folder, progress) as meter:
         _fetch(resolved, names, folder, meter)
-    meter.end()
+
+
+def config_json(source: str, revision: str) -> dict[str, Any]:
+    """The source's current config.json, without the rest of the model. Raises a Fault if it has none.
+
+    Not covered: tiny://KIND, which is not on a disk yet.
+    """
+    resolved = resolve(source, revision, only=(config_files.NAME,))
+    if config_files.NAME not in resolved.files:
+        raise Fault(f"{source}: has no {config_files.NAME}; a model has one next to its weights")
+    with TemporaryDirectory(prefix="config-") as folder:
+        fetch_named(resolved, [config_files.NAME], Path(folder))
+        content = (Path(folder) / config_files.NAME).read_bytes()
+    return json_object.parse(content, f"{source}: its {config_files.NAME}")
 
 
 def fetch_objects(
@@ -155,16 +163,20 @@ def fetch_objects(
 
 
 @contextlib.contextmanager
-def _partials(resolved: Resolved, folder: Path) -> Iterator[None]:
-    """Create the folder of partial files, and remove it at the end. Errors of the disk become one line."""
+def _transfer(resolved: Resolved, names: list[str], folder: Path, progress: Progress | None) -> Iterator[Meter]:
+    """Check the space for these files, and keep the folder of partial files. Errors of the disk become one line."""
+    total = sum(resolved.files[name] for name in names)
+    _require_space(resolved, folder, total)
+    meter = Meter(progress, total)
     try:
         (folder / PARTIAL).mkdir(parents=True, exist_ok=True)
-        yield
+        yield meter
         shutil.rmtree(folder / PARTIAL)
     except OSError as error:
         known = api.fault(error, resolved.source, resolved.commit)
         other = Fault(f"{error.filename or folder}: {error.strerror or error}")
         raise (other if known is error else known) from None
+    meter.end()
 
 
 def _fetch(resolved: Resolved, names: list[str], folder: Path, meter: Meter) -> None:
@@ -176,7 +188,7 @@ def _fetch(resolved: Resolved, names: list[str], folder: Path, meter: Meter) -> 
 
     def fetch_file(name: str) -> None:
         size, digest, path = resolved.files[name], resolved.digests[name], folder / name
-        part = _part(folder, name, digest)
+        part = folder / PARTIAL / partial_name(name, digest)
         if store:
             digest = s3_source.digest(store, name, size, digest.removeprefix("etag:"))
         if holds(path, digest, size, meter.add):
@@ -225,11 +237,6 @@ def _from_folder(resolved: Resolved, name: str, part: Path, meter: Meter) -> Non
         raise Fault(f"{original}: it has changed since the run began; start again")
 
 
-def _part(folder: Path, name: str, digest: str) -> Path:
-    """File of a partial download, named by the expected content: a part of another commit is not continued."""
-    return folder / PARTIAL / checksums.of(f"{name}\0{digest}")[:32]
-
-
 def _resolve_folder(source: str, only: Collection[str]) -> Resolved:
     folder = Path(source).expanduser()
     sizes, digests = {}, {}
@@ -250,13 +257,13 @@ def _resolve_folder(source: str, only: Collection[str]) -> Resolved:
     return Resolved("folder", source, checksums.of_json(digests), sizes, digests)
 
 
-def _require_space(resolved: Resolved, folder: Path, sizes: dict[str, int]) -> None:
+def _require_space(resolved: Resolved, folder: Path, size: int) -> None:
     """Refuse a fetch without enough free space before it begins. Files and parts in the folder count as fetched."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if resolved.kind == "folder" and Path(resolved.source).expanduser().stat().st_dev == existing.stat().st_dev:
         return  # files are linked
     begun = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else 0
-    missing = sum(sizes.values()) - begun
+    missing = size - begun
     free = shutil.disk_usage(existing).free
     if missing > 0 and missing + SPARE > free:
         needed, left = unlike(missing + SPARE, free)

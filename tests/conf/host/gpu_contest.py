@@ -7,6 +7,7 @@ under the name of one of two flows. Exit code 1: two had one GPU, somebody waite
 """
 
 import argparse
+import contextlib
 import fcntl
 import os
 import random
@@ -73,7 +74,9 @@ def compete(chance: random.Random, number: int, notes: Path, count: int) -> int:
     for _ in range(chance.randint(1, 3)):
         asked, rank = chance.choice([1, count, chance.randint(1, count)]), chance.randint(0, 1)
         flow = f"flow {number % 2}"
-        with gpu_locks.taken(f"{number} of {flow}", lambda line: None, count=asked, flow=flow, rank=rank) as hold:
+        with contextlib.closing(
+            gpu_locks.take(f"{number} of {flow}", lambda line: None, count=asked, flow=flow, rank=rank)
+        ) as hold:
             assert hold and len({*hold.gpus}) == asked
             for gpu in hold.gpus:
                 try:

@@ -1,5 +1,6 @@
 """conf/host/gpu_locks.py with real processes and kills; nvidia-smi is a script that reads what a test writes."""
 
+import contextlib
 import json
 import os
 import re
@@ -123,7 +124,10 @@ def test_different_gpus_are_had_at_once_and_all_or_none_of_them(host, monkeypatc
 
 def test_each_gets_as_many_as_it_asks_for_beside_one_another_and_sees_no_others(host):
     host(a=0, b=0, c=0, d=0)
-    with gpu_locks.taken("train", pytest.fail, count=2) as train, gpu_locks.taken("ask", pytest.fail, count=1) as ask:
+    with (
+        contextlib.closing(gpu_locks.take("train", pytest.fail, count=2)) as train,
+        contextlib.closing(gpu_locks.take("ask", pytest.fail, count=1)) as ask,
+    ):
         assert (train.gpus, ask.gpus) == (("GPU-a", "GPU-b"), ("GPU-c",))
         assert train.environment["CUDA_VISIBLE_DEVICES"] == "0,1" and ask.environment["CUDA_VISIBLE_DEVICES"] == "2"
         assert gpu_locks.take("rest", pytest.fail, count=0) == gpu_locks.Hold()
@@ -134,7 +138,7 @@ def test_each_gets_as_many_as_it_asks_for_beside_one_another_and_sees_no_others(
 def test_who_has_which_and_who_waits_is_shown(host):
     host(a=0, b=0, c=0)
     assert gpu_locks.standing() == []
-    with gpu_locks.taken("train of x", pytest.fail, count=2):
+    with contextlib.closing(gpu_locks.take("train of x", pytest.fail, count=2)):
         second = holder("evaluate-base of y")
         second.stdout.readline()
         assert [re.sub(r"\d+:\d\d:\d\d", "T", line) for line in gpu_locks.standing()] == [
@@ -153,13 +157,13 @@ def test_who_has_which_and_who_waits_is_shown(host):
 
 def test_nobody_waits_behind_a_process_that_was_suspended(host):
     host(a=0, b=0)
-    with gpu_locks.taken("train", pytest.fail, count=1):
+    with contextlib.closing(gpu_locks.take("train", pytest.fail, count=1)):
         waits = holder("all of them")
         waits.stdout.readline()
         stop = time.monotonic() + 1.2
         assert gpu_locks.take("one", lambda line: None, lambda: time.monotonic() > stop, count=1) is None
         waits.send_signal(signal.SIGSTOP)
-        with gpu_locks.taken("one", lambda line: None, count=1) as hold:
+        with contextlib.closing(gpu_locks.take("one", lambda line: None, count=1)) as hold:
             assert hold.gpus == ("GPU-b",)
         waits.kill()
         waits.communicate()
@@ -167,7 +171,7 @@ def test_nobody_waits_behind_a_process_that_was_suspended(host):
 
 def test_whoever_is_passed_the_descriptors_has_them_when_the_taker_is_gone(host):
     host(a=0)
-    with gpu_locks.taken("train", pytest.fail) as hold:
+    with contextlib.closing(gpu_locks.take("train", pytest.fail)) as hold:
         child = subprocess.Popen(["sleep", "60"], pass_fds=hold.descriptors)
         other = subprocess.Popen(["sleep", "60"])
     assert gpu_locks.held(hold.gpus).startswith("train has held it for")
@@ -180,7 +184,7 @@ def test_whoever_is_passed_the_descriptors_has_them_when_the_taker_is_gone(host)
 
 def test_a_starter_that_holds_them_is_not_waited_for(host):
     host(a=0)
-    with gpu_locks.taken("flow", pytest.fail) as hold:
+    with contextlib.closing(gpu_locks.take("flow", pytest.fail)) as hold:
         ours = holder("train", 0, **hold.environment)
         assert ours.communicate(timeout=90)[0] == "has\n"
 
@@ -194,7 +198,7 @@ def test_the_memory_of_a_dead_process_is_waited_for(host, monkeypatch):
         host(a=200, b=3)
 
     began = time.monotonic()
-    with gpu_locks.taken("train", say):
+    with contextlib.closing(gpu_locks.take("train", say)):
         assert time.monotonic() - began < 5
     assert said == ["train waits for the memory of its GPUs: 87.9 GiB are not free yet"]
 
@@ -203,7 +207,7 @@ def test_memory_of_somebody_who_stays_is_named_and_not_waited_for_for_ever(host,
     monkeypatch.setattr(gpu_locks, "UNCHANGED", 0.5)
     host(a=2048)
     said: list[str] = []
-    with gpu_locks.taken("train", said.append) as hold:
+    with contextlib.closing(gpu_locks.take("train", said.append)) as hold:
         assert hold.gpus == ("GPU-a",)
     expected = "train begins although 2.0 GiB of its GPUs are in use by others: process 4711, python"
     assert said[1:] == [expected]
@@ -221,7 +225,7 @@ def test_a_damaged_note_and_another_account_s_umask_are_no_obstacle(host, tmp_pa
     host(a=0)
     before = os.umask(0o077)
     try:
-        with gpu_locks.taken("train", pytest.fail):
+        with contextlib.closing(gpu_locks.take("train", pytest.fail)):
             file = tmp_path / "locks/GPU-a.lock"
             assert json.loads(file.read_text())["what"] == "train"
             assert file.stat().st_mode & 0o777 == 0o666 and file.parent.stat().st_mode & 0o7777 == 0o1777
@@ -243,7 +247,7 @@ def test_a_trainer_started_by_hand_waits_too_and_ctrl_c_ends_it(host, tmp_path):
     (tmp_path / "toy_command.py").write_text(code)
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "toy_command"]
-    with gpu_locks.taken("train of flow-1", pytest.fail):
+    with contextlib.closing(gpu_locks.take("train of flow-1", pytest.fail)):
         in_front = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # behind `&` a shell has Ctrl-C ignored
         waits = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=in_front)
         said = "toy_command of tiny, started by hand waits for 1 GPU: train of flow-1 has held it"

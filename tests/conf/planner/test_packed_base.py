@@ -5,7 +5,6 @@ from math import ceil
 import pytest
 
 from conf.load import load
-from conf.model_facts import known
 from conf.planner import advice, display, hardware, verdict
 from conf.planner.hardware import GPUS
 from conf.planner.memory import holdings, memory
@@ -16,6 +15,7 @@ from conf.planner.stage_needs import converted, loadings
 from conf.planner.timing import timing
 from conf.planner.work import products
 from conf.rules.packed_base import FORMATS
+from tests.support.known_models import known
 
 FACTS, GPU = known("glm47"), GPUS["h200"]
 
@@ -108,15 +108,15 @@ def test_a_run_that_fits_nowhere_is_told_a_format_with_which_it_does():
         assert f" fits; with model.base={instead} does: this layout, or layout." in line and "\n" not in line
         assert f"with model.base={instead}:" in [*display.lines(planned)]
     run = load("glm47-2xh200", ["model.base=mxfp4", "data.seq_length=131072", "data.packed=false"])
-    assert verdict.plan(run, FACTS, hardware.of(run)).with_packed is None
+    assert verdict.plan(run, FACTS, hardware.of(run)).instead.keys() == {""}
 
 
 def test_a_base_that_is_packed_once_takes_its_codes_on_disk_and_is_read_as_fast_as_the_disk():
     plain = plan("fp8")
     packed = plain.model_copy(update={"convert": plain.convert.model_copy(update={"to": "packed"})})
-    ways = {way.to: way for way in loadings(plain, FACTS, GPU)}
+    ways = {way.to: way for way in loadings(plain, FACTS)}
     assert [*ways] == ["torch_dist", "none", "packed"]
-    assert [way.to for way in loadings(plan("bf16"), FACTS, GPU)] == ["torch_dist", "none"]
+    assert [way.to for way in loadings(plan("bf16"), FACTS)] == ["torch_dist", "none"]
     assert ways["packed"].disk == converted(packed, FACTS) == pytest.approx(0.505 * ways["torch_dist"].disk, rel=0.01)
     assert ways["packed"].start == ways["packed"].disk / READ < ways["torch_dist"].start < ways["none"].start
     assert ways["packed"].once > ways["none"].once

@@ -7,12 +7,13 @@ import pytest
 
 from conf import families
 from conf.load import FOLDERS, load
-from conf.model_facts import MODELS, facts_from_hf, known
+from conf.model_facts import MODELS, facts_from_hf
 from conf.planner import display, hardware
 from conf.planner.hardware import GPUS
 from conf.planner.verdict import facts_of, plan, settle, teacher_of
 from conf.rules import objectives
 from contract.faults import ConfigError
+from tests.support.known_models import known
 
 H100 = GPUS["h100"]
 BEHIND = ["evaluate-base", "train", "export", "evaluate-tuned"]
@@ -76,7 +77,7 @@ def test_what_does_not_fit_is_refused_with_what_does():
     planned = plan(run, known("glm47"), H100)
     assert planned.legal and not planned.fits
     assert planned.verdict.startswith("refused: legal, but lacks 4")
-    assert planned.found and all(one.over <= 0 for one in planned.found.fitting)
+    assert planned.instead and all(one.over <= 0 for one in planned.instead[""].fitting)
     said = list(display.lines(planned))
     assert said[-1] == planned.verdict and sum("fits, " in line for line in said) == 3
     assert "!|" in next(line for line in said if "<- fullest" in line)
@@ -84,7 +85,7 @@ def test_what_does_not_fit_is_refused_with_what_does():
 
 def test_what_fits_is_not_searched_for():
     planned = plan(load("glm47-as-documented", ["data.seq_length=4096"]), known("glm47"), H100)
-    assert planned.fits and planned.found is None
+    assert planned.fits and not planned.instead
     assert planned.cut and (planned.cut.dp, planned.cut.edp) == (16, 2)
 
 
@@ -93,7 +94,7 @@ def test_hosts_that_a_gpu_does_not_come_in_are_planned_without_suggestions():
         "glm47-as-documented", ["layout.nodes=1", "layout.gpus_per_node=12", "train.global_batch=12"], illegal=True
     )
     planned = plan(run, known("glm47"), H100)
-    assert planned.problems and planned.found is None
+    assert planned.problems and not planned.instead
     assert "no layout was searched: gpus: 12 is neither" in "\n".join(display.lines(planned))
 
 

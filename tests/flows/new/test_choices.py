@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from conf import families, noise
-from conf.model_facts import facts_from_hf, known
+from conf.model_facts import facts_from_hf
 from conf.planner import hardware
 from conf.rules import schedule
 from conf.rules.contradictions import contradictions
@@ -13,9 +13,10 @@ from contract.faults import Fault
 from contract.first_rows import FirstRows
 from flows.new import choices
 from flows.new.choices import choose, global_batch, held_out, lengths, rate
-from flows.new.machine import Machine, cpu, parse
+from flows.new.machine import Machine, parse
 from flows.new.model import Model
 from flows.new.planned import as_run
+from tests.support.known_models import known
 
 PLACES = [number / 300 for number in range(300)]
 TICKETS = FirstRows(
@@ -45,7 +46,7 @@ def model(name: str = "tiny-qwen3-moe", **config) -> Model:
 
 def made(rows: FirstRows = TICKETS, on: Machine | None = None, name: str = "tiny-qwen3-moe", **given):
     keys = {key.replace("__", "."): value for key, value in given.items()}
-    found = choose("mine", model(name), rows, on or cpu("no GPU"), GIVEN | keys)
+    found = choose("mine", model(name), rows, on or parse("cpu", why="no GPU"), GIVEN | keys)
     run = as_run(found)
     assert list(contradictions(run)) == []
     assert all(choice.why for choice in found.made.values())
@@ -158,13 +159,13 @@ def test_larger_models_take_smaller_steps():
 
 
 def test_without_evaluation_nothing_is_left_of_it():
-    found = choose("mine", model(), TICKETS, cpu("no GPU"), GIVEN)
+    found = choose("mine", model(), TICKETS, parse("cpu", why="no GPU"), GIVEN)
     choices.without_evaluation(found, "heads of 24")
     assert as_run(found).evaluate.tasks == () and "promote.metric" not in found.made
 
 
 def test_a_cpu_is_this_host():
-    assert cpu("x").gpu.memory == hardware.read("cpu").memory
+    assert parse("cpu").gpu.memory == hardware.read("cpu").memory
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from contract.faults import ConfigError, Fault
 from flows.new import machine
 from flows.new.machine import parse
 
-HERE = machine.several("h200", 4, "what this host has")
+HERE = parse("4xh200", why="what this host has")
 
 
 @pytest.mark.parametrize(

@@ -80,12 +80,12 @@ def test_of_rows_on_s3_the_first_object_comes_and_counts_for_all(tmp_path, monke
     monkeypatch.setattr(rows.row_sources, "row_objects", lambda source, key: (source, sizes))
     monkeypatch.setattr(rows.hub, "fetch_objects", lambda uri, objects, folder: fetched.update(objects))
 
-    def first_rows(command, run, folder, *_, **__):
-        looked.append(run.data.source)
+    def first_rows(command, log, *_, **__):
+        looked.append(load(command[1]).data.source)
         seen = {"kind": "pairs", "reason": "", "columns": {}, "rows": 50, "whole": True, "read": 50}
-        FirstRows(**seen, tokens=[1], answers=[1], places=[0.5]).write(folder / "first_rows.json")
+        FirstRows(**seen, tokens=[1], answers=[1], places=[0.5]).write(log.with_name("first_rows.json"))
 
-    monkeypatch.setattr(rows.launch, "trainer", first_rows)
+    monkeypatch.setattr(rows.launch, "process", first_rows)
     run = load("tiny", ["data.source=s3://bucket/rows"])
     found = rows.look(run, None, tmp_path / "look")
     assert fetched == {"a.jsonl": (100, "y")} and looked == [str(tmp_path / "look/rows/a.jsonl")]

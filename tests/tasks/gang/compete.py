@@ -30,9 +30,11 @@ from conf.schema.run import Run
 from contract.faults import Fault
 from tasks.gang import attempt, controller, controller_link, member_link
 from tasks.gang import board as boards
+from tasks.gang.attempt import Gang
 from tasks.gang.board import Board
 from tasks.gang.engines import Demand
-from tasks.gang.job import training
+from tasks.gang.history.timeline import History, Teller
+from tasks.gang.job import Training
 from tasks.gang.member_link import Link
 from tasks.gang.messages import Member
 from tasks.run import lease
@@ -284,11 +286,12 @@ def control(pool: Pool, run: Run, folder: Path, store: Mortal) -> None:
             raise Dead
         return False
 
-    STORES[store.uri], POOLS[run.paths.output] = store, pool
     work = folder / store.uri.replace("/", "-")
     work.mkdir()
     try:
-        controller.carry_out(training(run), work, store, run.name, lambda line: None, stop)  # type: ignore[arg-type]
+        teller = Teller(History(run.name, run.name, ""), work / "files/metrics.jsonl")
+        job: Any = Training(run)
+        controller.carry_out(Gang(run.name, work, job, store, pool, teller, lambda line: None, stop))  # type: ignore[arg-type]
     except (Fault, Broken) as error:
         pool.wrong.append(f"{run.name}: {error}")
     except (Dead, OSError) as error:
@@ -306,8 +309,6 @@ def main() -> int:
     for module, names in TIMES.items():
         for name in names:
             setattr(module, name, getattr(module, name) / FASTER)
-    controller.open_store = lambda uri, hasty: STORES[uri]
-    controller.engine_of = lambda run: POOLS[run.paths.output]
     began, seeds = time.monotonic(), range(options.seed, options.seed + options.trials)
     with ThreadPoolExecutor(options.at_once) as at_once:
         results = list(at_once.map(lambda seed: trial(seed, not options.no_turn), seeds))

@@ -16,20 +16,22 @@ from conf.load import load
 from conf.planner.fewer_hosts import fewer_hosts, less_memory
 from contract.faults import Fault, Stopped
 from tasks.gang import controller
-from tasks.gang.job import conversion, reference, reinforcement, training
+from tasks.gang.attempt import Gang
+from tasks.gang.engines import engine_of
+from tasks.gang.history.timeline import History, Teller
+from tasks.gang.job import Training, job_of
 from tasks.run.launch import Broken
 from tasks.store import open_store
 
-# What each writes, and makes of a run.
-JOBS = {"train": ("output", training), "convert": ("base", conversion), "reference": ("reference", reference)}
-JOBS["reinforce"] = ("reinforced", reinforcement)
+# What each writes.
+WRITES = {"train": "output", "convert": "base", "reference": "reference", "reinforce": "reinforced"}
 
 
 def main() -> int:
-    job, conf, folder, store, *overrides = sys.argv[1:]
+    command, conf, folder, uri, *overrides = sys.argv[1:]
     work = Path(folder)
     (work / "files").mkdir(parents=True, exist_ok=True)
-    writes, made_of = JOBS[job]
+    writes = WRITES[command]
     paths = [f"paths.{writes}={work}/files", f"paths.logs={work}/logs", f"paths.parity={work}/files/parity.json"]
     run = load(conf, [*overrides, *paths])
     cancelled, began = threading.Event(), time.monotonic()
@@ -39,16 +41,13 @@ def main() -> int:
         print(f"{time.monotonic() - began:6.1f} {line}", flush=True)
 
     try:
-        job = made_of(run)
+        job = Training(run) if command == "train" else job_of(command, run)
+        assert job
+        store, engine = open_store(uri, hasty=True), engine_of(job.run)
+        teller = Teller(History(work.name, run.name, ""), work / "files/metrics.jsonl")
+        fits = fewer_hosts(job.run, job.trains)
         controller.carry_out(
-            job,
-            work,
-            open_store(store),
-            work.name,
-            say,
-            cancelled.is_set,
-            fits=fewer_hosts(job.run, job.trains),
-            advice=less_memory,
+            Gang(work.name, work, job, store, engine, teller, say, cancelled.is_set, fits=fits, advice=less_memory)
         )
     except (Fault, Stopped, Broken) as error:
         say(f"{type(error).__name__}: {error}")

@@ -5,7 +5,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -17,11 +19,12 @@ from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Stopped
 from tasks.gang import controller
+from tasks.gang.attempt import Gang
 from tasks.gang.board import Board
-from tasks.gang.controller import aside
 from tasks.gang.diagnosis import next_step
 from tasks.gang.engines import Demand
-from tasks.gang.job import Job, conversion, evaluation, reinforcement, training
+from tasks.gang.history.timeline import History, Teller
+from tasks.gang.job import Job, Training
 from tasks.gang.member_link import Link
 from tasks.gang.messages import End, Member, Task
 from tasks.run.launch import Broken
@@ -168,31 +171,27 @@ def mark(output: str) -> None:
 
 
 @dataclass
-class Gang:
+class Controlled:
     """A controller under way, in a thread."""
 
     run: Run
     folder: Path
     store: Store
+    hosts: Hosts
     lines: list[str] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     tick: object = staticmethod(lambda: None)
-    job: Callable[[Run], Job | None] = training
+    job: Callable[[Run], Job | None] = Training
 
     def train(self) -> None:
         job = self.job(self.run)
         assert job
         try:
+            teller, fits = Teller(History("gang", "gang", ""), self.folder / "none"), fewer_hosts(job.run, job.trains)
+            say, stop, engine = self.lines.append, self.cancelled.is_set, cast(Any, self.hosts)
             controller.carry_out(
-                job,
-                self.folder,
-                self.store,
-                "gang",
-                self.lines.append,
-                self.cancelled.is_set,
-                self.tick,
-                fits=fewer_hosts(job.run, job.trains),
+                Gang("gang", self.folder, job, self.store, engine, teller, say, stop, lambda: self.tick(), fits)
             )
         except BaseException as error:
             self.error = error
@@ -214,11 +213,9 @@ def gang(tmp_path, monkeypatch):
 
     stores: dict[str, Store] = {}
 
-    def gang(hosts: Hosts, *overrides: str, nodes: int = 0, uri: str = "first") -> Gang:
+    def gang(hosts: Hosts, *overrides: str, nodes: int = 0, uri: str = "first") -> Controlled:
         hosts.store = hosts.store or open_store(str(tmp_path / "store"))
         stores[uri] = Mortal(hosts.store, uri)  # type: ignore[assignment]
-        monkeypatch.setattr(controller, "open_store", lambda uri, hasty: stores[uri])
-        monkeypatch.setattr(controller, "engine_of", lambda run: hosts)
         conf = tmp_path / "gang.yaml"
         conf.write_text(CONF.format(name="gang", nodes=nodes or len(hosts.names), folder=tmp_path))
         run = load(conf, [*overrides, *(["gang.start_within=20"] if "start_within" not in str(overrides) else [])])
@@ -226,7 +223,7 @@ def gang(tmp_path, monkeypatch):
         hosts.output = run.paths.output
         folder = tmp_path / uri
         folder.mkdir()
-        return Gang(run, folder, stores[uri])
+        return Controlled(run, folder, stores[uri], hosts)
 
     return gang
 
@@ -240,31 +237,6 @@ def test_what_shows_progress_may_hang_and_a_dead_host_is_noticed_all_the_same(ga
     hangs.set()
     assert isinstance(one.error, Broken) and "b no longer answers" in str(one.error)
     assert time.monotonic() - began < 30
-
-
-def test_lines_come_in_their_order_and_all_of_them():
-    found: list[str] = []
-    with aside(found.append, lambda: None) as (say, tick):
-        for number in range(1000):
-            say(str(number))
-            tick()
-    assert found == [str(number) for number in range(1000)]
-
-
-def test_lines_do_not_wait_for_what_shows_progress():
-    found: list[str] = []
-    hangs, ticks = threading.Event(), threading.Event()
-
-    def hang() -> None:
-        ticks.set()
-        hangs.wait(20)
-
-    with aside(found.append, hang) as (say, tick):
-        tick()
-        assert ticks.wait(5)
-        say("a line")
-        wait_for(lambda: found == ["a line"], 5)
-        hangs.set()
 
 
 def test_a_gang_that_is_not_complete_in_time_gives_its_hosts_back(gang):
@@ -349,7 +321,7 @@ def test_hosts_that_others_use_are_waited_for_with_all(gang):
 def test_an_evaluation_is_over_when_its_first_host_has_the_answers(gang):
     hosts = Hosts(["a", "b", "c"], acts={"a": ["answer"], "b": ["compute"]})
     one = gang(hosts, "layout.nodes=3", "gang.min_nodes=1", "evaluate.nodes=2")
-    one.job = evaluation
+    one.job = partial(job_of, "evaluate")
     one.ends_well()
     assert hosts.given == [["a", "b"]] and sorted(hosts.over) == ["a 1", "b 1"]
     assert any(line.startswith("attempt 1: a, b evaluate; ") for line in one.lines)
@@ -358,7 +330,7 @@ def test_an_evaluation_is_over_when_its_first_host_has_the_answers(gang):
 def test_an_evaluation_begins_again_on_as_many_hosts_where_one_that_computes_is_lost(gang):
     hosts = Hosts(["a", "b", "c"], acts={"a": ["compute", "answer"], "b": ["die"], "c": ["compute"]})
     one = gang(hosts, "gang.min_nodes=1", "evaluate.nodes=2")
-    one.job = evaluation
+    one.job = partial(job_of, "evaluate")
     one.ends_well()
     assert hosts.given == [["a", "b"], ["a", "c"]]
     assert "host: b no longer answers; continues without b" in one.lines
@@ -366,9 +338,9 @@ def test_an_evaluation_begins_again_on_as_many_hosts_where_one_that_computes_is_
 
 def test_an_evaluation_is_no_gang_where_one_host_serves(gang):
     run = gang(Hosts(["a"])).run
-    assert evaluation(run) is None
+    assert job_of("evaluate", run) is None
     elsewhere = run.model_copy(update={"evaluate": run.evaluate.model_copy(update={"engine": "slurm", "gpus": 4})})
-    job = evaluation(elsewhere)
+    job = job_of("evaluate", elsewhere)
     hosts_have_them = run.model_copy(
         update={
             "gang": run.gang.model_copy(update={"engine": "slurm"}),
@@ -390,12 +362,12 @@ REINFORCED = (
 )
 
 
-def reinforced(gang, hosts: Hosts, *overrides: str) -> "Gang":
+def reinforced(gang, hosts: Hosts, *overrides: str) -> Controlled:
     """A reinforcement learning whose first host trains and two others answer prompts, where nothing else is said."""
     given = dict(one.split("=", 1) for one in (*REINFORCED, "reinforce.hosts=2", *overrides))
     one = gang(hosts, *(f"{key}={value}" for key, value in given.items()))
     one.run = one.run.model_copy(update={"paths": one.run.paths.model_copy(update={"reinforced": hosts.output})})
-    one.job = reinforcement
+    one.job = partial(job_of, "reinforce")
     return one
 
 
@@ -426,18 +398,18 @@ def test_the_host_that_trains_costs_the_attempt_and_the_next_one_has_as_many_aga
 
 def test_a_reinforcement_learning_is_a_gang_where_vllm_has_hosts_of_its_own(gang):
     one = reinforced(gang, Hosts(["a", "b", "c"]), "layout.gpus_per_node=2", "layout.pp=2", "reinforce.engines=2")
-    job = reinforcement(one.run)
+    job = job_of("reinforce", one.run)
     assert job and job.conf(job.run) == one.run and job.run.layout.nodes == 3
     assert job.task(job.run) == Task(
         "reinforce", nodes=1, gpus=2, ranks=2, helps="reinforcement.engines.guest", helpers=2
     )
     alone = one.run.model_copy(update={"reinforce": one.run.reinforce.model_copy(update={"hosts": 0})})
-    assert reinforcement(alone) is None
+    assert job_of("reinforce", alone) is None
 
 
 def test_a_reinforcement_learning_over_several_hosts_is_a_gang_with_and_without_hosts_of_vllm(gang):
     one = reinforced(gang, Hosts(["a"]), "layout.nodes=2")
-    job = reinforcement(one.run)
+    job = job_of("reinforce", one.run)
     assert job and job.run.layout.nodes == 4 and job.needed(job.run) == 2
     assert job.task(job.run) == Task(
         "reinforce", nodes=2, gpus=1, ranks=1, helps="reinforcement.engines.guest", helpers=1
@@ -445,13 +417,13 @@ def test_a_reinforcement_learning_over_several_hosts_is_a_gang_with_and_without_
     assert job.is_over(job.run, ["done", "done", "running", "failed"])
     assert not job.is_over(job.run, ["done", "running", "done", "done"])
     alone = one.run.model_copy(update={"reinforce": one.run.reinforce.model_copy(update={"hosts": 0})})
-    job = reinforcement(alone)
+    job = job_of("reinforce", alone)
     assert job and job.task(job.run) == Task("reinforce", nodes=2, gpus=1, ranks=1)
 
 
 def test_vllm_goes_without_hosts_before_training_does_and_keeps_one(gang):
     one = reinforced(gang, Hosts(["a"]), "layout.nodes=2", "reinforce.hosts=3")
-    job = reinforcement(one.run)
+    job = job_of("reinforce", one.run)
     assert job
 
     def on(hosts: int) -> tuple[int, int]:
@@ -466,7 +438,7 @@ def test_min_nodes_counts_the_hosts_that_train(gang):
     run = reinforced(gang, Hosts(["a"]), "layout.nodes=2").run
 
     def found(left: int, min_nodes: int | None) -> int | None:
-        job = reinforcement(run.model_copy(update={"gang": run.gang.model_copy(update={"min_nodes": min_nodes})}))
+        job = job_of("reinforce", run.changed(gang={"min_nodes": min_nodes}))
         assert job
         smaller = next_step.fewer(job.run, left, fewer_hosts(job.run, job.trains))
         return smaller and smaller.layout.nodes
@@ -497,15 +469,15 @@ def test_fewer_hosts_are_gone_on_with_where_min_nodes_allows_it_for_those_that_t
 
 def test_a_conversion_is_a_gang_where_all_hosts_are_to_convert(gang, tmp_path):
     run = gang(Hosts(["a", "b"]), "layout.nodes=2").run
-    assert conversion(run) is None
+    assert job_of("convert", run) is None
     over_all = run.model_copy(update={"convert": run.convert.model_copy(update={"hosts": "all"})})
-    job = conversion(over_all)
+    job = job_of("convert", over_all)
     assert job and job.task(over_all) == Task("convert", nodes=2, gpus=0, ranks=over_all.layout.gpus_per_node)
     paths = over_all.paths.model_copy(update={"base": str(tmp_path / "base")})
     job = replace(job, run=over_all.model_copy(update={"paths": paths}))
     assert (job.newest(), job.is_done()) == (0, False)
     one_host = over_all.model_copy(update={"layout": over_all.layout.model_copy(update={"nodes": 1})})
-    assert conversion(one_host) is None and takes(one_host, "convert").gpus == 0
+    assert job_of("convert", one_host) is None and takes(one_host, "convert").gpus == 0
     (tmp_path / "base.partial/unfinished").mkdir(parents=True)
     for name in ("0.json", "1.json", "what.txt"):
         (tmp_path / "base.partial/unfinished" / name).touch()

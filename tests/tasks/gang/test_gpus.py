@@ -1,5 +1,6 @@
 """Members of a gang and the GPUs of their host: a gang on one host takes them before it starts, others as they join."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from conf.load import load
 from tasks.gang import member
 from tasks.gang.board import Board
 from tasks.gang.engines import Demand, local
-from tasks.gang.job import training
+from tasks.gang.job import Training
 from tasks.gang.messages import Word
 from tasks.run import guard
 from tasks.store import open_store
@@ -34,20 +35,20 @@ def run(tmp_path, monkeypatch):
 @pytest.fixture
 def board(tmp_path, run):
     made = Board(open_store(str(tmp_path / "store")), "gang-1", 1)
-    made.write("task.json", training(run).task(run).to_json())
+    made.write("task.json", Training(run).task(run).to_json())
     made.write("gang.json", Word("me", "gathering").to_json())
     return made
 
 
 def test_a_gang_on_this_host_waits_for_the_gpus_that_it_would_use_and_no_others(run, monkeypatch):
-    with gpu_locks.taken("train of a", pytest.fail, gpus=("GPU-d",)):
+    with contextlib.closing(gpu_locks.take("train of a", pytest.fail, gpus=("GPU-d",))):
         assert local.capacity(Demand.of(run)) is None
-    with gpu_locks.taken("evaluate-base of b", pytest.fail, gpus=("GPU-b",)):
+    with contextlib.closing(gpu_locks.take("evaluate-base of b", pytest.fail, gpus=("GPU-b",))):
         assert local.capacity(Demand.of(run)).startswith("2 GPUs of this host: evaluate-base of b has held 1 of 2 for")
 
 
 def test_a_gang_on_this_host_comes_after_those_that_wait(run, monkeypatch):
-    with gpu_locks.taken("train of a", pytest.fail, gpus=("GPU-d",)):
+    with contextlib.closing(gpu_locks.take("train of a", pytest.fail, gpus=("GPU-d",))):
         over, said = threading.Event(), threading.Event()
         asks = ("evaluate-base of b", lambda _: said.set(), over.is_set)
         waits = threading.Thread(target=gpu_locks.take, args=asks, daemon=True)
@@ -74,7 +75,7 @@ def test_its_members_have_all_of_them_until_the_last_is_over(run, board, monkeyp
 def test_a_gang_that_somebody_was_faster_than_does_not_wait_for_ever(run, board, monkeypatch):
     monkeypatch.setattr(local, "TAKEN_WITHIN", 0.6)
     with (
-        gpu_locks.taken("train of a", pytest.fail, gpus=("GPU-a",)),
+        contextlib.closing(gpu_locks.take("train of a", pytest.fail, gpus=("GPU-a",))),
         pytest.raises(TimeoutError, match="others have taken the GPUs of this host"),
     ):
         local.start(Demand.of(run), board, 2)
@@ -88,7 +89,7 @@ def test_a_member_joins_once_its_gpu_is_free_and_not_where_its_attempt_is_over(r
     def join() -> bool:
         return member._take_gpus(board, member.Ending([]))
 
-    with gpu_locks.taken("train of a", pytest.fail):
+    with contextlib.closing(gpu_locks.take("train of a", pytest.fail)):
         threading.Timer(1.0, lambda: board.write("gang.json", Word("me", "stop").to_json())).start()
         assert not join()
     assert "gang gang-1 waits for 1 GPU: train of a has held them for" in capsys.readouterr().out

@@ -8,8 +8,9 @@ import pytest
 
 from conf.load import load
 from tasks.gang import ranks
-from tasks.gang.job import reinforcement
-from tasks.gang.ranks import Ranks, Start
+from tasks.gang.job import job_of
+from tasks.gang.messages import Word
+from tasks.gang.ranks import Ranks
 
 KEYS = {"hardware.gpu": "cpu", "layout.nodes": 2, "layout.gpus_per_node": 2, "train.micro_batch": 2}
 KEYS |= {"reinforce.hosts": 2}
@@ -33,13 +34,11 @@ def started(tmp_path, monkeypatch):
     def started(place: int, *overrides: str) -> tuple[Ranks, dict[str, str], dict[str, str]]:
         given = KEYS | dict(one.split("=") for one in overrides) | {"paths.reinforced": tmp_path}
         run = load("tiny-rl", [f"{key}={value}" for key, value in given.items()])
-        job = reinforcement(run)
+        job = job_of("reinforce", run)
         assert job
         conf, folder = job.conf(job.run), tmp_path / str(place)
-        start = Start(
-            conf, job.task(job.run), folder / "conf.yaml", "gang-1", place, f"10.0.0.{place + 1}", GROUP, "secret"
-        )
-        made = Ranks(start, folder)
+        task, word = job.task(job.run), Word("controller", "go", master=GROUP, key="secret")
+        made = Ranks("gang-1", folder / "conf.yaml", conf, task, word, place, f"10.0.0.{place + 1}", folder)
         command, environment = seen[-1]
         return made, of_torchrun(command), environment
 

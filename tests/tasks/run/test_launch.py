@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from conf.load import load
 from contract.faults import Fault, Stopped
 from tasks.run import launch
 from tasks.run.launch import Broken
+from tasks.stages.run_job import run_job
 
 ROOT = Path(__file__).parents[3]
 
@@ -162,7 +165,7 @@ def test_nothing_is_left_open(run):
 def test_a_trainer_gets_its_whole_configuration(tmp_path, monkeypatch):
     """The real guard and the real loader: a command that the trainer does not have."""
     with pytest.raises(Broken, match=r"No module named trainer\.no_such_command"):
-        launch.trainer("no_such_command", load("tiny"), tmp_path, lambda _: None, lambda: False)
+        launch.process(*launch.trainer("no_such_command", load("tiny"), tmp_path), lambda _: None, lambda: False)
     assert load(str(tmp_path / "resolved.yaml")) == load("tiny")
 
 
@@ -173,7 +176,9 @@ def test_importing_it_is_cheap():
 
 def test_a_training_has_the_grace_of_its_key(tmp_path, monkeypatch):
     given = []
-    monkeypatch.setattr(launch, "process", lambda *arguments: given.append(arguments[-1]))
-    for command in ("train", "export"):
-        launch.trainer(command, load("tiny", ["gang.grace=7"]), tmp_path, print, lambda: False)
+    monkeypatch.setattr(launch, "process", lambda *_, grace, **__: given.append(grace))
+    stage_run: Any = SimpleNamespace(stopped=lambda work, fenced: None, turn=lambda say: None)
+    for command in ("train", "convert"):
+        work: Any = SimpleNamespace(folder=tmp_path, say=print)
+        run_job(stage_run, work, command, load("tiny", ["gang.grace=7"]))
     assert given == [7, launch.GRACE]

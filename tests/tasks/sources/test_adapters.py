@@ -37,9 +37,9 @@ def registered(monkeypatch, folder):
 
 
 def test_a_version_in_the_registry_is_its_adapter(folder, registered, tmp_path):
-    found = adapters.identity("models:/mine/3", tmp_path)
-    assert found == adapters.identity(str(folder), tmp_path) and found.keys() == {*adapters.FILES}
-    adapters.fetch("models:/mine/3", found, tmp_path / "here", tmp_path)
+    found = adapters.identity("models:/mine/3")
+    assert found == adapters.identity(str(folder)) and found.keys() == {*adapters.FILES}
+    adapters.fetch("models:/mine/3", found, tmp_path / "here")
     assert sorted(path.name for path in (tmp_path / "here").iterdir() if path.is_file()) == sorted(adapters.FILES)
 
 
@@ -56,10 +56,10 @@ def test_its_content_is_part_of_the_trainings_identity(folder, tmp_path):
 
 
 def test_an_adapter_that_changes_under_a_run_is_not_taken(folder, tmp_path):
-    found = adapters.identity(str(folder), tmp_path)
+    found = adapters.identity(str(folder))
     (folder / adapters.FILES[1]).write_text("other weights")
     with pytest.raises(Fault, match=r"^model\.adapter: .* its files have changed since the run began"):
-        adapters.fetch(str(folder), found, tmp_path / "here", tmp_path)
+        adapters.fetch(str(folder), found, tmp_path / "here")
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ def test_an_adapter_that_changes_under_a_run_is_not_taken(folder, tmp_path):
 )
 def test_what_is_not_there_is_one_line(registered, tmp_path, source, says):
     with pytest.raises(Fault, match=rf"^model\.adapter: {says}"):
-        adapters.identity(source, tmp_path)
+        adapters.identity(source)
 
 
 def test_a_version_without_its_adapter_and_a_folder_without_weights_are_one_line(folder, registered, tmp_path):
     registered.clear()
     with pytest.raises(Fault, match=r"has no tag finetune\.adapter: it was not exported with its adapter"):
-        adapters.identity("models:/mine/3", tmp_path)
+        adapters.identity("models:/mine/3")
     (folder / adapters.FILES[1]).unlink()
     with pytest.raises(Fault, match=r"no adapter_model\.safetensors; an adapter in PEFT's form has"):
-        adapters.identity(str(folder), tmp_path)
+        adapters.identity(str(folder))

@@ -500,7 +500,9 @@ def test_a_model_from_s3_is_pinned_and_verified(bucket, tmp_path):
 def test_a_half_file_from_s3_is_continued_and_a_damaged_one_replaced(bucket, model, tmp_path):
     upload(bucket, model)
     resolved = hub.resolve(bucket.uri, "main")
-    parts = {shard: hub._part(tmp_path / "out", shard, resolved.digests[shard]) for shard in SHARDS}
+    parts = {
+        shard: tmp_path / "out" / hub.PARTIAL / hub.partial_name(shard, resolved.digests[shard]) for shard in SHARDS
+    }
     for shard, part in parts.items():
         part.parent.mkdir(parents=True, exist_ok=True)
         part.write_bytes((model / shard).read_bytes()[:100_000])

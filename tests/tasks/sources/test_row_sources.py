@@ -364,10 +364,11 @@ def test_a_fetch_goes_on_where_it_was(bucket, identity, tmp_path, monkeypatch):
     part, work = Part(source=f"{bucket.uri}/set"), tmp_path / "work"
     found = identity(part.source)
     tags = {name: tag for name, _, tag in found["objects"]}
-    (work / hub.PARTIAL).mkdir(parents=True)
+    partials = work / hub.PARTIAL
+    partials.mkdir(parents=True)
     (work / "whole.parquet").write_bytes(body + b"whole")
-    hub._part(work, "half.parquet", f"etag:{tags['half.parquet']}").write_bytes(body[: 4 << 20])
-    hub._part(work, "damaged.parquet", f"etag:{tags['damaged.parquet']}").write_bytes(b"x" * 1000)
+    (partials / hub.partial_name("half.parquet", f"etag:{tags['half.parquet']}")).write_bytes(body[: 4 << 20])
+    (partials / hub.partial_name("damaged.parquet", f"etag:{tags['damaged.parquet']}")).write_bytes(b"x" * 1000)
     sent: list[int] = []
     count = hub.Meter.add
 

@@ -8,7 +8,7 @@ from conf.load import load
 from conf.model_files.quantization import OF_TINY
 from conf.planner import verdict
 from conf.schema import identity
-from tasks.gang.job import training
+from tasks.gang.job import Training
 from tasks.run.artifact import Stage
 from tasks.run.launch import Broken
 from tasks.sources import released_config
@@ -80,6 +80,6 @@ def test_a_training_that_was_told_to_end_from_outside_is_no_whole_one(tmp_path):
 
     save(2)
     with pytest.raises(Broken, match="ended from outside at step 2 of 50; it can resume there"):
-        train.require_done(training(run))
+        train.require_done(Training(run))
     save(50)
-    train.require_done(training(run))
+    train.require_done(Training(run))

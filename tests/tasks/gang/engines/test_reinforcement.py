@@ -16,8 +16,10 @@ import pytest
 
 from conf.load import load
 from tasks.gang import controller
-from tasks.gang.engines import client, kubernetes
-from tasks.gang.job import reinforcement
+from tasks.gang.attempt import Gang
+from tasks.gang.engines import client, engine_of, kubernetes
+from tasks.gang.history.timeline import History, Teller
+from tasks.gang.job import job_of
 from tasks.store import open_store
 from tests.tasks.gang.conftest import ROOT
 from tests.tasks.gang.engines import toy_kubectl, toy_slurm, toy_torchrun
@@ -53,19 +55,14 @@ def hosts(tmp_path, monkeypatch) -> Path:
 def carried_out(folder: Path, *overrides: str) -> tuple[list[str], dict[str, dict]]:
     """Lines of a learning's controller, and what was asked of torchrun, by host."""
     paths = [f"paths.{name}={folder / name}" for name in ("reinforced", "logs")]
-    job = reinforcement(load("tiny-rl", [*KEYS, *overrides, *paths]))
+    job = job_of("reinforce", load("tiny-rl", [*KEYS, *overrides, *paths]))
     assert job
     (folder / "work").mkdir()
     lines: list[str] = []
     until = time.monotonic() + 120
-    controller.carry_out(
-        job,
-        folder / "work",
-        open_store(str(folder / "store")),
-        "reinforce-x",
-        lines.append,
-        lambda: time.monotonic() > until,
-    )
+    work, store = folder / "work", open_store(str(folder / "store"), hasty=True)
+    teller, stop = Teller(History("reinforce-x", "tiny-rl", ""), work / "none"), lambda: time.monotonic() > until
+    controller.carry_out(Gang("reinforce-x", work, job, store, engine_of(job.run), teller, lines.append, stop))
     return lines, {path.stem: json.loads(path.read_text()) for path in (folder / "logs/asked").iterdir()}
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tasks.gang.history import prefect_page, timeline
-from tasks.gang.history.prefect_page import Carrier
 from tasks.gang.history.timeline import History, Teller, read, settled, state
 from tasks.gang.messages import Member
 from tasks.run.task_artifact import TaskArtifact
@@ -153,27 +152,6 @@ def test_a_server_that_hangs_delays_neither_training_nor_history(teller, store, 
     wait_for(lambda: read(store, "train-0123").end == "done")
     assert tags["finetune.gang.last_failure"] == KILLED
     hangs.set()
-
-
-def test_a_service_that_comes_back_gets_the_newest(teller, monkeypatch):
-    monkeypatch.setattr(prefect_page, "AGAIN", 0.05)
-    given: list[History] = []
-    tried, back = threading.Event(), threading.Event()
-
-    def give(news: History) -> None:
-        tried.set()
-        if not back.is_set():
-            raise ConnectionError
-        given.append(news)
-
-    carrier = Carrier(give, "toy")
-    teller.tell = carrier.take
-    two_attempts(teller)
-    assert tried.wait(10)
-    back.set()
-    wait_for(lambda: given)
-    carrier.close(5)
-    assert given == [teller.history]
 
 
 def test_the_report_has_a_line(teller):

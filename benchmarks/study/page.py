@@ -9,9 +9,10 @@ from typing import Any
 from jinja2 import Template
 from markupsafe import Markup
 
+from benchmarks.study import figures, pictures
+from benchmarks.study.pictures import Bar
 from contract import html_page
-from contract.html_page import Bar, Strip
-from flows.study import figures
+from contract.html_page import Strip
 
 SHOWN, OTHERS = 12, "other operations"  # operations of a host that have their own name and colour
 WHOLE = "a step"
@@ -26,17 +27,17 @@ def of(report: dict[str, Any], folder: Path) -> str:
     measured = [row for row in report["rows"] if "failed" not in row["figures"]]
     profiled = [row for row in measured if "time" in row["figures"]]
     on_device = [row for row in profiled if row["figures"]["time"]["kinds"]]
-    pictures = {
+    parts = {
         "table": _table(report["rows"]),
-        "times": html_page.bars([_time_bar(row) for row in measured], "ms", SPENT),
-        "memory": html_page.bars(list(_memory_bars(measured)), "GB"),
-        "kernels": html_page.bars([_kernel_bar(row) for row in on_device], "ms"),
-        "operations": html_page.bars(list(_host_bars(profiled)), "ms"),
+        "times": pictures.bars([_time_bar(row) for row in measured], "ms", SPENT),
+        "memory": pictures.bars(list(_memory_bars(measured)), "GB"),
+        "kernels": pictures.bars([_kernel_bar(row) for row in on_device], "ms"),
+        "operations": pictures.bars(list(_host_bars(profiled)), "ms"),
         "strip_legend": html_page.strip_legend(),
-        "losses": html_page.curves([(row["title"], row["figures"]["losses"]) for row in measured]),
+        "losses": pictures.curves([(row["title"], row["figures"]["losses"]) for row in measured]),
     }
     words = Template(WORDS.read_text("utf-8"), autoescape=True, trim_blocks=True).render(
-        {name: Markup(picture) for name, picture in pictures.items()},
+        {name: Markup(picture) for name, picture in parts.items()},
         report=report,
         versions=", ".join(f"{name} {value}" for name, value in report["versions"].items()),
         measured=measured,

@@ -18,12 +18,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.study.rows import Row
 from conf.host import nvidia_smi
 from contract import checksums, json_object
 from contract.faults import Fault, Stopped
 from contract.files import write_atomically
 from flows import packages
-from flows.study.rows import Row
 from tasks.run import launch
 
 PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine")

@@ -1,10 +1,10 @@
-"""flows/licences.py: what packages say of their licence, in the forms in which they say it."""
+"""benchmarks/licences.py: what packages say of their licence, in the forms in which they say it."""
 
 from importlib.metadata import Distribution
 
 import pytest
 
-from flows import licences
+from benchmarks import licences
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""flows/study: layouts are measured in a row, kept, and compared on one page; one that fails stops no other."""
+"""benchmarks/study: layouts are measured in a row, kept, and compared on one page; one that fails stops no other."""
 
 import json
 import re
@@ -7,14 +7,14 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.study import __main__ as study
+from benchmarks.study import figures, measured, page, rows
 from conf.load import load
 from conf.planner.verdict import facts_of
 from conf.rules.layout import problems
 from contract.faults import Fault
-from flows.study import __main__ as study
-from flows.study import figures, measured, page, rows
 from tasks.run import launch
-from tests.flows.study.answers import answer, pieces
+from tests.benchmarks.study.answers import answer, pieces
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 """Measure several layouts of a configuration and compare them in one report.
 
-    python -m flows.study gpt2-large --gpus 2 --profile             the lists of conf/studies/gpt2-large.yaml
-    python -m flows.study qwen3-8b-1xh100 --gpus 4 --layers 8       the planner's fastest layouts, with 8 layers
-    python -m flows.study tiny --gpus 2                             small models on a CPU
-    python -m flows.study tiny --row 'TP2: layout.gpus_per_node=2 layout.tp=2' --row 'DP2: layout.gpus_per_node=2'
-    python -m flows.study gpt2-large --report                       the report again, from earlier measurements
+    python -m benchmarks.study gpt2-large --gpus 2 --profile             the lists of conf/studies/gpt2-large.yaml
+    python -m benchmarks.study qwen3-8b-1xh100 --gpus 4 --layers 8       the planner's fastest layouts, with 8 layers
+    python -m benchmarks.study tiny --gpus 2                             small models on a CPU
+    python -m benchmarks.study tiny --row 'TP2: layout.gpus_per_node=2 layout.tp=2' --row 'DP2: layout.gpus_per_node=2'
+    python -m benchmarks.study gpt2-large --report                       the report again, from earlier measurements
 
 Each layout takes a few steps with python -m trainer.trial: random weights and tokens, no download. --gpus N measures
 layouts of N GPUs, and of one for comparison. Measurements of the same configuration, code and device are kept. A layout
@@ -25,6 +25,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.study import arguments, figures, measured, page, rows
+from benchmarks.study.measured import How
+from benchmarks.study.rows import Row
 from conf.host import nvidia_smi
 from conf.planner import parameters
 from conf.planner.verdict import facts_of
@@ -33,10 +36,7 @@ from contract import closed_pipe
 from contract.amounts import clock
 from contract.faults import Fault
 from contract.files import write_atomically
-from flows import arguments
-from flows.study import figures, measured, page, rows
-from flows.study.measured import How
-from flows.study.rows import Row
+from flows.arguments import reports_faults
 from tasks import tracking
 from tasks.run.places import runs_folder
 
@@ -58,7 +58,7 @@ LOSS = "loss/training"
 SHARES = ("computing", "exposed", "hidden", "idle")
 
 
-@arguments.reports_faults
+@reports_faults
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments.study().parse_intermixed_args(argv)
     how = How(options.steps, options.layers, options.profile, options.within)

@@ -1,10 +1,10 @@
-"""conf/presets.py: each configuration uses the fastest layout that fits, or gives a reason; a page lists them."""
+"""benchmarks/presets.py: each configuration uses the fastest layout that fits, or gives a reason; a page lists them."""
 
 from pathlib import Path
 
 import pytest
 
-from conf import presets
+from benchmarks import presets
 
 PAGE = Path(__file__).parents[2] / "docs/start/configurations.md"
 SLOWEST = 1.05  # times the fastest layout

@@ -1,6 +1,6 @@
 """Print the licences of the installed packages, as their metadata states them.
 
-    python -m flows.licences          make licences
+    python -m benchmarks.licences     make licences
 
 Each line has a licence and its packages, most frequent licence first. The licence is the metadata's SPDX expression,
 else its line of text, else its classifiers, else the first line of a longer text. A package without any of these is
@@ -37,7 +37,7 @@ def _file(package: Distribution) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments.parser("licences").parse_args(argv)
+    arguments.parser("benchmarks.licences").parse_args(argv)
     found: dict[str, set[str]] = defaultdict(set)
     for package in importlib.metadata.distributions():
         if name := package.metadata["Name"]:  # a half-removed package leaves a folder without metadata

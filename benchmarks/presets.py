@@ -1,7 +1,7 @@
 """Tables of the configurations for GPUs, grouped by hardware: layout, time, price and the fastest layout known.
 
-    python -m conf.presets          print the tables in Markdown; the planner computes all figures
-    python -m conf.presets PAGE     write them into that page, between its two marks; make presets does this
+    python -m benchmarks.presets          print the tables in Markdown; the planner computes all figures
+    python -m benchmarks.presets PAGE     write them into that page, between its two marks; make presets does this
 
 A configuration uses the fastest layout that leaves room for the error of the plan (conf/planner/search.py). A slower
 one gives the reason in a comment of its file:
@@ -107,7 +107,7 @@ def write(page: Path, make: Callable[[], str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m conf.presets", description="Print the tables of configurations.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.presets", description="Print tables of configurations.")
     parser.add_argument("page", nargs="?", type=Path, help="write them into this page, between its marks")
     page = parser.parse_args(argv).page
     if page:
