@@ -11,7 +11,6 @@ results. Trained norms stay unchanged.
 import functools
 
 import torch
-from torch import nn
 
 from trainer.startup import device
 
@@ -28,7 +27,7 @@ def install(model) -> None:
                 norm.forward = functools.partial(_forward, norm)
 
 
-def _forward(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def _forward(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != norm.weight.dtype or torch.is_autocast_enabled():
         return type(norm).forward(norm, x)
     return _Norm.apply(x, norm.weight, norm.eps, norm.zero_centered_gamma, norm._sm_margins)

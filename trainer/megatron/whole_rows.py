@@ -8,7 +8,6 @@ import torch
 from megatron.bridge.training.utils.packed_seq_utils import get_thd_cp_partition_indices
 from megatron.core import parallel_state
 from megatron.core.utils import get_batch_on_this_cp_rank
-from torch import distributed
 
 
 def whole(values: torch.Tensor, cut: torch.Tensor | None) -> torch.Tensor:
@@ -20,8 +19,8 @@ def whole(values: torch.Tensor, cut: torch.Tensor | None) -> torch.Tensor:
     mine = places(length, cut, group, values.device)
     of_each = [torch.empty_like(mine) for _ in range(group.size())]
     shares = [torch.empty_like(values) for _ in of_each]
-    distributed.all_gather(of_each, mine.contiguous(), group=group)
-    distributed.all_gather(shares, values.detach().contiguous(), group=group)
+    torch.distributed.all_gather(of_each, mine.contiguous(), group=group)
+    torch.distributed.all_gather(shares, values.detach().contiguous(), group=group)
     rows = values.new_zeros(values.size(0), length, *values.shape[2:])
     for place, share in zip(of_each, shares, strict=True):
         rows[:, place] = share

@@ -29,7 +29,6 @@ from megatron.bridge.training.gpt_step import forward_step
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
-from torch import distributed
 
 from conf.schema.run import Run
 from contract.files import write_atomically
@@ -78,7 +77,7 @@ def record(run: Run, context, path: Path, weights: str | None = None) -> None:
         with adapter.disable_adapter(context.model):
             of_base = log_probs(run, context, rows_of_tokens)
     of_tensors = model_digests.of_model(context.model, adapter)
-    if distributed.get_rank() == 0:
+    if torch.distributed.get_rank() == 0:
         records = [
             {"prompt": template.prompt(row), "tokens": tokens, "log_probs": trained[i][: len(tokens) - 1]}
             for i, (row, tokens) in enumerate(zip(rows, rows_of_tokens, strict=True))

@@ -9,7 +9,6 @@ from collections.abc import Generator
 from pathlib import Path
 
 import torch
-from torch import nn
 from vllm.config import ModelConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -25,7 +24,7 @@ class Worker:
 @register_model_loader("unpacked")
 class Loader(DefaultModelLoader):
     def get_all_weights(
-        self, model_config: ModelConfig, model: nn.Module
+        self, model_config: ModelConfig, model: torch.nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         config = model_config.hf_config
         if getattr(config, quantization.KEY, "") is None:

@@ -24,7 +24,6 @@ import torch
 from megatron.bridge.training import gpt_step
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
-from torch import distributed
 
 from trainer.megatron.routers.recomputed import Recomputed
 from trainer.megatron.routers.rows_of_tokens import Rows, rows_of
@@ -59,7 +58,7 @@ def figures() -> dict[str, float]:
     if _sums is not None:
         totals += _sums
         _sums.zero_()
-    distributed.all_reduce(totals)
+    torch.distributed.all_reduce(totals)
     return {
         name: value / weight if weight else 0.0 for name, (value, weight) in zip(LOSSES, totals.tolist(), strict=True)
     }
@@ -123,7 +122,7 @@ def _balancing(kind: str) -> Callable[..., torch.Tensor]:
         chosen = torch.zeros(len(rows.length), experts, device=scores.device)
         chosen.index_add_(0, rows.number, routing_map.reshape(-1, experts).float())
         if self.tp_cp_group.size() > 1:
-            distributed.all_reduce(chosen, group=self.tp_cp_group)
+            torch.distributed.all_reduce(chosen, group=self.tp_cp_group)
         of_choice = chosen * (rows.share / rows.length * (experts / self.topk))[:, None]
         loss = (scores.reshape(-1, experts).float() * of_choice[rows.number]).sum()
         _add("aux_loss", loss, self)

@@ -185,12 +185,11 @@ def _ending(name: str, parts: int) -> str:
 
 
 def _config(adapter: Adapter, modules: list[str], parameters: list[str], source: str) -> dict:
-    rank = adapter.a.shape[0]
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": source,
-        "r": rank,
+        "r": adapter.a.shape[0],
         "lora_alpha": adapter.alpha,
         "lora_dropout": 0.0,  # for inference; PEFT refuses other values with target_parameters
         "target_modules": modules,
