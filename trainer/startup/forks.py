@@ -108,9 +108,7 @@ def _end(ranks: list[ForkProcess], patience: float) -> int:
 
 
 def _rank(work: Callable[[], None], rank: int, count: int, ports: Connection, errors: int, command: int) -> None:
-    end_with_parent()
-    if os.getppid() != command:
-        os._exit(1)
+    end_with_parent(command)
     # A terminal sends Ctrl-C to all processes: ranks end silently, and the command reports it. A command in the
     # background ignores it.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
