@@ -192,7 +192,7 @@ def _build(run: Run, config: dict[str, Any]) -> tuple[list, Any]:
 
 
 def without_checkpoint(run: Run, container) -> None:
-    """Let Bridge build the model and its adapter without a checkpoint; its own adapter setup requires one of the base."""
+    """Let Bridge build the model and its adapter without a checkpoint, which its own adapter setup requires."""
     from trainer.megatron.recipe import make_adapter
 
     checkpoint = container.checkpoint
