@@ -26,27 +26,23 @@ With evaluate.adapter=unmerged the model is paths.model, served with the adapter
 
 # pyright: reportArgumentType=false
 
-import contextlib
 import importlib.metadata
 import json
-import shutil
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 from conf.rules.serving import may_be_apart, precision, rounding
 from conf.schema.run import Run
 from contract import checksums, output_marks
-from contract.amounts import size
 from contract.faults import Fault, line_of
 from contract.files import write_atomically
 from contract.output_marks import EVALUATION, take
 from trainer.checks import inputs, places
-from trainer.serving import agreement, engine, full_memory, held_out, held_out_texts, hosts, lm_tasks, prompts, unmerged
-from trainer.startup import entry
+from trainer.serving import agreement, engine, full_memory, held_out, hosts, lm_tasks, prompts, unmerged
+from trainer.startup import entry, full_disk
 from trainer.startup.console import say
 
 TOOLS = ("vllm", "lm_eval", "torch", "transformers")
@@ -58,7 +54,7 @@ def main(run: Run) -> None:
     if hosts.only_computes():
         engine.prepare(Path(run.paths.kernels), online=False)
         engine.serve(run, precision(run), lambda *_: None)
-    with naming_the_disk(Path(run.paths.evaluation), Path(run.paths.kernels), Path(tempfile.gettempdir())):
+    with full_disk.named(Path(run.paths.evaluation), Path(run.paths.kernels), Path(tempfile.gettempdir())):
         _score(run, Path(run.paths.evaluation))
 
 
@@ -91,28 +87,14 @@ def _score(run: Run, folder: Path) -> None:
     say(f"evaluate: {folder / 'results.json'}, after {results['seconds']} s")
 
 
-@contextlib.contextmanager
-def naming_the_disk(*folders: Path) -> Iterator[None]:
-    """Add the folder with the least free space to the error of a full disk, which names none."""
-    try:
-        yield
-    except Exception as error:
-        line = line_of(error) or ""
-        if not line.startswith("disk:"):
-            raise
-        existing = [next(p for p in (path.absolute(), *path.absolute().parents) if p.exists()) for path in folders]
-        free, folder = min((shutil.disk_usage(place).free, str(place)) for place in existing)
-        raise Fault(f"{folder}: {line.removeprefix('disk: ')}; {size(free)} are free there") from error
-
-
 def evaluate(run: Run, progress: "Progress") -> dict:
     names = list(run.evaluate.tasks)
     elsewhere = [name for name in names if name != held_out.NAME]
     computed = precision(run)
     engine.prepare(Path(run.paths.kernels), online=any(not prompts.is_task_file(name) for name in elsewhere))
-    of_texts = held_out.NAME in names and held_out_texts.are_prepared(run)
+    of_texts = held_out.NAME in names and held_out.has_texts(run)
     test = held_out.read(run) if held_out.NAME in names and not of_texts else None
-    tasks = lm_tasks.load(run, [name for name in names if name != held_out.NAME or test], test)
+    tasks = lm_tasks.load(run, elsewhere) if elsewhere else {}
     say(f"evaluate: starting vLLM on this host's {engine.device()} for {_shown(run)}")
     began = time.monotonic()
     served = engine.serve(run, computed, progress)
@@ -120,8 +102,10 @@ def evaluate(run: Run, progress: "Progress") -> dict:
     results = {"metrics": {}, "rows": {}, "samples": {}, "scores": {}}
     for name in names:
         progress.task = name
-        served.tokens = test.tokens() if test and name == held_out.NAME else None
-        answers = lm_tasks.ask(run, served, tasks[name]) if name in tasks else held_out_texts.ask(run, served)
+        if name in tasks:
+            answers = lm_tasks.ask(run, served, tasks[name])
+        else:
+            answers = held_out.ask(run, served, test) if test else held_out.ask_texts(run, served)
         for key, values in answers.items():
             results[key] |= values
     progress.task = "parity"

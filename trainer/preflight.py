@@ -31,7 +31,7 @@ from conf.schema.run import Run
 from contract.faults import Fault
 from trainer.hosts import products
 from trainer.hosts.health import of_gpu, of_host, used_by_others
-from trainer.hosts.host_verdict import Expected, as_dict, misfits, rounds, unique
+from trainer.hosts.host_verdict import Expected, misfits, rounds, unique
 from trainer.patches import store_address
 from trainer.startup import entry
 from trainer.startup.console import say
@@ -175,7 +175,7 @@ def _judged(run: Run, of_ranks: list[tuple[dict, dict | None]], per_host: int) -
         "lines": [misfit.report(names.index(misfit.host)) for misfit in unfit],
         "leave_out": out,
         "nodes": [names.index(name) for name in out],
-        "misfits": [as_dict(misfit) for misfit in unfit],
+        "misfits": [vars(misfit) | {"line": misfit.line} for misfit in unfit],
         "hosts": hosts,
         "ranks": ranks,
         "pairs": [{"hosts": pair, "rails": rails} for pair, rails in pairs.items()],
@@ -207,9 +207,5 @@ def summary(verdict: dict[str, Any]) -> str:
     return f"{', '.join(parts)}: {fit}, in {verdict['seconds']} s"
 
 
-def nothing_to_check(run: Run) -> None:
-    """Accept any input: pre-flight reads no file of the run, and may run before the model exists."""
-
-
 if __name__ == "__main__":
-    entry.start(main, nothing_to_check)
+    entry.start(main, lambda run: None)  # it reads no file of the run, and may start before the model exists

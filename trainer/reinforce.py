@@ -15,7 +15,6 @@ from pathlib import Path
 from conf.rules.reinforcement import as_training
 from conf.schema.run import Run
 from contract import checkpoints
-from contract.faults import Fault
 from trainer import preflight
 from trainer.checks import inputs, places
 from trainer.megatron.recipe import checkpoint_folder, last_step, make_config
@@ -88,11 +87,8 @@ def _switch_dropout_off(config) -> None:
 
 
 def _load_trained(checkpoint, folder: Path) -> None:
-    """Make Bridge load a training's last weights, without its optimizer and random states."""
-    steps = checkpoints.complete_steps(folder)
-    if not steps:
-        raise Fault(f"{folder}: no complete checkpoint to start from: python -m trainer.train, or reinforce.start=base")
-    checkpoint.load, checkpoint.ckpt_step = str(folder), steps[-1]
+    """Make Bridge load a training's last weights, without its optimizer and random states. They were checked before."""
+    checkpoint.load, checkpoint.ckpt_step = str(folder), checkpoints.complete_steps(folder)[-1]
     checkpoint.load_optim = checkpoint.load_rng = False
 
 

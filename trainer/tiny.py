@@ -9,18 +9,17 @@ With `data` it gets training.jsonl and validation.jsonl, the input/output pairs 
 fine-tuning. Equal arguments give equal bytes, and OUT appears only when it is complete.
 """
 
-import argparse
-import sys
 from pathlib import Path
 
 from conf.model_files import quantization
 from contract import closed_pipe
-from contract.faults import line_of
+from contract.faults import named
 from trainer.rehearsal.tiny_models import KINDS, make_data, make_model
+from trainer.startup import entry, full_disk
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m trainer.tiny", description="Tiny random checkpoints and data.")
+    parser = entry.parser("trainer.tiny", __doc__)
     commands = parser.add_subparsers(dest="kind", required=True)
     for kind in [*KINDS, *(f"{kind}-{form}" for kind in KINDS for form in quantization.OF_TINY), "data"]:
         command = commands.add_parser(kind)
@@ -34,20 +33,9 @@ def main() -> int:
     if options.get("rows", 1) < 1:
         parser.error(f"--rows: {options['rows']} is not a positive number of rows")
     kind, out = options.pop("kind"), options.pop("out")
-    try:
+    with entry.faults_in_one_line(), full_disk.named(out), named(out, OSError):
         make_data(out, **options) if kind == "data" else make_model(kind, out, **options)
-        return 0
-    except FileExistsError as error:
-        text = str(error)
-    except OSError as error:
-        text = f"{out}: {error.strerror or error}"
-    except Exception as error:  # safetensors raises its own error for a full disk
-        line = line_of(error)
-        if line is None:
-            raise
-        text = f"{out}: {line.removeprefix('disk: ')}"
-    print(f"error: {text}", file=sys.stderr)
-    return 2
+    return 0
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from trainer.data import prepared, references
 from trainer.data.tokens import tokenizer
 from trainer.megatron.recipe import checkpoint_folder
 from trainer.reinforcement import journal, rewards
-from trainer.serving import agreement, held_out_texts, prompts, unmerged
+from trainer.serving import agreement, held_out, prompts, unmerged
 from trainer.training import resume
 from trainer.weights import released
 
@@ -179,8 +179,8 @@ def check_evaluate(run: Run) -> None:
     for name in tasks:
         if name.endswith((".yaml", ".yml")) and not prompts.is_task_file(name):
             raise Fault(f"evaluate.tasks: {name}: no such file in {Path.cwd()}")
-    if "held_out" in tasks and (Path(run.paths.data) / prepared.MANIFEST).exists() and held_out_texts.are_prepared(run):
-        held_out_texts.require(run)
+    if "held_out" in tasks and (Path(run.paths.data) / prepared.MANIFEST).exists() and held_out.has_texts(run):
+        held_out.require_texts(run)
         prepared.check_questions(prompts.folder(run))
     elif "held_out" in tasks:
         file = Path(run.paths.data) / "test.jsonl"

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_high
-from typing import Any
 
 GB = 1e9
 # A figure below this share of the others' is slow. GPUs have separate links and adapters, and differ by a few percent.
@@ -228,7 +227,3 @@ def rounds(hosts: int, most: int) -> list[list[tuple[int, int]]]:
 def unique(names: Sequence[str]) -> list[str]:
     """Make names unique. Containers and namespaces of a host may have the same name."""
     return [name if names.count(name) == 1 else f"{name}/{node}" for node, name in enumerate(names)]
-
-
-def as_dict(misfit: Misfit) -> dict[str, Any]:
-    return {**vars(misfit), "line": misfit.line}

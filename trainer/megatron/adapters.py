@@ -7,7 +7,7 @@ the distribution: Bridge's or PEFT's. B starts at zero. Comparisons of layouts d
 would hide errors in the factor of B.
 
 lean_adapters.py replaces the expensive parts of Bridge's adapters. Bugs of Bridge's adapters are fixed in
-trainer/patches: expert_adapters.py, shared_experts.py, dora.py, sequence_parallel.py and recompute.py.
+trainer/patches: expert_adapters.py, dora.py, sequence_parallel.py and recompute.py.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -27,7 +27,7 @@ from megatron.bridge.peft.dora_layers import DoRALinear
 from megatron.core import parallel_state
 
 from trainer.megatron import frozen_experts, frozen_norms, lean_adapters
-from trainer.patches import dora, expert_adapters, recompute, sequence_parallel, shared_experts
+from trainer.patches import dora, expert_adapters, recompute, sequence_parallel
 
 SPREAD_OF_B = 0.0  # B's spread relative to A's; benchmarks/layouts.py and tests set another value
 
@@ -43,16 +43,16 @@ class LoRA(bridge_lora.LoRA):
         expert_adapters.install()
         if self.lean:
             lean_adapters.install()
-            shared_experts.sum_copies_once_a_step()
+            expert_adapters.sum_copies_once_a_step()
         else:
-            shared_experts.install()
+            expert_adapters.install_shared()
         model = super().__call__(model, training)
         if self.lean:
             frozen_experts.install(model)
             frozen_norms.install(model)
         else:
             sequence_parallel.give_every_adapter_all_tokens(model)
-        shared_experts.count_once(model)
+        expert_adapters.count_once(model)
         draw_initial_values(model, self.seed, self.init)
         if self.start:
             self.start(model)

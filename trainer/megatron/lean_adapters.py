@@ -49,8 +49,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
 from trainer.megatron.frozen_experts import Counts, Product
-from trainer.patches.expert_adapters import ExpertAdapter
-from trainer.patches.shared_experts import Adapter
+from trainer.patches.expert_adapters import ExpertAdapter, SharedAdapter
 
 
 def install() -> None:
@@ -106,8 +105,8 @@ class LeanLinear(LoRALinear):
         return (self.adapter(adapter_input, output) if self._adapter_enabled else output), bias
 
 
-class LeanAdapter(Adapter):
-    """Adapter of one layer. If experts are cut, it is Bridge's, with the fixes of trainer/patches/shared_experts.py."""
+class LeanAdapter(SharedAdapter):
+    """Adapter of one layer. If experts are cut, it is Bridge's, with the fixes of patches/expert_adapters.py."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

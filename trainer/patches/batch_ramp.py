@@ -12,12 +12,10 @@ from typing import Any
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
-
 
 def install(schedule: str) -> None:
     """Give core a schedule such as "0:8 64:16": 8 sequences per step, and 16 from the 64th sequence on."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     from megatron.bridge.training import initialize, train
     from megatron.core import num_microbatches_calculator
 

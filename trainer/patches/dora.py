@@ -18,18 +18,16 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
-
 
 def install() -> None:
     """Let Bridge's DoRA use the layers and adapters of this module."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     dora.DoRALinear, dora.ParallelLinearDoRAAdapter = DoRALinear, DoRAAdapter
 
 
 def mark_magnitudes(model) -> None:
     """Mark magnitudes as partial or cut over ranks, for the sums and norms of their gradients."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     for chunk in model if isinstance(model, list) else [model]:
         for module in chunk.modules():
             if not isinstance(module, dora_layers.DoRALinear):

@@ -3,9 +3,8 @@
 Required fixes:
 
 1. megatron.bridge.training.pretrain imports nvidia_resiliency_ext's CallWrapper for a type annotation. The package has
-   no wheel for glibc < 2.39, so an empty module replaces it while pretrain is imported. It is removed afterwards,
-   because code that probes for the real package must not find it. Remove when Bridge guards the import.
-   BRIDGE/training/pretrain.py
+   no wheel for glibc < 2.39, so a promise replaces the name (PROMISED). Code that probes for the package still does not
+   find it. Remove when Bridge guards the import. BRIDGE/training/pretrain.py
 2. megatron.bridge.training.initialize runs `make` in megatron-core's data set folder. The wheel ships the compiled
    helper without a Makefile, and the failed make ends the process. Remove when Bridge imports before it builds.
    BRIDGE/training/initialize.py
@@ -41,15 +40,13 @@ from trainer.patches import lazy_bridge, transformers_imports, versions
 from trainer.patches.checkpoints import files
 from trainer.patches.gradients import accumulation, split
 
-WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",), "torch": ("2.11.0",)}
-
 # Hidden packages, functions of modelopt, and names that are promised. (3 to 6)
 HIDDEN, MODELOPT, PROMISED, COMPILER = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).values()
 
 
 def install(compiles: bool) -> None:
     """Make Megatron-Bridge importable on this host, quickly. Call once, before the first import of Megatron."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     hidden: dict[str, Any] = dict.fromkeys(HIDDEN)
     sys.modules.update(hidden)  # None: `import` raises and find_spec finds nothing
     for module, functions in MODELOPT.items():
@@ -63,11 +60,10 @@ def install(compiles: bool) -> None:
             accumulation.install()
             split.install()
         import megatron.core.datasets.helpers_cpp  # (2: proves that nothing needs compiling)
-        from megatron.core.dist_checkpointing.strategies import torch as _  # noqa: F401  (1: it probes for the package)
 
         transformers_imports.import_transformers()
-        _import_pretrain()
-        import megatron.bridge.models.conversion.auto_bridge  # noqa: F401
+        import megatron.bridge.models.conversion.auto_bridge
+        import megatron.bridge.training.pretrain  # noqa: F401  (1)
         from megatron.bridge.training import initialize
 
     initialize.compile_helpers = lambda: None
@@ -89,17 +85,6 @@ def _no_compiler():
     marks = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), mark)
     with lazy_bridge.promised({**COMPILER, "torch._dynamo": marks}):
         yield
-
-
-def _import_pretrain() -> None:
-    try:
-        import nvidia_resiliency_ext.inprocess  # noqa: F401
-    except ImportError:
-        _stand_in("nvidia_resiliency_ext.inprocess").CallWrapper = object
-    import megatron.bridge.training.pretrain  # noqa: F401
-
-    if getattr(sys.modules["nvidia_resiliency_ext"].__spec__, "origin", None) is None:
-        del sys.modules["nvidia_resiliency_ext"], sys.modules["nvidia_resiliency_ext.inprocess"]
 
 
 def _stand_in(name: str) -> ModuleType:

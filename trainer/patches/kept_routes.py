@@ -17,13 +17,12 @@ from megatron.core.transformer.moe import token_dispatcher
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-core": ("0.19.2",)}
 DISPATCHERS = ("MoEAllGatherTokenDispatcher", "MoEAlltoAllTokenDispatcher", "MoEFlexTokenDispatcher")
 
 
 def install() -> None:
     """Make dispatchers drop all tensors with a graph as soon as their tokens are back."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     for name in DISPATCHERS:
         kind = getattr(token_dispatcher, name)
         if not hasattr(kind.combine_postprocess, "__wrapped__"):

@@ -27,7 +27,6 @@ from types import ModuleType
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
 ROOT = "megatron.bridge"
 # megatron.training: Bridge needs its config classes; its __init__ imports a whole second training loop.
 # megatron.core.inference: the layers import one of its base classes; its __init__ files import the server.
@@ -36,7 +35,7 @@ LAZY = (ROOT, "megatron.training", "megatron.core.inference")
 
 def install() -> None:
     """Import the packages below LAZY lazily from now on. Call before the first import of megatron.bridge."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     assert ROOT not in sys.modules, f"{ROOT} was imported before trainer.patches.lazy_bridge.install()"
     sys.meta_path.insert(0, _Finder())
 

@@ -11,12 +11,10 @@ it has one.
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
-
 
 def install() -> None:
     """Let the NullTokenizer use its end of a document as its end of a sequence."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
     NullTokenizer.eos_id = property(lambda self: self._eod_id)

@@ -14,11 +14,9 @@ tests/trainer/megatron/test_precision.py checks both.
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
-
 
 def keep_counting() -> None:
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
     original = HybridDeviceOptimizer._sync_hdo_param_groups_to_sub_optimizers
@@ -32,7 +30,7 @@ def keep_counting() -> None:
 
 
 def keep_resumed_weights() -> None:
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     from megatron.bridge.training import setup
 
     setup.sync_hybrid_device_optimizer_fp32_master_copies = lambda optimizer: False

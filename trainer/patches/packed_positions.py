@@ -13,13 +13,12 @@ from megatron.core.models.common.embeddings import rope_utils
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-core": ("0.19.2",)}
 CACHE = "_positions_of_tokens"
 
 
 def install() -> None:
     """Rotate packed rows at once, in this process."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     rope_utils._apply_rotary_pos_emb_thd = rotated
 
 

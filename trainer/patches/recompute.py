@@ -11,12 +11,10 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-bridge": ("0.6.2",)}
-
 
 def start_from_the_embedding(model) -> None:
     """Make the embedding's output require a gradient, although no weight needs one."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     for chunk in model if isinstance(model, list) else [model]:
         for module in chunk.modules():
             if isinstance(module, LanguageModelEmbedding) and module.config.recompute_granularity == "selective":

@@ -22,12 +22,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from conf.schema.sections import Layout
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
-
 
 def install() -> None:
     """Give each optimizer of a chain its own saved settings."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     original = ChainedOptimizer.load_state_dict
 
     def load_state_dict(self, state_dict) -> None:

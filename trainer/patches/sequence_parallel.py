@@ -29,12 +29,10 @@ from megatron.core.tensor_parallel import mappings
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
-
 
 def give_every_adapter_all_tokens(model) -> None:
     """Let each adapter of `model` process all tokens. `model` is a stage, or a list of them, with new adapters."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     for chunk in model if isinstance(model, list) else [model]:
         for module in chunk.modules():
             if not isinstance(module, AdapterWrapper) or not isinstance(module.adapter, ParallelLinearAdapter):

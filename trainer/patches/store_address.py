@@ -18,8 +18,6 @@ from trainer.patches import versions
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-WRITTEN_FOR = {"torch": ("2.11.0",)}
-
 
 def listen(host: str, port: int = 0, **settings: Any) -> "TCPStore":
     """Open a store that listens on one address. Port 0 selects a free port."""
@@ -32,7 +30,7 @@ def listen(host: str, port: int = 0, **settings: Any) -> "TCPStore":
 
 def install() -> None:
     """Make the store of a process group's first rank listen on MASTER_ADDR, or on the address of its tcp:// URL."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     from torch.distributed import TCPStore
 
     # The package also has a function of this name.

@@ -14,12 +14,10 @@ from pathlib import Path
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"transformers": ("5.12.1",)}
-
 
 def import_transformers() -> None:
     """Import transformers.models once, without unnecessary reads."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     everything = importlib.metadata.packages_distributions
     importlib.metadata.packages_distributions = lambda: _Distributions(everything)
     from transformers.utils import import_utils

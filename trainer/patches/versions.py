@@ -1,19 +1,30 @@
 """Upstream versions that the patches of this folder are written for. A patch fits one upstream source; others are
 refused.
 
-Each module names its packages and versions in WRITTEN_FOR, and every function that changes a package calls check()
+written_for.yaml has the packages and versions of each module, and every function that changes a package calls check()
 first. For each patch, tests/trainer/patches has a test that fails once upstream has fixed the bug.
 """
 
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
 
 from contract.faults import Fault
 
+Packages = Mapping[str, Sequence[str]]  # versions by package
 
-def check(patch: str, written_for: Mapping[str, tuple[str, ...]]) -> None:
-    """Raise a Fault for an installed package that this patch (a module's name) is not written for."""
-    for package, known in written_for.items():
+WRITTEN_FOR: dict[str, Packages] = yaml.safe_load(Path(__file__).with_name("written_for.yaml").read_text())
+
+
+def check(patch: str, written_for: Packages | None = None) -> None:
+    """Raise a Fault for an installed package that this patch (a module's name) is not written for.
+
+    `written_for` replaces the table's packages.
+    """
+    name = patch.removeprefix(f"{__package__}.").replace(".", "/")
+    for package, known in (written_for or WRITTEN_FOR[name]).items():
         version = installed(package)
         if version not in known:
             raise Fault(

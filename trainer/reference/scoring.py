@@ -32,6 +32,7 @@ from trainer.reference import parts
 from trainer.startup import heartbeat
 from trainer.startup.console import say
 from trainer.training.parity import forward_only
+from trainer.weights.atomic_folder import gather
 
 PROGRESS = "progress.jsonl"
 
@@ -51,16 +52,14 @@ class Scoring(Callback):
         if first:
             references.begin(self.folder)
             parts.begin(self.folder, references.recorded_facts(self.run))
-        missing, written = ([self._missing()], parts.names(self.folder)) if first else ([None], [])
-        distributed.broadcast_object_list(missing, src=0)
-        for split, numbers in missing[0].items():
+        missing, written = (self._missing(), parts.names(self.folder)) if first else ({}, [])
+        for split, numbers in gather(missing)[0].items():
             self.scored += len(self.rows[split]) - len(numbers)
             starts = objectives.has_starting_adapter(self.run)
             adapter = context.state.cfg.peft
             with contextlib.nullcontext() if starts else adapter.disable_adapter(context.model):
                 written += self._score(context, split, numbers)
-        of_all: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(of_all, written)
+        of_all = gather(written)
         heartbeat.phase("joining")
         if first:
             for split, rows in self.rows.items():

@@ -114,7 +114,7 @@ def quantise(config: Config, tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_model(kind: str, folder: str | Path, seed: int = 0, dtype: str = "bfloat16", block: int = 0) -> None:
-    """Write the checkpoint folder of one of KINDS, also quantised. Raises FileExistsError if `folder` holds anything.
+    """Write the checkpoint folder of one of KINDS, also quantised. Raises a Fault if `folder` holds anything.
 
     `block` is another size of blocks than quantization.OF_TINY has.
     """

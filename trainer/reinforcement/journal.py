@@ -12,15 +12,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from conf.error_lines import key_of
 from conf.rules.reinforcement import contents
 from conf.schema import identity
 from conf.schema.run import Run
 from contract import json_object
 from contract.faults import Fault
 from contract.files import write_atomically
-from trainer.reinforcement.samples import Answer, Group, Step
+from trainer.reinforcement.samples import Step
 
 FOLDER, OF = "rollouts", "of.json"
+STEP = TypeAdapter(Step)
 ADVICE = "if you remove it, the step is sampled again"
 OWN = ("function", "environment", "judge_prompt")  # files of the user, recorded by their content
 
@@ -66,14 +70,14 @@ class Journal:
         if not path.exists():
             return None
         try:
-            step = _step(json_object.read(path))
-            damage = _damage(step, number)
+            step = STEP.validate_python(json_object.read(path))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise _damaged(path, f"{key_of(first)}: {first['msg']}") from None
         except Fault as fault:
             raise Fault(f"{fault}; {ADVICE}") from None
-        except (KeyError, TypeError, AttributeError) as error:
-            raise Fault(f"{path}: not what trainer.reinforce writes ({error!r}); {ADVICE}") from None
-        if damage:
-            raise Fault(f"{path}: not what trainer.reinforce writes ({damage}); {ADVICE}")
+        if damage := _damage(step, number):
+            raise _damaged(path, damage)
         return step
 
     def note(self, name: str, facts: dict[str, Any]) -> None:
@@ -87,31 +91,16 @@ class Journal:
         return self.folder / f"{number:06d}.json"
 
 
-def _step(content: dict[str, Any]) -> Step:
-    groups = [
-        Group(group["row"], group["prompt"], [Answer(**answer) for answer in group["answers"]])
-        for group in content["groups"]
-    ]
-    return Step(**{**content, "groups": groups})
+def _damaged(path: Path, reason: str) -> Fault:
+    return Fault(f"{path}: not what trainer.reinforce writes ({reason}); {ADVICE}")
 
 
 def _damage(step: Step, number: int) -> str:
-    """Return the reason why a step is damaged and cannot be trained on; empty if it is not damaged."""
+    """Return the reason why a step cannot be trained on, although its types are correct; empty if there is none."""
     if step.number != number:
         return f"step {step.number}"
-    for place, group in enumerate(step.groups, 1):
-        if not group.prompt or not group.answers or not _are_tokens(group.prompt):
-            return f"group {place} has no prompt or no answer"
-        for answer in group.answers:
-            log_probs = [value for value in answer.log_probs if value is not None]
-            if not _are_tokens(answer.tokens) or len(answer.log_probs) != len(answer.tokens):
-                return f"an answer of group {place} has invalid tokens, or tokens without log-probabilities"
-            if not all(isinstance(value, float | int) for value in [*log_probs, answer.reward]):
-                return f"an answer of group {place} has a reward or a log-probability that is not a number"
+    if any(len(answer.log_probs) != len(answer.tokens) for answer in step.answers):
+        return "an answer has tokens without log-probabilities"
     if step.old and [len(values) for values in step.old] != [len(answer.tokens) for answer in step.answers]:
         return "the trainer's log-probabilities are of other answers"
-    return "" if step.groups else "no groups"
-
-
-def _are_tokens(tokens: list[int]) -> bool:
-    return all(isinstance(token, int) and token >= 0 for token in tokens)
+    return ""

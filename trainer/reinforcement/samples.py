@@ -1,13 +1,18 @@
 """Answers of one step, the unit of the journal, and the inputs of the loss for each."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field, NonNegativeInt
+
+Tokens = list[NonNegativeInt]
 
 
 @dataclass
 class Answer:
     """One sampled answer."""
 
-    tokens: list[int]
+    tokens: Tokens
     log_probs: list[float | None]  # of the engine at sampling; None for an environment's tokens
     text: str  # of the last turn, if there are several
     ended: bool  # with an end token or text; False if the limit cut it
@@ -26,8 +31,8 @@ class Group:
     """All answers to one prompt."""
 
     row: int  # its place among the prompts
-    prompt: list[int]
-    answers: list[Answer]
+    prompt: Annotated[Tokens, Field(min_length=1)]
+    answers: Annotated[list[Answer], Field(min_length=1)]
 
     @property
     def rewards(self) -> list[float]:
@@ -40,7 +45,7 @@ class Step:
 
     number: int  # from 1 on
     version: int  # of the weights that sampled it: number of optimizer steps
-    groups: list[Group]
+    groups: Annotated[list[Group], Field(min_length=1)]
     drawn: int  # prompts that were answered to get the groups
     # The trainer's log-probabilities, if a step has several updates.
     old: list[list[float]] = field(default_factory=list)

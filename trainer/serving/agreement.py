@@ -20,7 +20,6 @@ released weights. If the adapter is merged onto the weights of the training (exp
 bound holds.
 """
 
-import contextlib
 import json
 import math
 from itertools import chain
@@ -29,7 +28,7 @@ from pathlib import Path
 from conf.model_files import config_json
 from conf.rules.serving import is_apart, rounding
 from conf.schema.run import Run
-from contract import checksums
+from contract import checksums, json_object
 from contract.faults import Fault
 from contract.files import write_atomically
 from trainer.data.rows import Row
@@ -69,11 +68,8 @@ def is_recorded(run: Run, step: int) -> bool:
     """Whether training has written a record of this step and for these prompts."""
     if not run.evaluate.parity_rows or not rows(run):  # texts for pretraining have no prompts
         return True
-    try:
-        recorded = json.loads(Path(run.paths.parity).read_text())
-        return recorded["step"] == step and recorded["asked"] == fingerprint(run)
-    except (OSError, ValueError, KeyError):
-        return False
+    recorded = json_object.read_or_empty(Path(run.paths.parity))
+    return recorded.get("step") == step and recorded.get("asked") == fingerprint(run)
 
 
 def expected(run: Run) -> tuple[dict | None, str]:
@@ -112,10 +108,9 @@ def _place_of(run: Run, mark: dict) -> Path:
     """The record of the exported weights, by their digest; else paths.parity."""
     if trained := mark.get("trained"):
         for path in (place(run, suffix) for suffix in SUFFIXES):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                record = json.loads(path.read_text())
-                if record["step"] == mark["step"] and record["weights"] == trained["weights"]:
-                    return path
+            record = json_object.read_or_empty(path)
+            if (record.get("step"), record.get("weights")) == (mark["step"], trained["weights"]):
+                return path
     return Path(run.paths.parity)
 
 

@@ -22,13 +22,6 @@ from trainer.patches import vllm_cpu
 from trainer.serving import constraints, engine, prompts, unmerged
 from trainer.startup.console import say
 
-# Features of vLLM that are off in this server: pickles between processes, developer routes, loading of adapters.
-SWITCHED_OFF = {
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
-    "VLLM_SERVER_DEV_MODE": "0",
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0",
-    "VLLM_LOG_STATS_INTERVAL": "300",  # seconds between lines of its log
-}
 LOADED = {"load_format": "safetensors"}
 DRAIN_SECONDS = 10  # for unfinished answers after SIGTERM
 BASE = "-base"  # suffix of the name by which callers get the model without its adapter
@@ -43,7 +36,7 @@ QUESTION = "messages[0]['content']"
 def serve(settings: ServedModel) -> None:
     """Serve until a signal ends it."""
     engine.prepare(Path(settings.kernels), online=False)
-    os.environ.update(SWITCHED_OFF)
+    os.environ.update(engine.ENVIRONMENT["server"])
     with tempfile.TemporaryDirectory(prefix="serve-") as folder:
         # Imports of vLLM take seconds, so missing files of the model are reported before them.
         command = arguments(settings, Path(folder), _gpus(settings))

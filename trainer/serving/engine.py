@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from conf.model_files import config_json, quantization
 from conf.rules.serving import FP8, rounding
 from conf.schema.run import Run
@@ -24,17 +26,8 @@ from trainer.patches import store_address, vllm_cpu
 from trainer.patches.transformers_imports import import_transformers
 from trainer.serving import hosts, start_up, unmerged
 
-ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
-ONE_HOST = {"VLLM_HOST_IP": "127.0.0.1"}  # no other host has to reach it
-ENVIRONMENT |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine runs in this process, with prepare()'s patches
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
-# Engine start on 2 cores: 3 s and 2 GB with these settings and the engine in this process; 67 s and 12 GB without.
-ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
-# A thread that is bound to one core stands still while another process uses that core.
-ON_CPU |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "PASSIVE"}
-# Multiply fp32 numbers in fp32. With TF32, Triton's default, a model served in fp32 differed from the trained one by
-# 1.7e-3 nats per token on an H200.
-ON_GPU = {"TRITON_F32_DEFAULT": "ieee"}
+# Environment variables by the kind of process: serving/environment.yaml has the reasons.
+ENVIRONMENT: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("environment.yaml").read_text())
 QUANTIZATION = {"fp8": "fp8_per_channel"}  # a scale for each row of a weight, and for each token
 # Settings that make vLLM load a quantised release with trainer/weights/vllm_loader.py, which its worker imports.
 UNPACKED = {"load_format": "unpacked", "worker_extension_cls": "trainer.weights.vllm_loader.Worker"}
@@ -46,9 +39,11 @@ Progress = Callable[[int, int, str], None]  # finished rows, all rows, kind of t
 
 def prepare(kernels: Path, online: bool) -> None:
     """Set the environment of vLLM. It keeps compiled kernels in the folder `kernels`."""
-    os.environ.update(ENVIRONMENT | ({} if online else OFFLINE) | ({} if hosts.is_one_of_several() else ONE_HOST))
-    on_gpu = ON_GPU | start_up.environment(kernels.absolute())
-    for name, value in (ON_CPU if vllm_cpu.is_installed() else on_gpu).items():
+    os.environ.update(ENVIRONMENT["always"])
+    os.environ.update({} if online else ENVIRONMENT["offline"])
+    os.environ.update({} if hosts.is_one_of_several() else ENVIRONMENT["one_host"])
+    on_gpu = ENVIRONMENT["gpu"] | start_up.environment(kernels.absolute())
+    for name, value in (ENVIRONMENT["cpu"] if vllm_cpu.is_installed() else on_gpu).items():
         os.environ.setdefault(name, value)
     with vllm_cpu.hidden():
         import_transformers()
@@ -78,13 +73,8 @@ def serve(run: Run, precision: str, progress: Progress):
     lm_evals: Any = vllm_causallms.VLLM  # its decorator hides its class from type checkers
 
     class Served(lm_evals):
-        # Tokens by text, as training makes them (trainer/serving/held_out.py); None for lm-eval's own tokenization.
+        # Tokens of a prompt, as training makes them (trainer/serving/held_out.py); None for lm-eval's own tokenization.
         tokens: dict | None = None
-
-        def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-            if self.tokens is None:
-                return super()._encode_pair(context, continuation)
-            return self.tokens[context, continuation]
 
         def tok_encode(self, string, add_special_tokens=None, **kwargs):
             if self.tokens is None:

@@ -12,26 +12,21 @@ from trainer.data.tokens.perplexity import perplexity
 from trainer.serving import held_out, prompts
 
 
-def load(run: Run, names: list[str], test: held_out.Test | None) -> dict[str, dict]:
+def load(run: Run, names: list[str]) -> dict[str, dict]:
     """Load the tasks by name, each as a task dictionary of lm-eval. Data that are not on this disk are downloaded."""
     from lm_eval.tasks import TaskManager
 
-    by_name = any(name != held_out.NAME and not prompts.is_task_file(name) for name in names)
+    by_name = any(not prompts.is_task_file(name) for name in names)
     manager = TaskManager(include_defaults=by_name)  # reading lm-eval's 14,000 task files takes seconds
-    tasks = {}
-    for name in names:
-        if name == held_out.NAME and test:
-            tasks[name] = manager.load(held_out.tasks(run, test))
-        else:
-            tasks[name] = _load_other(manager, name)
-        for task in tasks[name]["tasks"].values():
-            if task.get_config("num_fewshot") is None:
-                task.set_config(key="num_fewshot", value=0)
-            task.set_fewshot_seed(seed=run.evaluate.seed)
+    tasks = {name: _load(manager, name) for name in names}
+    for task in (task for loaded in tasks.values() for task in loaded["tasks"].values()):
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=run.evaluate.seed)
     return tasks
 
 
-def _load_other(manager, name: str) -> dict:
+def _load(manager, name: str) -> dict:
     if not prompts.is_task_file(name) and name not in manager.all_tasks:
         near = get_close_matches(name, [held_out.NAME, *manager.all_tasks], n=3)
         advice = f"; did you mean {', '.join(near)}?" if near else ""
@@ -54,18 +49,17 @@ def ask(run: Run, served, tasks: dict) -> dict:
     torch.manual_seed(run.evaluate.seed)
     results: Any = evaluator.evaluate(served, tasks, limit=run.evaluate.rows, bootstrap_iters=1000, log_samples=True)
     metrics = {
-        f"{_shown(task)}/{_metric(key)}": float(value)
+        f"{task}/{_metric(key)}": float(value)
         for task, values in results["results"].items()
         for key, value in values.items()
         if "," in key and isinstance(value, int | float)
     }
     if not metrics:
         raise Fault(f"evaluate.tasks: {', '.join(results['results'])}: no metric, because its metric_list is empty")
-    rows = {_shown(task): counts["effective"] for task, counts in results["n-samples"].items()}
+    rows = {task: counts["effective"] for task, counts in results["n-samples"].items()}
     samples = {
-        task: [_sample(task, sample) for sample in of_task[: run.evaluate.samples]]
+        task: [_sample(sample) for sample in of_task[: run.evaluate.samples]]
         for task, of_task in results["samples"].items()
-        if task != held_out.LIKELIHOOD
     }
     by_task = results["samples"].items()
     scores = {name: rows for task, of_task in by_task for name, rows in _scores(task, of_task, metrics)}
@@ -80,7 +74,7 @@ def _scores(task: str, samples: list[dict], metrics: dict[str, float]) -> Iterat
     for chosen in dict.fromkeys(sample["filter"] for sample in samples):
         rows = [sample for sample in samples if sample["filter"] == chosen]
         for metric in rows[0]["metrics"]:
-            name = f"{_shown(task)}/{_metric(f'{metric},{chosen}')}"
+            name = f"{task}/{_metric(f'{metric},{chosen}')}"
             scores = [_score(row.get(metric)) for row in rows]
             valid = [score for score in scores if score]
             if name in metrics and len(valid) == len(scores) and _is_of_mean(metrics[name], valid):
@@ -104,10 +98,6 @@ def _is_of_mean(value: float, scores: list[list[float]]) -> bool:
     return any(math.isclose(value, of_mean, rel_tol=1e-6) for of_mean in functions)
 
 
-def _shown(task: str) -> str:
-    return held_out.NAME if task == held_out.LIKELIHOOD else task
-
-
 def _metric(key: str) -> str:
     """Name of a metric without a comma, which MLflow does not allow.
 
@@ -117,10 +107,14 @@ def _metric(key: str) -> str:
     return metric if chosen == "none" else f"{metric}/{chosen}"
 
 
-def _sample(task: str, sample: dict) -> dict:
+def _sample(sample: dict) -> dict:
     answer = sample["filtered_resps"][0]
     answer = answer if isinstance(answer, str) else str(sample["filtered_resps"])
     score = next((sample[name] for name in ("exact_match", "acc", *sample["metrics"]) if name in sample), None)
-    reference = sample["doc"]["reference"] if task == held_out.NAME else str(sample["target"])
     correct = bool(score == 1) if isinstance(score, int | float) else None
-    return {"prompt": str(sample["arguments"][0][0]), "answer": answer, "reference": reference, "correct": correct}
+    return {
+        "prompt": str(sample["arguments"][0][0]),
+        "answer": answer,
+        "reference": str(sample["target"]),
+        "correct": correct,
+    }

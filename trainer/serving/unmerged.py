@@ -85,7 +85,10 @@ def find(run: Run) -> Adapter | None:
 
 def read(folder: Path, name: str) -> Adapter:
     """The adapter of a folder in PEFT's format; requests use this name for it."""
-    config, tensors = _read(folder)
+    for file in (CONFIG, WEIGHTS):
+        if not (folder / file).is_file():
+            raise Fault(f"paths.export: {folder}: no {file}; trainer.export with export.formats=[adapter] writes it")
+    config, tensors = json_object.read(folder / CONFIG), safetensors_header.read(folder / WEIGHTS)
     rank = config.get("r")
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= RANKS[-1]:
         raise Fault(f"{folder / CONFIG}: r is {rank!r}; vLLM serves adapters of ranks up to {RANKS[-1]}")
@@ -99,10 +102,3 @@ def read(folder: Path, name: str) -> Adapter:
 def _layer(tensor: str) -> str:
     module = tensor.partition(".lora_")[0].removesuffix(".base_layer")
     return module.rpartition(".")[2]
-
-
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            raise Fault(f"paths.export: {folder}: no {name}; trainer.export with export.formats=[adapter] writes it")
-    return json_object.read(folder / CONFIG), safetensors_header.read(folder / WEIGHTS)

@@ -21,6 +21,7 @@ from contract.processes import end_with_parent
 from trainer.patches import store_address
 
 PATIENCE = 30.0  # seconds for a rank to end after SIGTERM, as with torchrun
+LOOKED = 0.02  # seconds between two calls of until()
 HOST = "127.0.0.1"
 
 
@@ -31,10 +32,18 @@ def share(count: int) -> None:
     os.environ.update(network.sockets())
 
 
-def run(work: Callable[[], None], count: int, forward: Callable[[IO[str]], None]) -> int:
+def run(
+    work: Callable[[], None],
+    count: int,
+    forward: Callable[[IO[str]], None],
+    until: Callable[[], bool] | None = None,
+    patience: float = PATIENCE,
+) -> int:
     """Run the work in `count` forks of this process. Returns 0, or the exit code of the first that failed.
 
-    forward(lines) gets their lines on stderr. SIGTERM is sent on to them.
+    forward(lines) gets their lines on stderr. SIGTERM is sent on to them. After a failure, the others have `patience`
+    seconds to end. If ranks fail together, a killed one counts as the first: the others have lost their connection to
+    it. When until() becomes true, every rank is killed with SIGKILL, like when a host is lost.
     """
     context = multiprocessing.get_context("fork")
     reader, writer = os.pipe()
@@ -47,7 +56,7 @@ def run(work: Callable[[], None], count: int, forward: Callable[[IO[str]], None]
         for rank in ranks:
             rank.start()
     os.close(writer)
-    signal.signal(signal.SIGTERM, lambda *_: [rank.terminate() for rank in ranks])
+    before = signal.signal(signal.SIGTERM, lambda *_: [rank.terminate() for rank in ranks])
     with os.fdopen(reader) as lines:
         forwarding = threading.Thread(target=forward, args=(lines,))
         forwarding.start()
@@ -55,18 +64,23 @@ def run(work: Callable[[], None], count: int, forward: Callable[[IO[str]], None]
             store = store_address.listen(HOST, wait_for_workers=False)  # after the forks, because it has threads
             for _, port in ends:
                 port.send(store.port)
-            return _watch(ranks)
+            return _watch(ranks, until, patience)
         except KeyboardInterrupt:
-            return _end(ranks)
+            return _end(ranks, patience)
         finally:
-            _end(ranks)  # all have ended already, unless the lines above have failed
+            _end(ranks, patience)  # all have ended already, unless the lines above have failed
             forwarding.join()
+            signal.signal(signal.SIGTERM, before)
 
 
-def _watch(ranks: list[ForkProcess]) -> int:
+def _watch(ranks: list[ForkProcess], until: Callable[[], bool] | None = None, patience: float = PATIENCE) -> int:
     running = list(ranks)
     while running:
-        wait([rank.sentinel for rank in running])
+        wait([rank.sentinel for rank in running], None if until is None else LOOKED)
+        if until is not None and until():
+            for rank in running:
+                rank.kill()
+            return _end(ranks, patience)
         for rank in running:
             rank.join(0)
         codes = [rank.exitcode for rank in ranks]  # read once: a rank may fail between two reads
@@ -74,22 +88,23 @@ def _watch(ranks: list[ForkProcess]) -> int:
             for number, code in enumerate(codes):
                 if code == -signal.SIGKILL:
                     print(f"rank {number} was killed, probably by the kernel because memory ran out", file=sys.stderr)
-            return _end(ranks)
+            return _end(ranks, patience)
         running = [rank for rank, code in zip(ranks, codes, strict=True) if code is None]
     return 0
 
 
-def _end(ranks: list[ForkProcess]) -> int:
+def _end(ranks: list[ForkProcess], patience: float) -> int:
     """End the ranks that still run. Returns the code of a rank that failed before, or else any other code."""
     failed = [rank.exitcode for rank in ranks if rank.exitcode]
     for rank in ranks:
         rank.terminate()
     for rank in ranks:
-        rank.join(PATIENCE)
+        rank.join(patience)
         if rank.exitcode is None:
             rank.kill()
             rank.join()
-    return next(iter(failed + [rank.exitcode for rank in ranks if rank.exitcode]), 0)
+    failed = failed or [rank.exitcode for rank in ranks if rank.exitcode]
+    return next((code for code in failed if code < 0), failed[0] if failed else 0)
 
 
 def _rank(work: Callable[[], None], rank: int, count: int, ports: Connection, errors: int, command: int) -> None:

@@ -64,9 +64,7 @@ def failed(error: BaseException) -> None:
 
 def meet() -> None:
     """Wait until all ranks of this attempt have connected to its master. Ranks of an ended attempt never pass."""
-    name = os.environ.get("GANG_ATTEMPT")
-    if not name:
-        return
+    name = os.environ["GANG_ATTEMPT"]
     from datetime import timedelta
 
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from conf.load import load
-from conf.model_facts import known
 from conf.planner import parameters
 from conf.planner.hardware import GPUS
 from conf.planner.serving.duration import duration
 from conf.planner.serving.layout import Serving, choose, is_eager, of, refusal, unsupported, with_layout
 from conf.planner.serving.memory import Way, layers_of, memory, tokens_of_a_step
+from tests.support.known_models import known
 
 H100, H200, B200, A100 = (GPUS[name] for name in ("h100", "h200", "b200", "a100"))
 

@@ -46,7 +46,9 @@ def test_without_its_repair_a_gradient_is_wrong(model, kind, cut, without, compa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "cut, without", [("layout.ep=2", "shared_experts.count_once"), (ETP, "shared_experts.install")], ids=["norm", "etp"]
+    "cut, without",
+    [("layout.ep=2", "expert_adapters.count_once"), (ETP, "expert_adapters.install_shared")],
+    ids=["norm", "etp"],
 )
 def test_an_adapter_that_experts_share_is_another_model_at_another_layout(cut, without, configure, ranks, base, work):
     """What the repaired one is held to: tests/trainer/test_train.py."""

@@ -41,7 +41,7 @@ LIGHT = {
 HEAVY = {
     "checkpoints/exchanged_states": ["install"],
     "dora": ["install", "mark_magnitudes"],
-    "expert_adapters": ["install"],
+    "expert_adapters": ["install", "install_shared", "count_once"],
     "families/norms_over_heads": ["install"],
     "families/stacked_experts": ["install"],
     "gradients/local_norms": ["install"],
@@ -51,7 +51,6 @@ HEAVY = {
     "recompute": ["start_from_the_embedding"],
     "resharding": ["install"],
     "sequence_parallel": ["give_every_adapter_all_tokens"],
-    "shared_experts": ["install", "count_once"],
 }
 
 
@@ -62,14 +61,8 @@ def other_version(monkeypatch):
     return "99.1"
 
 
-def written_for(patch: str) -> dict[str, tuple[str, ...]]:
-    """Read, not imported: some import Megatron."""
-    (found,) = re.findall(r"^WRITTEN_FOR = (.*)$", (ROOT / f"trainer/patches/{patch}.py").read_text(), re.MULTILINE)
-    return eval(found)
-
-
 def test_every_patch_is_tried_here():
-    assert sorted([*LIGHT, *HEAVY]) == PATCHES
+    assert sorted([*LIGHT, *HEAVY]) == PATCHES == sorted(versions.WRITTEN_FOR)
 
 
 @pytest.mark.parametrize("patch, function", LIGHT.items())
@@ -77,7 +70,7 @@ def test_another_version_is_one_line(patch, function, other_version):
     arguments = [None] if patch in ("batch_ramp", "import_fixes", "families/latent_norms") else []
     with pytest.raises(Fault) as refused:
         getattr(import_module(f"trainer.patches.{patch.replace('/', '.')}"), function)(*arguments)
-    (package, known), *_ = written_for(patch).items()
+    (package, known), *_ = versions.WRITTEN_FOR[patch].items()
     assert str(refused.value) == (
         f"{package} 99.1: trainer/patches/{patch}.py is written for {known[0]}; install that (make setup), "
         "or change the patch (docs/extending/patches.md)"
@@ -101,6 +94,6 @@ def test_a_package_that_is_not_there_is_said_to_be_missing():
 @pytest.mark.parametrize("patch", PATCHES)
 def test_it_is_written_for_what_is_installed_and_the_page_says_so(patch):
     (row,) = (line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{patch}`"))
-    for package, known in written_for(patch).items():
+    for package, known in versions.WRITTEN_FOR[patch].items():
         assert versions.installed(package) in (*known, None)  # None: vLLM's CPU build, on a GPU
         assert f"{package} {known[-1]}" in row

@@ -105,7 +105,7 @@ class Ending:
 
 
 def test_ranks_that_end_while_they_are_looked_at_have_failed_all_the_same(monkeypatch):
-    monkeypatch.setattr(forks, "wait", lambda sentinels: sentinels)
+    monkeypatch.setattr(forks, "wait", lambda sentinels, timeout: sentinels)
     assert forks._watch([Ending(), Ending()]) == -signal.SIGTERM
 
 

@@ -19,12 +19,11 @@ from contract.faults import Fault
 from trainer.patches import versions
 
 FUSED = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"  # Transformer Engine's
-WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
 
 
 def build_without_memory() -> Callable[[], None]:
     """Build Transformer Engine's layers on meta from now on. Return the function that ends this."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     if (fused := os.environ.get(FUSED, "0")) != "0":
         raise Fault(f"{FUSED}: {fused} keeps experts' weights unpacked, which model.base excludes; unset it")
     from megatron.core.extensions import transformer_engine as extension
@@ -40,7 +39,7 @@ def build_without_memory() -> Callable[[], None]:
 
 def load_by(load: Callable[[list], None], folder: Path) -> None:
     """Load the base in this folder by `load` instead of Bridge's function; `load` gets the chunks of the model."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     from megatron.bridge.training import setup
 
     usual = setup._load_checkpoint_from_path

@@ -18,13 +18,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-core": ("0.19.2",)}
 PIECE = 2**26  # values that a rank receives at once: 268 MB
 
 
 def install() -> None:
     """Exchange the states of every rank in pieces. Other exchanges stay megatron-core's."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     whole = DistributedOptimizer.get_parameter_state_dp_zero
     if hasattr(whole, "__wrapped__"):
         return

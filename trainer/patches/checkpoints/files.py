@@ -19,12 +19,10 @@ from typing import Any
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
-
 
 def pass_results_here() -> None:
     """Let threads of this process pass results through a queue of this process."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     make_queue = filesystem_async.get_write_results_queue
@@ -41,7 +39,7 @@ def read_by(reader: Any, folder: Path) -> None:
     """Read the tensors of the checkpoint in this folder with this reader, which has the class FileSystemReader of
     torch.
     """
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     from megatron.core.dist_checkpointing.strategies import torch as strategy
 
     usual = strategy._get_filesystem_reader

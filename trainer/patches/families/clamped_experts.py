@@ -16,13 +16,12 @@ import torch
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-core": ("0.19.2",)}
 SLOPE = 1.702  # of the sigmoid that approximates GELU
 
 
 def install() -> None:
     """Replace the activation of experts in this process, if it is clamped and the bias was added before."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     from megatron.core.transformer.moe import experts
 
     usual = experts.weighted_bias_quick_geglu_impl

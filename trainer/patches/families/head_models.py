@@ -8,13 +8,12 @@ when it checks only its registered bridges.
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-bridge": ("0.6.2",)}
 ENDING = "LMHeadModel"
 
 
 def install() -> None:
     """Add the ending to AutoBridge's list."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     from megatron.bridge.models.conversion import auto_bridge
 
     if ENDING not in auto_bridge.SUPPORTED_HF_ARCHITECTURES:

@@ -8,13 +8,12 @@ as DeepSeek-V3. Remove when transformers has it.
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"transformers": ("5.12.1",)}
 NAME = "kimi_k2"
 
 
 def install() -> None:
     """Make transformers build DeepSeek-V3's configuration for the name."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     CONFIG_MAPPING.register(NAME, _KimiK2Config, exist_ok=True)  # pyright: ignore[reportArgumentType]

@@ -7,14 +7,13 @@ is 1e-5 in GLM-4.7-Flash. Remove when it builds those two like the classes of tr
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "transformers": ("5.12.1",)}
 EPSILON = 1e-6
 FUSED = ("linear_q_up_proj", "linear_kv_up_proj")  # the norm of a low-rank product is a part of the second factor
 
 
 def keep_epsilon(provider) -> None:
     """Set the epsilon of latent attention's norms in the models that this provider makes."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     provider.register_pre_wrap_hook(_set)
 
 

@@ -7,12 +7,10 @@ Megatron-Bridge and vLLM read rotary_dim. Remove when transformers does.
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"transformers": ("5.12.1",)}
-
 
 def install() -> None:
     """Make the configuration use rotary_dim for the rotated share of a head."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     from transformers import MiniMaxM2Config
 
     if "__post_init__" in vars(MiniMaxM2Config):

@@ -20,8 +20,6 @@ from torch.distributed.nn.functional import all_reduce
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
-
 
 class NormOverHeads(torch.nn.Module):
     """RMSNorm over the queries, or the keys, of all heads of all ranks."""
@@ -54,7 +52,7 @@ def of_keys(hidden_size: int, config, eps: float) -> NormOverHeads:
 
 def install() -> None:
     """Build OLMoE and MiniMax-M2 with these norms."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
     from megatron.bridge.models.minimax_m2 import minimax_m2_bridge, minimax_m2_provider
     from megatron.bridge.models.olmoe import olmoe_bridge

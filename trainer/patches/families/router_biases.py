@@ -11,12 +11,10 @@ import torch
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-core": ("0.19.2",)}
-
 
 def install() -> None:
     """Add the bias of routers separately, in this process."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     from megatron.core.transformer.moe import moe_utils, router
 
     multiply = moe_utils.router_gating_linear

@@ -13,12 +13,10 @@ import functools
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-core": ("0.19.2",)}
-
 
 def install() -> None:
     """Replace the rotation in this process."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     from megatron.core.models.common.embeddings import rope_utils
 
     usual = rope_utils._apply_rotary_pos_emb_bshd

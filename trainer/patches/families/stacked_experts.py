@@ -20,13 +20,12 @@ from megatron.bridge.utils.common_utils import extract_expert_number_from_param
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
 SINKS = ".softmax_offset"
 
 
 def install() -> None:
     """Make gpt-oss's bridge extract experts from their tensors by these rules."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     from megatron.bridge.models.gpt_oss import gpt_oss_bridge
 
     if hasattr(gpt_oss_bridge.GPTOSSMLPDownProjMapping, "by_turns"):

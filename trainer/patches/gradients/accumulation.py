@@ -13,13 +13,12 @@ import types
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-core": ("0.19.2",)}
 APEX = "fused_weight_gradient_mlp_cuda"
 
 
 def install() -> None:
     """Give megatron-core a module with the name of APEX's. Call before the first import of Megatron, on a GPU."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     if APEX not in sys.modules:
         module = types.ModuleType(APEX)
         module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = add  # pyright: ignore

@@ -19,8 +19,6 @@ from torch import distributed
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-core": ("0.19.2",)}
-
 
 class LocalGradients(Callback):
     """Callback that keeps the norms of this rank's gradients, and ends training if one is not finite."""
@@ -51,7 +49,7 @@ class LocalGradients(Callback):
 
 def install() -> LocalGradients:
     """Let the returned callback check gradients; it must precede all other callbacks."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     callback = LocalGradients()
 
     def check_grads(self, check_for_nan_or_inf, check_for_large):

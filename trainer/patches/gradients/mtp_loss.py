@@ -28,7 +28,6 @@ from torch import distributed
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
 LOSS_MASK = 2  # index in the tuple that get_batch() returns
 
 _mask: torch.Tensor | None = None  # this rank's part of the micro batch in the forward pass
@@ -37,7 +36,7 @@ _sums: torch.Tensor | None = None  # of the losses, and of the learned tokens, o
 
 def install() -> None:
     """Make MTP layers learn the tokens of the loss mask. A second call has no effect."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     if not hasattr(gpt_model.process_mtp_loss, "__wrapped__"):
         gpt_model.process_mtp_loss = _of_learned(gpt_model.process_mtp_loss)
         gpt_step.get_batch = _noting_mask(gpt_step.get_batch)

@@ -12,12 +12,10 @@ https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/extensions/transfo
 
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-core": ("0.19.2",)}
-
 
 def install() -> None:
     """Add the old name of Transformer Engine's split. Call before the first import of Megatron, on a GPU."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     from transformer_engine.pytorch import attention, utils
 
     if not hasattr(attention, "_SplitAlongDim"):

@@ -18,8 +18,6 @@ import torch
 from conf.schema.run import Run
 from trainer.patches import versions
 
-WRITTEN_FOR = {"megatron-core": ("0.19.2",)}
-
 _factor: torch.Tensor | None = None  # factor for the gradients, applied by the clip
 
 
@@ -32,7 +30,7 @@ def helps(run: Run) -> bool:
 
 def install() -> None:
     """Divide in the clip. A second call has no effect."""
-    versions.check(__name__, WRITTEN_FOR)
+    versions.check(__name__)
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import optimizer
 

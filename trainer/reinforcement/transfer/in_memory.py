@@ -7,9 +7,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from contract.amounts import size
-from contract.faults import Fault, line_of
 from contract.ownership import try_lock
+from trainer.startup import full_disk
 
 MEMORY = Path("/dev/shm")
 PREFIX = "finetune-rollout-weights-"  # only used here: folders with this name that no process holds are removed
@@ -30,16 +29,9 @@ def folder() -> Iterator[str]:
             with contextlib.suppress(OSError):
                 stack.enter_context(_held(Path(name)))
                 break
-        try:
+        advice = ", a limit of this host or container; reinforce.transport gloo or ipc does not use it"
+        with full_disk.named(MEMORY, advice=advice):
             yield name
-        except Exception as error:  # of a library, without the path
-            if not (line := line_of(error) or "").startswith("disk:"):
-                raise
-            free = size(shutil.disk_usage(MEMORY).free)
-            raise Fault(
-                f"{MEMORY}: {line.removeprefix('disk: ')}; {free} are free there, a limit of this host or container; "
-                "reinforce.transport gloo or ipc does not use it"
-            ) from error
 
 
 @contextlib.contextmanager

@@ -118,25 +118,17 @@ class Stream(contextlib.nullcontext):
     wait_event = synchronize = wait_stream
 
 
-class Event:
+class Event(torch.cpu.Event):
     """A point in time."""
 
     def __init__(self, *args, **kwargs):
-        self.time = time.perf_counter()
+        self.record()
 
     def record(self, stream=None) -> None:
         self.time = time.perf_counter()
 
     def elapsed_time(self, end: "Event") -> float:
         return (end.time - self.time) * 1e3
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self, stream=None) -> None:
-        pass
-
-    wait = synchronize
 
 
 def _do_not_compile(model=None, **options):

@@ -43,8 +43,6 @@ def _draw(config: Path, tokenizer: Path, out: Path, seed: int) -> None:
 
     try:
         files.write(config_json.read(config), tokenizer, out, seed, report)
-    except FileExistsError as error:
-        raise Fault(str(error)) from None
     except OSError as error:
         raise Fault(f"{error.filename or out}: {error.strerror or error}") from None
 
