@@ -127,9 +127,9 @@ def _title(hosts: list[int], plan: Plan) -> str:
 
 
 def _rows(held: tuple[Share, ...], host: int, several: bool, plan: Plan) -> Iterator[tuple[str, list[str], str]]:
-    """Yield the rows of a block of one or several hosts, of which `host` is the first.
+    """Yield the rows of a block of hosts: the name, a cell for each GPU of a host, and the meaning of the cells.
 
-    A row has a name, a cell for each GPU of the host, and the meaning of the cells.
+    `host` is the first host, and there may be `several`.
     """
     layout, experts = plan.run.layout, plan.facts.experts
     yield "GPU", [str(n) for n in range(len(held))], ""
