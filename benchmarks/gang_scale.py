@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -192,8 +193,8 @@ class Seen(Lookout):
 
     last: "Seen"
 
-    def __init__(self, board: Board, probe: str):
-        super().__init__(board, probe)
+    def __init__(self, board: Board, probe: str, say: Callable[[str], None]):
+        super().__init__(board, probe, say)
         self.at: dict[str, float] = {}
         Seen.last = self
 

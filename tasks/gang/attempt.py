@@ -163,7 +163,7 @@ def announce(gang: Gang, run: Run) -> tuple[Board, Lookout]:
         board = Board(gang.store, gang.name, number)
         board.write("resolved.yaml", as_yaml(gang.job.conf(run)).encode())
         board.write("task.json", gang.job.task(run).to_json())
-        lookout = Lookout(board, str(gang.folder / "probe"))
+        lookout = Lookout(board, str(gang.folder / "probe"), gang.say)
         if lookout.begin():
             return board, lookout
 

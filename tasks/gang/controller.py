@@ -136,7 +136,6 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
     missed: set[int] = set()  # lost members that are not needed
     while True:
         gang.pause(TICK)
-        _pass_on(gang, lookout)
         gang.tick()
         if lookout.lost:
             raise Broken(f"{lookout.board.place}: another controller has taken it over")
@@ -162,8 +161,7 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
             if not wrong:  # the silent member is back
                 first = None
                 continue
-            told = {k: nodes[k] for k in needed}
-            return of_attempt(run, lookout, told, {k: hosts[k] for k in needed}, gone & {*needed}, handle.words())
+            return of_attempt(run, lookout, {k: hosts[k] for k in needed}, gone, handle.words())
 
 
 def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: str, save: bool) -> None:
@@ -172,7 +170,6 @@ def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: 
     gang.teller.ends(reason)
     since = time.monotonic()
     while handle is not None:
-        _pass_on(gang, lookout)
         engine, nodes = handle.alive(), dict(lookout.nodes)
         over = {k for k, node in nodes.items() if node.over}
         left = [k for k in range(run.layout.nodes) if k not in over and engine.get(k) is not False]
@@ -183,10 +180,4 @@ def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: 
         time.sleep(TICK)
     if handle is not None:
         handle.cancel()
-    _pass_on(gang, lookout)
     lookout.end(LEAVE_WITHIN)
-
-
-def _pass_on(gang: Gang, lookout: Lookout) -> None:
-    while lookout.lines:
-        gang.say(lookout.lines.popleft())

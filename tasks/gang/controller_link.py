@@ -1,12 +1,12 @@
 """Controller's side of the board: a thread that renews its word, sees which members renew, and reads changes.
 
-Two listings a second show which members are alive. Only messages that changed are read, and the output of rank 0. The
-thread may hang for as long as the store does: no member is blamed for that time.
+Two listings a second show which members are alive. Only messages that changed are read, and the output of rank 0, which
+is passed on. The thread may hang for as long as the store does: no member is blamed for that time.
 """
 
-import collections
 import secrets
 import time
+from collections.abc import Callable
 
 from contract.faults import Fault
 from tasks.gang import peer_probe
@@ -18,16 +18,15 @@ AWAY = 6.0  # seconds without an answer: the store was away, not the members
 
 
 class Lookout(Correspondent[Word]):
-    def __init__(self, board: Board, probe: str):
+    def __init__(self, board: Board, probe: str, say: Callable[[str], None]):
         word = Word(secrets.token_hex(8), "gathering", probe=probe, addresses=tuple(peer_probe.addresses()))
         super().__init__(board, "gang.json", word, patience=0.0)
         self.say(port=peer_probe.serve(lambda: Standing(board.gang, board.attempt, self.word.state)))
         self.nodes: dict[int, Member] = {}
-        self.lines: collections.deque[str] = collections.deque(maxlen=10_000)
         self.foreign = ""  # the reason why a member of another version is refused
         self.peers = Peers({})  # on the board before the word with state go
         self._first_failed: list[int] = []
-        self._watch, self._log, self._told_peers = Watch(), Log(board, "", ""), False
+        self._watch, self._log, self._told_peers, self._pass_on = Watch(), Log(board, "", ""), False, say
 
     @property
     def word(self) -> Word:
@@ -80,7 +79,8 @@ class Lookout(Correspondent[Word]):
                 self._read_member(int(rest.partition(".")[0]))
         # The output of rank 0, which is on the first member in order.
         self._log.name = f"{(*self.word.order, 0)[0]}/rank00000.out"
-        self.lines.extend(self._log.lines())
+        for line in self._log.lines():
+            self._pass_on(line)
 
     def _read_member(self, node: int) -> None:
         try:

@@ -16,12 +16,11 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from conf import network
 from conf.host import nvidia_smi
 from conf.schema.run import Run
-from contract import signs_of_life
+from contract import json_object, signs_of_life
 from contract.amounts import size
 from contract.files import last_lines
 from contract.processes import started, state
@@ -129,7 +128,7 @@ class Ranks:
         for local in range(self.count):
             rank = self.first + local
             sign = signs.get(rank, NO_SIGN)
-            error = _read(self._life() / signs_of_life.error(rank - self.shift))
+            error = json_object.read_or_empty(self._life() / signs_of_life.error(rank - self.shift))
             lines = self._tail(local)
             for line in error.get("lines", []):
                 if line not in lines:
@@ -206,9 +205,3 @@ if os.getppid() != int(sys.argv[1]):
     os._exit(1)
 os.execv(sys.argv[2], sys.argv[2:])
 """
-
-
-def _read(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads(path.read_text())
-    return {}

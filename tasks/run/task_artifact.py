@@ -30,25 +30,18 @@ class TaskArtifact:
 
         context = TaskRunContext.get()
         self._task_run: Any = context.task_run if context else None
-        self._key, self._kind, self._id = key, kind, None
-
-    @property
-    def has_task(self) -> bool:
-        return self._task_run is not None
-
-    @property
-    def is_sent(self) -> bool:
-        return self._id is not None
+        self._key, self._kind = key, kind
+        self.has_task, self.is_sent = self._task_run is not None, False
 
     def send(self, data: str | float, description: str) -> None:
         """Show the data, with the description in lists of artifacts. Without a task, do nothing."""
-        if self._task_run is None:
+        if not self.has_task:
             return
         from prefect.client.orchestration import get_client
         from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 
         with get_client(sync_client=True) as client:
-            if self._id is not None:
+            if self.is_sent:
                 # update_artifact() would also emit an event, which --watch prints as a line with a bare UUID.
                 update = ArtifactUpdate(data=data, description=description).model_dump(mode="json", exclude_unset=True)
                 client.request("PATCH", "/artifacts/{id}", json=update, path_params={"id": self._id})
@@ -61,7 +54,7 @@ class TaskArtifact:
                 task_run_id=self._task_run.id,
                 flow_run_id=self._task_run.flow_run_id,
             )
-            self._id = client.create_artifact(new).id
+            self._id, self.is_sent = client.create_artifact(new).id, True
 
 
 class LivePage(AbstractContextManager):

@@ -6,7 +6,6 @@ LOCK and SOCKET are file descriptors: the lock of the database, which ends with 
 USERS is the file on which each user holds a shared lock. LIST is the file of `make up`: a server in it keeps running.
 """
 
-import json
 import os
 import socket
 import sys
@@ -20,6 +19,7 @@ from prefect.server.database.configurations import AioSqliteConfiguration
 from prefect.settings import get_current_settings
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from contract import json_object
 from contract.ownership import try_lock, unlock
 from contract.processes import started
 
@@ -73,10 +73,8 @@ def _end_unused(server: uvicorn.Server, users: Path, listed: Path) -> None:
 
 
 def _lists(listed: Path, me: dict) -> bool:
-    try:
-        return me.items() <= json.loads(listed.read_text())["prefect"].items()
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return False
+    server = json_object.read_or_empty(listed).get("prefect")
+    return isinstance(server, dict) and me.items() <= server.items()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from contract import installation
+from contract import installation, json_object
 from contract.faults import Fault
 from contract.ownership import try_lock
 from contract.processes import started
@@ -98,11 +98,8 @@ def join(say: Callable[[str], None] = say) -> tuple[dict, int]:
 
 def running() -> dict | None:
     """Return the record of the server that has this checkout's database open; None without a server."""
-    try:
-        record = json.loads(_lock_file(_database(), "lock").read_text())
-        return record if started(record["pid"]) == record["started"] else None
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+    record = json_object.read_or_empty(_lock_file(_database(), "lock"))
+    return record if record and started(record["pid"]) == record["started"] else None
 
 
 def users(server: dict) -> list[int] | None:

@@ -100,12 +100,13 @@ def _prepared(run: Run) -> dict[str, Any] | None:
 def refusal(planned: Plan) -> str:
     if planned.fits:
         return ""
-    reason = advice.refusal(planned)
-    return _unless_warned(planned.run, reason) if planned.legal else f"plan: {reason}"
+    return _unless_warned(planned.run, advice.refusal(planned), final=not planned.legal)
 
 
-def _unless_warned(run: Run, reason: str) -> str:
-    """Return the reason, or "" if hardware.gate=warn overrides it."""
+def _unless_warned(run: Run, reason: str, final: bool) -> str:
+    """Return the reason, or "" if hardware.gate=warn overrides it. It does not override a `final` reason."""
+    if final:
+        return f"plan: {reason}"
     return "" if run.hardware.gate == "warn" else f"plan: {reason}; hardware.gate=warn continues nevertheless"
 
 
@@ -136,25 +137,22 @@ def unserved(planned: Plan, asked: Collection[str], here: bool = True) -> str:
     if not found:
         return ""
     reason = f"vLLM cannot serve {run.model.source}: {found}. {display.WITHOUT}"
-    return _unless_warned(run, reason) if planned.serving and found == planned.unserved else f"plan: {reason}"
+    return _unless_warned(run, reason, final=not planned.serving or found != planned.unserved)
 
 
 def unanswered(planned: Plan, asked: Collection[str]) -> str:
     """Return the reason why reinforcement learning is impossible; "" if it is possible or not requested."""
     if not planned.unanswered or "reinforce" not in asked:
         return ""
-    if reinforcement.uncut(planned.run, planned.facts):  # vLLM refuses this
-        return f"plan: {planned.unanswered}"
-    return _unless_warned(planned.run, f"reinforce: {planned.unanswered}")
+    final = bool(reinforcement.uncut(planned.run, planned.facts))  # vLLM refuses this
+    return _unless_warned(planned.run, planned.unanswered if final else f"reinforce: {planned.unanswered}", final)
 
 
 def unasked(planned: Plan, asked: Collection[str]) -> str:
     """Return the reason why the reference cannot be computed; "" if it can, or is not requested."""
     if not planned.unasked or "reference" not in asked:
         return ""
-    if planned.asking is None:  # illegal
-        return f"plan: {planned.unasked}"
-    return _unless_warned(planned.run, planned.unasked)
+    return _unless_warned(planned.run, planned.unasked, final=planned.asking is None)  # None is illegal
 
 
 def unfit(planned: Plan, asked: Collection[str]) -> str:

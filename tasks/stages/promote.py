@@ -9,11 +9,12 @@ exported, the source is the adapter's URI, and the version's tags name the base.
 """
 
 import contextlib
+import functools
 import json
 import math
 import re
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from conf.schema import identity
 from conf.schema.run import Run
 from conf.schema.sections import Promote
 from contract.faults import Fault
-from tasks.pages.markdown import code, words
+from tasks.pages.markdown import render
 from tasks.run import artifact
 from tasks.run.artifact import Artifact, Missing, Stage, Work, canonical
 from tasks.run.run_tracking import RunTracking
@@ -38,7 +39,6 @@ from tasks.tracking.mlflow_pages import authorization
 
 VERSION = 1
 LOWER = ("perplexity", "bits_per_byte")  # metrics that end with these names: lower is better
-LONG = 400  # characters of a path
 HELD_OUT = re.compile(r"test\.(jsonl|bin)")  # the questions in prepared data
 ASKED = "finetune.asked."  # prefix of the tag with the questions of a metric
 
@@ -78,7 +78,8 @@ def promote(
                 raise Fault(f"{tuned.result['uri']}: not registered: {what}{there.reason}")
         metric = settings.metric
         questions, value = _questions(metric, after, stage_run.store), _value(after, metric)
-        champion = _by_alias(client, settings.model, "champion")
+        find = functools.partial(client.get_model_version_by_alias, settings.model, "champion")
+        champion = _unless_refused(find, "RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # no such model or alias
         same = not champion or champion.tags.get(ASKED + metric, questions) == questions
         rivals = _rivals(settings, champion, before, after, stage_run.store, same)
         wins, reason = decide(metric, value, rivals, settings.margin, settings.confidence)
@@ -114,16 +115,8 @@ def promote(
 
 def description(run: Run, tuned: Artifact, version: str, reason: str, tracking: RunTracking) -> str:
     """Describe the version in Markdown: the reason, the path, the sources, and how to serve the model."""
-    whose = f"[{tracking.name}]({tracking.prefect})" if tracking.prefect else tracking.name
-    sources = ", ".join(str(part.source) for part in run.data.mixture or (run.data,))
-    trained = "every weight" if run.adapter.kind == "none" else f"{run.adapter.kind} of rank {run.adapter.rank}"
-    lines = (
-        f"{words(reason)}.",
-        f"Made of {code(str(run.model.source), LONG)} with {code(sources, LONG)}, {trained}, by Prefect's run {whose}.",
-        f"Path: {code(_path(tuned.result['uri']), LONG)}",
-        f"To serve it: {code(f'python -m flows.serve {run.promote.model}@{version}', LONG)}",
-    )
-    return "\n\n".join(lines)
+    where: dict[str, Any] = {"path": _path(tuned.result["uri"]), "flow": tracking.name, "prefect": tracking.prefect}
+    return render("version", run=run, version=version, reason=reason, **where).strip()
 
 
 def _path(uri: str) -> str:
@@ -242,26 +235,21 @@ def _number(tag: str | None) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _by_alias(client, model: str, alias: str):
+def _unless_refused(call: Callable[[], Any], *codes: str) -> Any:
+    """Return the result of the call; None if MLflow refuses it with one of these codes."""
     from mlflow.exceptions import MlflowException
 
     try:
-        return client.get_model_version_by_alias(model, alias)
+        return call()
     except MlflowException as error:
-        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # no such model, no such alias
+        if error.error_code in codes:
             return None
         raise
 
 
 def _register(client, name: str, tracking: RunTracking, tuned: Artifact, tags: dict[str, str]) -> str:
     """Register the model and return its version. If an earlier attempt registered it, update that version's tags."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        client.create_registered_model(name)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
+    _unless_refused(lambda: client.create_registered_model(name), "RESOURCE_ALREADY_EXISTS")
     tags = tags | {"finetune.fingerprint": tuned.stage.fingerprint} | _identity(tuned) | _parts(tuned)
     for version in client.search_model_versions(f"name = '{name}'"):
         if _is(version.tags, tuned):

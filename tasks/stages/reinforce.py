@@ -11,6 +11,7 @@ from prefect import State, task
 from conf.rules import reinforcement as rules
 from conf.schema import identity
 from conf.schema.run import Run
+from contract import json_object
 from contract.faults import Fault
 from tasks.pages import learning_pages
 from tasks.run.artifact import Artifact, Stage, Work
@@ -83,7 +84,5 @@ def _summary(lines: list[dict], result: Path) -> dict:
     steps = [line for line in lines if line["kind"] == "reinforce"]
     found = {"steps": len(steps), "first_reward": steps[0]["reward"], "reward": steps[-1]["reward"]}
     found |= {"mismatch_max": max(line["mismatch"] for line in steps)}
-    if result.exists():
-        facts = json.loads(result.read_text())
-        found |= {f"held_out_{when}": facts[when] for when in ("before", "after") if when in facts}
-    return found
+    facts = json_object.read_or_empty(result)
+    return found | {f"held_out_{when}": facts[when] for when in ("before", "after") if when in facts}

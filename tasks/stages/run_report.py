@@ -7,6 +7,7 @@ text that wraps.
 import json
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from prefect.artifacts import create_markdown_artifact
 
@@ -19,7 +20,7 @@ from contract.amounts import dollars
 from tasks.gang.history import prefect_page as gang
 from tasks.gang.history import timeline
 from tasks.pages import data_report
-from tasks.pages.markdown import digits, embedded, fenced, render, table, words
+from tasks.pages.markdown import digits, embedded, render
 from tasks.run.artifact import Artifact
 from tasks.run.outcomes import Outcomes
 from tasks.run.run_tracking import RunTracking
@@ -73,10 +74,9 @@ def lines(outcomes: Outcomes, links: dict[str, str]) -> list[str]:
         width = max(len(name) for name, _, _ in metrics)
         found += ["", f"{'metric'.ljust(width)}  {'base':>9}  {'tuned':>9}"]
         found += [f"{name.ljust(width)}  {digits(base, 4):>9}  {tuned:>9.4g}" for name, base, tuned in metrics]
-    if promoted := made.get("promote"):
-        result = promoted.result
-        title = f"{result['model']} version {result['version']}: {' and '.join(result['aliases'])}."
-        found += ["", f"{title} {result['reason']}"]
+    if promoted := _promoted(made):
+        title = f"{promoted['model']} version {promoted['version']}: {' and '.join(promoted['aliases'])}."
+        found += ["", f"{title} {promoted['reason']}"]
     found += ["", *(f"{name}: {where}" for name, where in links.items())]
     if command := serving(made):
         found += [f"serve it: {command}"]
@@ -119,15 +119,15 @@ def _links(run: Run, made: Made, store: Store, tracking: RunTracking) -> dict[st
         if compared := pages.compared(training):
             links["MLflow, this training compared with earlier ones"] = compared
     links["MLflow, all trainings' losses"] = pages.charts()
-    if promoted := made.get("promote"):
-        links["MLflow, the registered version"] = pages.version(promoted.result["model"], promoted.result["version"])
+    if promoted := _promoted(made):
+        links["MLflow, the registered version"] = pages.version(promoted["model"], promoted["version"])
     return links
 
 
 def result(outcomes: Outcomes, store: Store, tracking: RunTracking) -> Result:
     made = {name: outcomes.made[name] for name in outcomes.stages if name in outcomes.made}
     metrics = gains(made)
-    promoted = made["promote"].result if "promote" in made else {}
+    promoted = _promoted(made)
     run, pages = tracking.own_run() or tracking.training_run(), tracking.pages()
     return Result(
         name=tracking.name,
@@ -154,9 +154,10 @@ def page(name: str, planned: Plan, outcomes: Outcomes, links: dict[str, str], st
     return render(
         "run",
         name=name,
-        headline=_headline(made),
+        promoted=_promoted(made),
+        command=serving(made),
+        metrics=gains(made),
         answers=_answers(store, made),
-        evaluation=_evaluation(made),
         image=image and embedded("training", image),
         gang=timeline.read(store, outcomes.stages["train"].key.replace("/", "-")),
         brief=gang.brief,
@@ -177,13 +178,12 @@ def page(name: str, planned: Plan, outcomes: Outcomes, links: dict[str, str], st
 
 def verdict(made: Made) -> str:
     """Return a short report: whether and why the model was promoted, and its metrics."""
-    headline, *command = _headline(made)
-    return "\n".join([headline, *_evaluation(made), *command])
+    return render("verdict", promoted=_promoted(made), metrics=gains(made), command=serving(made)).rstrip("\n")
 
 
-def _evaluation(made: Made) -> list[str]:
-    rows = [(words(name), digits(tuned, 4), digits(base, 4)) for name, base, tuned in gains(made)]
-    return table(("metric", "tuned", "base"), rows)
+def _promoted(made: Made) -> dict[str, Any]:
+    """Return the result of stage promote; empty without one."""
+    return made["promote"].result if "promote" in made else {}
 
 
 def gains(made: Made) -> list[tuple[str, float | None, float]]:
@@ -199,20 +199,9 @@ def gains(made: Made) -> list[tuple[str, float | None, float]]:
 
 def serving(made: Made) -> str:
     """Return the command that serves the result; "" if there is no model to serve."""
-    if promoted := made.get("promote"):
-        result = promoted.result
-        return f"python -m flows.serve {result['model']}@{result['version']}"
+    if promoted := _promoted(made):
+        return f"python -m flows.serve {promoted['model']}@{promoted['version']}"
     return f"python -m flows.serve {made['export'].key}" if "export" in made else ""
-
-
-def _headline(made: Made) -> list[str]:
-    if promoted := made.get("promote"):
-        result = promoted.result
-        title = f"{result['model']} version {result['version']}"
-        text = [f"**{words(title)}** is {' and '.join(result['aliases'])}: {words(result['reason'])}."]
-    else:
-        text = ["Nothing was registered."]
-    return text + (["", fenced(command)] if (command := serving(made)) else [])
 
 
 def _trained(run: Run) -> str:

@@ -1,16 +1,20 @@
 """Errors of S3 and boto3, rewritten to one line.
 
 The original texts may contain the id of a key or an address with a password, so the line has only codes and the names
-of exceptions and operations.
+of exceptions and operations. s3_errors.yaml has the messages.
 """
 
 import contextlib
 import functools
+import re
 import secrets
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 from urllib.parse import urlsplit
+
+import yaml
 
 from contract.faults import Fault
 from contract.waits import within
@@ -32,15 +36,7 @@ BLOCK_WITHIN = 60.0  # seconds that a block of an object may take
 SLOW = 3  # a block that takes longer counts as this many further broken connections
 REFUSED = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey", "404"}
 ABSENT = {"NoSuchKey", "404"}
-CREDENTIALS = {
-    "InvalidAccessKeyId",
-    "SignatureDoesNotMatch",
-    "ExpiredToken",
-    "InvalidToken",
-    "TokenRefreshRequired",
-    "AuthorizationHeaderMalformed",
-    "InvalidClientTokenId",
-}
+MESSAGES: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("s3_errors.yaml").read_text("utf-8"))
 
 
 @functools.cache
@@ -102,26 +98,10 @@ def _explain(store: Named, error: Exception, stage: str) -> NoReturn:
         refused.code = code
         refused.retried = error.response.get("ResponseMetadata", {}).get("RetryAttempts", 0) > 0  # type: ignore
         raise refused from None
-    if code == "NoSuchBucket":
-        text = "no such bucket; create it, or name another"
-    elif code in CREDENTIALS:
-        text = f"the credentials are not valid ({code}); renew AWS_ACCESS_KEY_ID and its secret, or choose AWS_PROFILE"
-    elif code in ("AccessDenied", "403", "AllAccessDisabled"):
-        text = f"{operation} is denied ({code}); allow these credentials to list, get, put and delete"
-    elif code in ("NotImplemented", "501"):
-        text = f"this S3 does not support {operation} (conditional writes, multipart); use another one or a folder"
-    elif code:
-        text = f"the store answered {code} to {operation}; try again, or ask its operator"
-    elif kind in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
-        text = "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE or give the host a role"
-    elif "Token" in kind or "SSO" in kind or kind in ("ProfileNotFound", "UnauthorizedSSOTokenError"):
-        text = f"no credentials from this profile ({kind}); log in again or choose another AWS_PROFILE"
-    elif kind in ("ParamValidationError", "InvalidEndpointConfigurationError", "NoRegionError") or stage:
-        text = f"S3 would not accept the request ({kind}); check the bucket's name, the region and AWS_ENDPOINT_URL"
-    else:
-        advice = "check AWS_ENDPOINT_URL and the network, then start again"
-        text = f"{address(store.client)} does not answer ({kind}); {advice}"
-    raise Fault(f"{store.uri}: {text}") from None
+    name, messages = code or (f"client {kind}" if stage else kind), MESSAGES["codes" if code else "exceptions"]
+    text = next(text for expression, text in messages.items() if re.fullmatch(expression, name))
+    where = "" if stage else address(store.client)
+    raise Fault(f"{store.uri}: {text.format(code=code, kind=kind, operation=operation, address=where)}") from None
 
 
 def address(client: Any) -> str:

@@ -7,14 +7,9 @@ from tasks.gang.diagnosis.classify import Evidence, Failure, Rank, classify
 from tasks.gang.messages import End, Member
 
 
-def of_attempt(
-    run: Run,
-    lookout: Lookout,
-    nodes: dict[int, Member],
-    hosts: dict[int, str],
-    gone: set[int],
-    engine: tuple[str, ...] = (),
-) -> Failure:
+def of_attempt(run: Run, lookout: Lookout, hosts: dict[int, str], gone: set[int], engine: tuple[str, ...]) -> Failure:
+    """The failure of these members, with their hosts in the order of their ranks."""
+    nodes = {k: lookout.nodes[k] for k in hosts}
     cause = read(engine)
     known = cause is not None and cause.strength == OWN  # the engine reports why it ended a host
     if not known and any(was_told(node) for node in nodes.values()):
@@ -35,7 +30,7 @@ def of_attempt(
     free = {hosts[k]: node.free for k, node in nodes.items() if node.free is not None}
     kernel = {hosts[k]: node.kernel for k, node in nodes.items()}
     kills = {hosts[k]: node.oom_kills for k, node in nodes.items()}
-    lost = tuple(hosts[k] for k in sorted(gone))
+    lost = tuple(hosts[k] for k in sorted(gone & hosts.keys()))
     return classify(Evidence(tuple(ranks), lost, kernel, kills, free, engine, stalled), run)
 
 

@@ -108,7 +108,6 @@ def available(demand: Demand, without: tuple[str, ...] = ()) -> int | None:
 
 
 def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -> Pods:
-    assert n == demand.nodes
     section = demand.kubernetes
     place = board.store.uri.removeprefix("file://")
     if not board.store.uri.startswith("s3:") and not Path(place).is_relative_to(runs_folder()):

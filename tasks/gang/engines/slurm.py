@@ -23,8 +23,9 @@ Not covered: arrays and heterogeneous jobs, requests by GPU instead of by host.
 import re
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+
+from jinja2 import Template
 
 from conf.schema.clusters import Slurm
 from contract.faults import Fault
@@ -34,6 +35,8 @@ from tasks.gang.engines import Demand, client, grace, guarded, spared
 from tasks.gang.engines.client import Polled, State
 from tasks.run.launch import ROOT
 
+TEMPLATE = Path(__file__).with_name("job.sh.j2").read_text("utf-8")
+SCRIPT = Template(TEMPLATE, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
 LEAVE_WITHIN = 60.0  # KillWait and the time that slurmd needs to clean up
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED")
 ALIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
@@ -98,7 +101,6 @@ def available(demand: Demand, without: tuple[str, ...] = ()) -> int | None:
 
 
 def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -> Job:
-    assert n == demand.nodes
     Path(demand.logs).mkdir(parents=True, exist_ok=True)
     client.run(["scancel", "--me", f"--name={demand.name}-{board.gang}"])  # of a controller that died
 
@@ -141,7 +143,20 @@ def slurm_lines(log: Path) -> tuple[str, ...]:
 
 
 def submission(demand: Demand, board: Board) -> str:
-    return "\n".join(_script(demand, board)) + "\n"
+    """The batch script, from the template job.sh.j2."""
+    slurm = demand.slurm
+    container = []
+    if slurm.image:
+        mounts = [f"--container-mounts={','.join(slurm.mounts)}"] if slurm.mounts else []
+        container = [f"--container-image={slurm.image}", *mounts, f"--container-workdir={_folder(slurm)}"]
+    member = shlex.join(guarded(demand.gang, board, "", slurm.python or sys.executable)[:-1])
+    return SCRIPT.render(
+        # In #SBATCH lines Slurm interprets quotes and nothing else.
+        options=[f'"{option}"' if re.search(r"\s", option) else option for option in options(demand, board.gang)],
+        setup=slurm.setup,
+        container=f" {shlex.join(container)}" if container else "",
+        member=shlex.quote(f'GANG_HOST="$SLURMD_NODENAME" exec {member} "$SLURM_NODEID"'),
+    )
 
 
 def _hosts(name: str | None) -> list[dict[str, bool]] | None:
@@ -153,30 +168,6 @@ def _hosts(name: str | None) -> list[dict[str, bool]] | None:
         if only or partition.endswith("*"):  # the default one
             partitions.setdefault(partition, {})[host] = USABLE.match(state) is not None
     return None if result.code else [*partitions.values()]
-
-
-def _script(demand: Demand, board: Board) -> Iterator[str]:
-    slurm, python = demand.slurm, demand.slurm.python or sys.executable
-    yield "#!/bin/bash"
-    yield from (f"#SBATCH {_quoted(option)}" for option in options(demand, board.gang))
-    yield ""
-    yield "# A member ends when its standard input closes: this one has no writer and stays open while srun lives."
-    yield 'held=$(mktemp -u) && mkfifo -m 600 "$held" && exec 0<>"$held" && rm "$held"'
-    yield "export PYTHONUNBUFFERED=1"
-    yield from slurm.setup
-    starts = ["srun", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", "--export=ALL", "--label"]
-    if slurm.image:
-        mounts = [f"--container-mounts={','.join(slurm.mounts)}"] if slurm.mounts else []
-        starts += [f"--container-image={slurm.image}", *mounts, f"--container-workdir={_folder(slurm)}"]
-    member = shlex.join(guarded(demand.gang, board, "", python)[:-1])
-    line = f'GANG_HOST="$SLURMD_NODENAME" exec {member} "$SLURM_NODEID"'
-    yield f"exec {shlex.join(starts)} \\"
-    yield f"    bash -c {shlex.quote(line)}"
-
-
-def _quoted(option: str) -> str:
-    """An option, in quotes if it contains a blank. In #SBATCH lines Slurm interprets quotes and nothing else."""
-    return f'"{option}"' if re.search(r"\s", option) else option
 
 
 def _log(logs: str) -> Path:

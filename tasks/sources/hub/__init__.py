@@ -115,17 +115,13 @@ def fetch(
     started = time.monotonic()
     chosen, left_out = file_choice.choose(resolved.files, unsafe_weights, trust_remote_code)
     file_choice.require_weights(resolved.source, chosen, resolved.files, unsafe_weights)
-    sizes = {name: resolved.files[name] for name in chosen}
-    _require_space(resolved, folder, sizes)
-    meter = Meter(progress, sum(sizes.values()))
     described = [name for name in chosen if name.endswith(".json")]
-    with _partials(resolved, folder):
+    with _transfer(resolved, chosen, folder, progress) as meter:
         _fetch(resolved, described, folder, meter)  # a few MB, which may show that the model is unusable
         if not trust_remote_code:
             file_choice.refuse_code(resolved.source, folder, described)
         file_choice.require_shards(resolved.source, folder, described, resolved.files)
         _fetch(resolved, [name for name in chosen if name not in described], folder, meter)
-    meter.end()
     seconds = round(time.monotonic() - started, 3)
     return {"bytes": meter.total, "files": len(chosen), "sent": meter.sent, "seconds": seconds, "left_out": left_out}
 
@@ -141,12 +137,8 @@ def fetch_described(resolved: Resolved, folder: Path, trust_remote_code: bool) -
 
 def fetch_named(resolved: Resolved, names: list[str], folder: Path, progress: Progress | None = None) -> None:
     """Fetch these files into the folder."""
-    sizes = {name: resolved.files[name] for name in names}
-    _require_space(resolved, folder, sizes)
-    meter = Meter(progress, sum(sizes.values()))
-    with _partials(resolved, folder):
+    with _transfer(resolved, names, folder, progress) as meter:
         _fetch(resolved, names, folder, meter)
-    meter.end()
 
 
 def config_json(source: str, revision: str) -> dict[str, Any]:
@@ -171,16 +163,20 @@ def fetch_objects(
 
 
 @contextlib.contextmanager
-def _partials(resolved: Resolved, folder: Path) -> Iterator[None]:
-    """Create the folder of partial files, and remove it at the end. Errors of the disk become one line."""
+def _transfer(resolved: Resolved, names: list[str], folder: Path, progress: Progress | None) -> Iterator[Meter]:
+    """Check the space for these files, and keep the folder of partial files. Errors of the disk become one line."""
+    total = sum(resolved.files[name] for name in names)
+    _require_space(resolved, folder, total)
+    meter = Meter(progress, total)
     try:
         (folder / PARTIAL).mkdir(parents=True, exist_ok=True)
-        yield
+        yield meter
         shutil.rmtree(folder / PARTIAL)
     except OSError as error:
         known = api.fault(error, resolved.source, resolved.commit)
         other = Fault(f"{error.filename or folder}: {error.strerror or error}")
         raise (other if known is error else known) from None
+    meter.end()
 
 
 def _fetch(resolved: Resolved, names: list[str], folder: Path, meter: Meter) -> None:
@@ -261,13 +257,13 @@ def _resolve_folder(source: str, only: Collection[str]) -> Resolved:
     return Resolved("folder", source, checksums.of_json(digests), sizes, digests)
 
 
-def _require_space(resolved: Resolved, folder: Path, sizes: dict[str, int]) -> None:
+def _require_space(resolved: Resolved, folder: Path, size: int) -> None:
     """Refuse a fetch without enough free space before it begins. Files and parts in the folder count as fetched."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if resolved.kind == "folder" and Path(resolved.source).expanduser().stat().st_dev == existing.stat().st_dev:
         return  # files are linked
     begun = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else 0
-    missing = sum(sizes.values()) - begun
+    missing = size - begun
     free = shutil.disk_usage(existing).free
     if missing > 0 and missing + SPARE > free:
         needed, left = unlike(missing + SPARE, free)

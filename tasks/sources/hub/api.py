@@ -17,6 +17,7 @@ import errno
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
@@ -24,6 +25,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from threading import Event
 from urllib.parse import urlsplit
+
+import yaml
 
 from contract.faults import Fault
 from contract.waits import within
@@ -33,6 +36,7 @@ WAITS = (0.5, 1, 2, 4, 8, 16)  # seconds before each further attempt; after prog
 LONGEST_WAIT = 330  # the Hub counts requests over windows of 300 s
 ANSWERS_WITHIN = 30.0  # seconds for a complete answer of the API, or for the first bytes of a file
 SLOWEST = 1000  # bytes a second, over ANSWERS_WITHIN
+REFUSALS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text("utf-8"))
 PASSING = {408, 425, 429, 500, 502, 503, 504, 520, 522, 524}
 
 
@@ -206,28 +210,13 @@ def _pause(error: Exception, attempt: int) -> float | None:
 
 
 def _refusal(answer, name: str, revision: str, hub: str) -> Fault:
-    status, code = answer.status_code, answer.headers.get("X-Error-Code")
-    token, page = _token_source(), f"{hub}/{name}"
-    if code == "GatedRepo":
-        then = f"the token in {token} must belong to it" if token else "then `hf auth login`, or set HF_TOKEN"
-        return Fault(f"{name}: gated: request access at {page} with your account; {then}")
-    if code == "RevisionNotFound":
-        return Fault(f"{name}: no revision {revision!r} at {page}{_other_revisions(name, revision)}")
-    if code == "RepoNotFound" or (status == 404 and code is None):
-        if token:
-            return NotThere(f"{name}: no such model at {hub}, or a private one that the token in {token} may not read")
-        return NotThere(f"{name}: no such model at {hub}; for a private one, `hf auth login` or set HF_TOKEN")
-    if status == 401:
-        if token:
-            return Fault(f"{name}: {hub} refuses the token in {token}; create one at {hub}/settings/tokens")
-        return Fault(f"{name}: {hub} requires a token: `hf auth login`, or set HF_TOKEN")
-    if status == 403:
-        return Fault(f"{name}: {hub} forbids it to the token in {token or 'HF_TOKEN (none)'}; see {page}")
-    if status == 429:
-        return Fault(f"{name}: {hub} limits the requests; start again in some minutes: it will resume")
-    if status >= 500:
-        return Fault(f"{name}: {hub} answers {status} repeatedly; start again later: it will resume")
-    return Fault(f"{name}: {hub} answers {status}{f' ({code})' if code else ''} for revision {revision!r}; see {page}")
+    status, code, token = answer.status_code, answer.headers.get("X-Error-Code"), _token_source()
+    messages = next(texts for expression, texts in REFUSALS.items() if re.fullmatch(expression, f"{status} {code}"))
+    text = messages.get("any") or messages["token" if token else "none"]
+    others = _other_revisions(name, revision) if code == "RevisionNotFound" else ""
+    values = {"hub": hub, "page": f"{hub}/{name}", "token": token, "revision": revision, "others": others}
+    kind = NotThere if code == "RepoNotFound" or (status == 404 and code is None) else Fault
+    return kind(f"{name}: {text.format(status=status, code=code, **values)}")
 
 
 def _no_hub(name: str) -> Fault:

@@ -33,9 +33,9 @@ def member(board: Board, node: int = 0) -> Link:
 
 
 def test_one_member_per_number_and_none_joins_what_is_over(board):
-    lookout = Lookout(board, "")
+    lookout = Lookout(board, "", print)
     assert lookout.begin()
-    assert not Lookout(board, "").begin()
+    assert not Lookout(board, "", print).begin()
     first = member(board)
     assert first.join()
     assert not member(board).join()
@@ -49,7 +49,8 @@ def test_one_member_per_number_and_none_joins_what_is_over(board):
 
 
 def test_what_a_member_says_reaches_the_controller_and_so_does_its_log(board, tmp_path):
-    lookout = Lookout(board, "")
+    lines: list[str] = []
+    lookout = Lookout(board, "", lines.append)
     lookout.begin()
     one = member(board)
     one.join()
@@ -60,15 +61,15 @@ def test_what_a_member_says_reaches_the_controller_and_so_does_its_log(board, tm
     one.say(state="failed", failed=(end,))
     wait_for(lambda: 0 in lookout.nodes and lookout.nodes[0].failed == (end,))
     assert lookout.order_of_failure(0) == 0
-    wait_for(lambda: list(lookout.lines) == ["step 1"])
+    wait_for(lambda: lines == ["step 1"])
     log.write_text("step 1\nstep 2\n")
     one.end(5)
     lookout.end(5)
-    assert list(lookout.lines) == ["step 1", "step 2"]
+    assert lines == ["step 1", "step 2"]
 
 
 def test_a_member_of_another_version_is_named_and_no_other_suffers(board):
-    lookout = Lookout(board, "")
+    lookout = Lookout(board, "", print)
     lookout.begin()
     one = member(board)
     one.join()
@@ -83,7 +84,7 @@ def test_a_member_of_another_version_is_named_and_no_other_suffers(board):
 
 
 def test_a_controller_of_another_version_ends_a_member(board):
-    lookout = Lookout(board, "")
+    lookout = Lookout(board, "", print)
     lookout.begin()
     one = member(board)
     one.join()
@@ -95,7 +96,7 @@ def test_a_controller_of_another_version_ends_a_member(board):
 
 def test_a_store_that_says_itself_that_it_is_away_ends_nobody(board, monkeypatch):
     """S3 that does not answer is a Fault, and so is another version's message: members took the one for the other."""
-    lookout = Lookout(board, "")
+    lookout = Lookout(board, "", print)
     lookout.begin()
     one = member(board)
     one.join()
@@ -123,7 +124,7 @@ def test_the_newest_attempt_is_found(board, attempts):
 
 
 def test_a_member_knows_the_others_once_the_controller_has_said_go(board):
-    lookout = Lookout(board, "")
+    lookout = Lookout(board, "", print)
     lookout.begin()
     one = member(board)
     one.join()
@@ -173,7 +174,7 @@ def test_when_a_member_has_to_end(board, answered, fresh, witnessed, ends):
 def test_a_witness_that_knows_of_a_later_attempt_ends_it(board, monkeypatch):
     monkeypatch.setattr(links, "WITNESS_AFTER", 0.0)
     port = peer_probe.serve(lambda: Standing("gang", 2, "go"))
-    lookout = Lookout(board, "")
+    lookout = Lookout(board, "", print)
     lookout.begin()
     one = member(board)
     one.met = True

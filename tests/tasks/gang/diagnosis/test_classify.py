@@ -232,10 +232,10 @@ def test_preemption():
 def test_why_a_host_was_told_to_end_is_the_schedulers_to_say(state):
     signs = [Sign(k, 9, 5, "training", 0.0, 0.0, "", silent=False, stalled=False) for k in range(2)]
     nodes = {k: Member("x", f"node{k + 7}", state, reason="told to end", ranks=(signs[k],)) for k in range(2)}
-    lookout: Any = SimpleNamespace(order_of_failure=lambda k: k)
+    lookout: Any = SimpleNamespace(order_of_failure=lambda k: k, nodes=nodes)
 
     def verdict(*engine: str) -> Failure:
-        return of_attempt(load("tiny"), lookout, nodes, {0: "node7", 1: "node8"}, set(), engine)
+        return of_attempt(load("tiny"), lookout, {0: "node7", 1: "node8"}, set(), engine)
 
     unsaid = verdict("slurmstepd: error: *** STEP 42.0 ON node8 CANCELLED AT 2026-11-21T10:00:00 ***")
     assert unsaid.kind == ("preempted" if state == "preempted" else "host") and unsaid.blamed == ()
