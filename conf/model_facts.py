@@ -2,15 +2,12 @@
 
     facts_from_hf(config)    facts of a config.json; a ValueError of one line if it does not describe a model
     shapes(config)           shape of each released tensor, by name
-    known(name)              facts of conf/models/NAME.json: {"source": its origin, "config": its config.json, trimmed}
 
 Counts are exact for the families in conf/families/. Others are read by the names of Llama, GLM-4.5+, DeepSeek-V3,
 Qwen-MoE and Mixtral.
 """
 
-import json
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +16,7 @@ from conf.families.parts.keys import Keys, check, check_rotations
 from conf.families.parts.sizes import ModelFacts as ModelFacts
 from conf.model_files import config_json, quantization
 
-MODELS = Path(__file__).parent / "models"
-
-
-@cache
-def known(name: str) -> ModelFacts:
-    path = MODELS / f"{name}.json"
-    if not path.is_file():
-        names = ", ".join(sorted(file.stem for file in MODELS.glob("*.json")))
-        raise ValueError(f"{name}: no such model in conf/models; there are {names}")
-    return facts_from_hf(json.loads(path.read_text())["config"])
+MODELS = Path(__file__).parent / "models"  # NAME.json: {"source": its origin, "config": its config.json, trimmed}
 
 
 def facts_from_hf(config: dict[str, Any]) -> ModelFacts:

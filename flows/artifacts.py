@@ -184,8 +184,8 @@ def collect(store: Store, days: float | None, delete: bool) -> int:
     """Remove artifacts and logs that nothing refers to. Without `delete`, only list them."""
     everything = {made.key: made for made in artifact.every(store)}
     there = store.keys("")
-    folders = {"/".join(name.split("/")[:2]) for name in there if name.count("/") > 1}
-    folders = {folder for folder in folders if folder.partition("/")[0] not in OWN}
+    paths = [name.split("/") for name in there]
+    folders = {"/".join(path[:2]) for path in paths if len(path) > 2 and path[0] not in OWN}
     foreign = sorted(folder for folder in folders if not PLACE.fullmatch(folder))
     folders -= {*foreign}
     makers = {key: lease.holder(store, f"{key}/lease.json") for key in folders}

@@ -27,7 +27,6 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentUpdate, VariableCreate, VariableUpdate
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
-from prefect.utilities.callables import parameter_schema
 
 from conf.load import load
 from contract import checksums, closed_pipe
@@ -122,7 +121,7 @@ def parameters_of(entrypoint: str) -> dict:
     """Return the schema of a flow's parameters."""
     file, _, flow = entrypoint.partition(":")
     module = ".".join(Path(file).with_suffix("").parts)
-    return parameter_schema(getattr(importlib.import_module(module), flow)).model_dump_for_openapi()
+    return getattr(importlib.import_module(module), flow).parameters.model_dump_for_openapi()
 
 
 def form(deployment: dict, parameters: dict) -> dict | None:

@@ -108,13 +108,9 @@ def _lines(sources: list[Log], tail: int | None, is_over: Callable[[], bool]) ->
 
 def _gathered(board: Board) -> tuple[Host, ...]:
     """Return the hosts of an attempt once all have joined; empty if the attempt ends before that."""
-    told = False
-    while not (hosts := _hosts(board)):
-        if _closed(board):
-            break
-        if not told:
-            _say(f"attempt {board.attempt} waits for its hosts")
-            told = True
+    if not _hosts(board) and not _closed(board):
+        _say(f"attempt {board.attempt} waits for its hosts")
+    while not (hosts := _hosts(board)) and not _closed(board):
         time.sleep(POLLED)
     return hosts
 
@@ -170,25 +166,21 @@ def _sources(board: Board, hosts: tuple[Host, ...], options: argparse.Namespace)
             last = hosts[-1].first + hosts[-1].ranks - 1
             raise Fault(f"--rank: {rank} is not a rank of attempt {board.attempt}, which has 0 to {last}")
         found = [one]
-    if len(found) == 1:
-        _say(f"{board.gang}, attempt {board.attempt}, {found[0].title}, {'stderr' if options.err else 'stdout'}")
-    else:
-        _say(f"{board.gang}, attempt {board.attempt}")
+    of = f", {found[0].title}, {'stderr' if options.err else 'stdout'}" if len(found) == 1 else ""
+    _say(f"{board.gang}, attempt {board.attempt}{of}")
     return found
 
 
 def _attempt(store: Store, gang: str, wanted: int | None) -> tuple[int, tuple[Host, ...]]:
     """Return the requested attempt and its hosts; by default the newest attempt that has hosts."""
     newest = newest_attempt(store, gang)
-    if wanted is not None:
-        if not 1 <= wanted <= newest:
-            raise Fault(f"--attempt: {wanted}: {gang} has {f'1 to {newest}' if newest else 'none'}")
-        if hosts := _hosts(Board(store, gang, wanted)):
-            return wanted, hosts
-        raise Fault(f"--attempt: {wanted}: not all of its hosts have joined, and no rank has started")
-    for number in range(newest, 0, -1):
+    if wanted is not None and not 1 <= wanted <= newest:
+        raise Fault(f"--attempt: {wanted}: {gang} has {f'1 to {newest}' if newest else 'none'}")
+    for number in [wanted] if wanted else range(newest, 0, -1):
         if hosts := _hosts(Board(store, gang, number)):
             return number, hosts
+    if wanted:
+        raise Fault(f"--attempt: {wanted}: not all of its hosts have joined, and no rank has started")
     raise Fault(f"{gang}: no rank has started yet; --follow waits for it")
 
 

@@ -124,18 +124,15 @@ def unscheduled(api: str, deployments: list[dict], settled: float | None = None)
 
 def unattended(api: str, deployments: list[dict]) -> list[Trouble]:
     """List active schedules whose pool has no worker, and runs that no worker took in time."""
-    pools = {pool["name"]: pool for pool in _all(api, "work_pools/filter", "work_pools")} if deployments else {}
-    waiting, late = {}, []
+    troubles, late, due = [], [], _written(time.time() - LATE)
+    for pool in _all(api, "work_pools/filter", "work_pools") if deployments else ():
+        names = [deployment["name"] for deployment in deployments if deployment["work_pool_name"] == pool["name"]]
+        if names and _lack(pool):
+            fact = f"nobody takes scheduled runs of {_list(names)}: {_lack(pool)}"
+            troubles.append(Trouble(False, fact, _worker(pool)))
     for deployment in deployments:
-        pool = pools.get(deployment["work_pool_name"])  # None if the flow's process serves the deployment
-        if pool and _lack(pool):
-            waiting.setdefault(pool["name"], []).append(deployment["name"])
-        runs = _scheduled(api, deployment, before_=_written(time.time() - LATE))
-        late += [f"{len(runs)} of {deployment['name']}"] * bool(runs)
-    troubles = []
-    for name, names in waiting.items():
-        fact = f"nobody takes scheduled runs of {_list(names)}: {_lack(pools[name])}"
-        troubles.append(Trouble(False, fact, _worker(pools[name])))
+        if count := len(_scheduled(api, deployment, before_=due)):
+            late.append(f"{count} of {deployment['name']}")
     if late:
         fact = f"runs are late, and all start once they are taken: {_list(late)}"
         troubles.append(Trouble(False, fact, "prefect flow-run ls --state Late  # and prefect flow-run cancel ID"))
@@ -144,15 +141,14 @@ def unattended(api: str, deployments: list[dict]) -> list[Trouble]:
 
 def untaken(api: str) -> list[Trouble]:
     """List work pools without a worker in which started runs wait."""
-    pools = {pool["name"]: pool for pool in _all(api, "work_pools/filter", "work_pools")}
     due = {"state": {"type": {"any_": ["SCHEDULED"]}}, "next_scheduled_start_time": {"before_": _written(time.time())}}
     waiting = Counter(
         run["work_pool_name"] for run in _all(api, "flow_runs/filter", "flow_runs", due) if not run["auto_scheduled"]
     )
     return [
-        Trouble(False, f"{_lack(pools[name])}, and runs that were started wait: {count}", _worker(pools[name]))
-        for name, count in sorted(waiting.items(), key=str)
-        if name in pools and _lack(pools[name])
+        Trouble(False, f"{_lack(pool)}, and runs that were started wait: {waiting[pool['name']]}", _worker(pool))
+        for pool in _all(api, "work_pools/filter", "work_pools")
+        if waiting[pool["name"]] and _lack(pool)
     ]
 
 

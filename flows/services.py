@@ -68,9 +68,11 @@ def up() -> int:
             say("already up:")
             status()
         _start_servers(running)
-        environment = _environment(running)
+        prefect, mlflow = running["prefect"]["address"] + "/api", running["mlflow"]["address"]
+        environment = os.environ | {"PREFECT_API_URL": prefect, "MLFLOW_TRACKING_URI": mlflow}
+        environment["FINETUNE_RUNS"] = str(runs_folder())
         for pool in POOLS.values():
-            if not answers(f"{environment['PREFECT_API_URL']}/work_pools/{pool}", 30):  # edits on the server are kept
+            if not answers(f"{prefect}/work_pools/{pool}", 30):  # edits on the server are kept
                 _done(environment, str(BIN / "prefect"), "work-pool", "create", pool, "--type", "process")
         say("deployments: compared with prefect.yaml")
         print(_done(environment, sys.executable, "-m", "flows.deploy"), end="")
@@ -82,9 +84,9 @@ def up() -> int:
                 running[worker] = _start(worker, command, "", environment)
                 _save(running)
         status()
-        troubles = _troubles(running, environment["PREFECT_API_URL"])
-    print(f"\nexport PREFECT_API_URL={environment['PREFECT_API_URL']}")
-    print(f"export MLFLOW_TRACKING_URI={environment['MLFLOW_TRACKING_URI']}")
+        troubles = _troubles(running, prefect)
+    print(f"\nexport PREFECT_API_URL={prefect}")
+    print(f"export MLFLOW_TRACKING_URI={mlflow}")
     print(f"{os.path.relpath(BIN / 'prefect')} deployment run finetune/tiny --watch")
     for is_fatal, fact, mend in troubles:
         print(f"{'error' if is_fatal else 'warning'}: {fact}  ->  {mend}", file=sys.stderr)
@@ -199,14 +201,6 @@ def _troubles(running: dict, api: str) -> list[Trouble]:
     errors = scheduling.failing_services(Path(server["log"]), server["log_from"]) if "log" in server else []
     clashes = [Trouble(True, clash, "sh setup.sh") for clash in packages.clashes(packages.installed())]
     return clashes + errors + dead + unattended
-
-
-def _environment(running: dict) -> dict[str, str]:
-    addresses = {
-        "PREFECT_API_URL": running["prefect"]["address"] + "/api",
-        "MLFLOW_TRACKING_URI": running["mlflow"]["address"],
-    }
-    return os.environ | addresses | {"FINETUNE_RUNS": str(runs_folder())}
 
 
 def _done(environment: dict[str, str], *command: str) -> str:

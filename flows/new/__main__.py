@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 from jinja2 import Environment
 from pydantic import ValidationError
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="finetune-new-") as folder:
             return _new(options, Path(folder))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, click.Abort):
         return refused("interrupted; nothing was written", code=130)
 
 
@@ -118,13 +119,7 @@ def _noted(wrong: list[str]) -> Iterator[None]:
 
 
 def _asked(question: str, empty: bool = False) -> str:
-    while True:
-        print(f"{question}: ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            raise KeyboardInterrupt
-        if line.strip() or empty:
-            return line.strip()
+    return click.prompt(question, default="" if empty else None, show_default=False, err=True).strip()
 
 
 def _place(options: argparse.Namespace) -> tuple[str, Path, list[str]]:

@@ -1,5 +1,6 @@
 """Deployment of a new configuration, added as text at the end of prefect.own.yaml. The rest of the file stays."""
 
+import contextlib
 from pathlib import Path
 
 import yaml
@@ -27,10 +28,9 @@ def with_deployment(text: str, name: str, description: str, cuda: bool) -> str:
     description = yaml.safe_dump(description, width=10**6).strip().removesuffix("...").strip()
     made = Template(ENTRY.read_text()).render(name=name, description=description, pool=pool, work_pool=POOLS[pool])
     whole = text.rstrip("\n") + "\n" + made + "\n"
-    try:
+    after = []
+    with contextlib.suppress(Fault, yaml.YAMLError):
         after = listed(whole, NAME)
-    except (Fault, yaml.YAMLError):
-        after = []
     if not after or after[:-1] != before or after[-1].get("parameters") != {"conf": name}:
         raise Fault(f"{NAME}: no entry can be added; docs/reference/configuration.md shows the lines")
     return whole

@@ -77,12 +77,8 @@ def read(wanted: ModelSection, folder: Path) -> Model:
     if kind == "tiny":
         return _tiny(source, folder)
     source = whole(source)
-    if kind == "folder":
-        names = [path.name for path in Path(source).iterdir()]
-        resolved = None
-    else:
-        resolved = hub.resolve(source, wanted.revision)
-        names = [*resolved.files]
+    resolved = None if kind == "folder" else hub.resolve(source, wanted.revision)
+    names = [*resolved.files] if resolved else [path.name for path in Path(source).iterdir()]
     config = hub.config_json(source, wanted.revision)
     if found := conversion.obstacles(config, wanted.ignore_config):
         raise Fault(f"{place}: {'; '.join(found)}")

@@ -40,7 +40,8 @@ def settle_on(machine: Machine, model: Model, made: Callable[[Machine], Choices]
     if not machine.gpu.cuda:
         would = "--gpus 8xh100 plans for GPUs"
     else:
-        more = (count for count in COUNTS if count > machine.gpus and _is_whole(machine.gpu.per_host, count))
+        each = machine.gpu.per_host
+        more = (count for count in COUNTS if count > machine.gpus and (count <= each or count % each == 0))
         enough = next(_fitting(machine.kind, more, model, made), None)
         would = f"{enough.machine.shown} would do" if enough else "a larger GPU would do, or a smaller model"
     raise Fault(f"--gpus: no layout of {model.source} is legal and fits on {machine.shown}{lacks}; {would}")
@@ -55,10 +56,6 @@ def choose_machine(model: Model, made: Callable[[Machine], Choices]) -> Settled:
     if found is None:
         raise Fault(f"--gpus: {model.source} does not fit on {COUNTS[-1]} {KIND}; name others with --gpus")
     return found
-
-
-def _is_whole(per_host: int, count: int) -> bool:
-    return count <= per_host or count % per_host == 0
 
 
 def _fitting(kind: str, counts: Iterator[int], model: Model, made: Callable[[Machine], Choices]) -> Iterator[Settled]:

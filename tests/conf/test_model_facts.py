@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from conf.model_facts import MODELS, ModelFacts, facts_from_hf, known
+from conf.model_facts import MODELS, ModelFacts, facts_from_hf
+from tests.support.known_models import known
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -14,11 +14,12 @@ from itertools import product
 import pytest
 
 from conf.load import FOLDERS, load
-from conf.model_facts import facts_from_hf, known
+from conf.model_facts import facts_from_hf
 from conf.planner.verdict import config_of
 from conf.rules.layout import problems
 from tests.support import preloaded
 from tests.support.drawn_models import MODELS, OTHERS, make_run, pair
+from tests.support.known_models import known
 from trainer import rehearse
 from trainer.rehearsal import scaled_down
 from trainer.rehearsal.tiny_models import KINDS

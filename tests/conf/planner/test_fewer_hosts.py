@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from conf.load import load
-from conf.model_facts import known
 from conf.planner.fewer_hosts import fewer_hosts, less_memory, shrunk
 from conf.planner.hardware import read as read_gpu
 from conf.planner.verdict import plan
 from conf.rules.layout import problems
+from tests.support.known_models import known
 
 GLM = load("glm47")
 

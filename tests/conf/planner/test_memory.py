@@ -6,12 +6,13 @@ from itertools import pairwise
 import pytest
 
 from conf.load import load
-from conf.model_facts import facts_from_hf, known
+from conf.model_facts import facts_from_hf
 from conf.planner import activations
 from conf.planner.hardware import GIB, GPUS
 from conf.planner.memory import in_flight, memory
 from conf.planner.stage_needs import RANK, stage_needs
 from conf.planner.verdict import facts_of
+from tests.support.known_models import known
 
 H200 = GPUS["h200"]
 # Small enough to be counted by hand.

@@ -5,7 +5,6 @@ from math import ceil
 import pytest
 
 from conf.load import load
-from conf.model_facts import known
 from conf.planner import advice, display, hardware, verdict
 from conf.planner.hardware import GPUS
 from conf.planner.memory import holdings, memory
@@ -16,6 +15,7 @@ from conf.planner.stage_needs import converted, loadings
 from conf.planner.timing import timing
 from conf.planner.work import products
 from conf.rules.packed_base import FORMATS
+from tests.support.known_models import known
 
 FACTS, GPU = known("glm47"), GPUS["h200"]
 

@@ -13,13 +13,14 @@ import pytest
 
 from conf import families
 from conf.load import FOLDER, load
-from conf.model_facts import MODELS, facts_from_hf, known
+from conf.model_facts import MODELS, facts_from_hf
 from conf.planner import work
 from conf.planner.parameters import Stage, active, held, linears, stages, total, trainable
 from conf.planner.verdict import facts_of
 from conf.rules.layout import problems
 from conf.rules.model import adapted
 from tests.support.drawn_models import make_run
+from tests.support.known_models import known
 from trainer.rehearsal import tiny_models
 
 TINY = {f"tiny-{kind}": facts_from_hf(config) for kind, config in families.tiny().items()}

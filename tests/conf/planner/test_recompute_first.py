@@ -5,11 +5,11 @@ from itertools import pairwise
 import pytest
 
 from conf.load import load
-from conf.model_facts import known
 from conf.planner.hardware import GPUS
 from conf.planner.memory import memory
 from conf.planner.timing import timing
 from contract.faults import ConfigError
+from tests.support.known_models import known
 
 FULL = ("train.recompute=full", "train.recompute_modules=[]")
 

@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 
 from conf.load import load
-from conf.model_facts import known
 from conf.planner.hardware import GIB, GPUS
 from conf.planner.memory import memory
 from conf.planner.search import changes, search
@@ -14,6 +13,7 @@ from conf.planner.timing import timing
 from conf.rules.layout import problems
 from contract.faults import ConfigError
 from tests.support.core_speed import seconds_of, slowdown
+from tests.support.known_models import known
 
 H100 = GPUS["h100"]
 

@@ -6,10 +6,10 @@ from math import inf
 import pytest
 
 from conf.load import load
-from conf.model_facts import known
 from conf.planner.hardware import GPUS, LINK, NETWORK, priced
 from conf.planner.timing import timing
 from conf.planner.traffic import gathered
+from tests.support.known_models import known
 
 H200 = GPUS["h200"]
 ALONE = {f"layout.{key}": 1 for key in ("nodes", "gpus_per_node", "tp", "pp", "ep", "etp")}

@@ -7,12 +7,13 @@ import pytest
 
 from conf import families
 from conf.load import FOLDERS, load
-from conf.model_facts import MODELS, facts_from_hf, known
+from conf.model_facts import MODELS, facts_from_hf
 from conf.planner import display, hardware
 from conf.planner.hardware import GPUS
 from conf.planner.verdict import facts_of, plan, settle, teacher_of
 from conf.rules import objectives
 from contract.faults import ConfigError
+from tests.support.known_models import known
 
 H100 = GPUS["h100"]
 BEHIND = ["evaluate-base", "train", "export", "evaluate-tuned"]

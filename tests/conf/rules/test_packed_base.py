@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from conf.load import load
-from conf.model_facts import known
 from conf.rules.layout import problems
 from conf.rules.packed_base import FORMATS, is_packed, widths
 from conf.schema import identity
 from contract.faults import ConfigError
 from tasks.run.artifact import Stage
 from tasks.stages import convert
+from tests.support.known_models import known
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,12 @@ right."""
 import pytest
 
 from conf.load import load
-from conf.model_facts import known
 from conf.planner.hardware import CPU, GPUS, unsupported
 from conf.planner.rates import fp8
 from conf.rules.layout import problems
 from conf.rules.precision import beyond_a_cpu, widths
 from contract.faults import ConfigError
+from tests.support.known_models import known
 
 FULL = "adapter.kind=none"
 

@@ -10,9 +10,10 @@ import pytest
 
 from conf import families
 from conf.load import load
-from conf.model_facts import facts_from_hf, known
+from conf.model_facts import facts_from_hf
 from conf.rules.serving import CPU_HEADS, LATENT_HEADS, unservable
 from contract.faults import ConfigError
+from tests.support.known_models import known
 from trainer.rehearsal.tiny_models import KINDS
 
 

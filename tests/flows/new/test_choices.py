@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from conf import families, noise
-from conf.model_facts import facts_from_hf, known
+from conf.model_facts import facts_from_hf
 from conf.planner import hardware
 from conf.rules import schedule
 from conf.rules.contradictions import contradictions
@@ -16,6 +16,7 @@ from flows.new.choices import choose, global_batch, held_out, lengths, rate
 from flows.new.machine import Machine, parse
 from flows.new.model import Model
 from flows.new.planned import as_run
+from tests.support.known_models import known
 
 PLACES = [number / 300 for number in range(300)]
 TICKETS = FirstRows(
