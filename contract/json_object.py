@@ -24,10 +24,11 @@ def read(path: Path) -> dict[str, Any]:
     return parse(regular_files.read(path), str(path))
 
 
-def read_or_empty(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of this project; empty if the file is missing or damaged."""
+def read_or_empty(path: Path, first_line: bool = False) -> dict[str, Any]:
+    """The JSON object in a file of this project, or in its first line; empty if the file is missing or damaged."""
     try:
-        content = json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            content = json.loads(file.readline() if first_line else file.read())
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -27,6 +27,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from contract import json_object
 from contract.faults import Fault
 from contract.files import is_partial, sync, write_atomically
 
@@ -318,13 +319,8 @@ def _existing(path: Path) -> Path:
 
 def _holds(file: Path, keys: Set[str]) -> dict[str, Any]:
     """Return the JSON object in the file, or in its first line, if it has these keys; otherwise an empty one."""
-    try:
-        with file.open("rb") as stream:
-            text = stream.readline() if file.suffix == ".jsonl" else stream.read()
-        value = json.loads(text)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) and keys <= value.keys() else {}
+    value = json_object.read_or_empty(file, first_line=file.suffix == ".jsonl")
+    return value if keys <= value.keys() else {}
 
 
 def _some(names: list[str]) -> str:

@@ -2,6 +2,7 @@
 
     hold(folder, label, ...)    own a folder of shared storage: a second start is refused before it writes anything
     locked(path)                own a file of this host: the kernel unlocks it when its process ends
+    held(path, flags)           the same without waiting, also for a folder
     me(), ended(owner)          identity of this process, and whether that of another owner has ended
 
 The owner of a folder has a file .owner.N in the folder, or next to a folder that is replaced as a whole. It names the
@@ -98,6 +99,22 @@ def locked(path: Path) -> Iterator[None]:
     with path.open("ab") as file:
         lock(file.fileno())
         yield
+
+
+@contextlib.contextmanager
+def held(path: Path, flags: int) -> Iterator[None]:
+    """Hold the lock of a file or folder of this host, opened with these flags.
+
+    Raises a BlockingIOError if another process holds it, or another OSError if it was removed before it was locked.
+    """
+    descriptor = os.open(path, flags)
+    try:
+        if not try_lock(descriptor):
+            raise BlockingIOError
+        os.stat(path)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations  # flows/doctor.py runs on Python 3.8
 
 import ctypes
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,9 +28,14 @@ def suspended(pid: int) -> bool:
     return state(pid) in ("T", "t")
 
 
-def end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends for any reason."""
+def end_with_parent(parent: int | None = None) -> None:
+    """Let the kernel kill this process when the thread that started it ends for any reason.
+
+    End at once if the parent, given by its number, has ended before.
+    """
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
 
 
 def memory_files(name: str, name_in_version_1: str, root: Path = Path("/")) -> Iterator[list[Path]]:

@@ -94,25 +94,21 @@ def configuration(run: Run):
     """Return the configuration of a training run, except weights, tokenizer and checkpoints."""
     from megatron.bridge.training.config import TokenizerConfig
 
-    from trainer.megatron.recipe import make_adapter, make_config
+    from trainer.megatron.recipe import make_config
     from trainer.patches import null_tokenizer
-    from trainer.rehearsal.meta_model import open_bridge
+    from trainer.rehearsal.meta_model import open_bridge, without_checkpoint
 
     config = config_json.read(Path(run.paths.model) / config_json.NAME)
     container = make_config(run, open_bridge(config), None)
     attention.check(run, container.model)
-    # Bridge's own adapter setup requires a checkpoint of the base.
     if run.model.base != "bf16":
         _draw_packed(run, container.model)
-    if adapter := make_adapter(run):
-        container.peft = None
-        container.model.register_pre_wrap_hook(lambda chunks: adapter(chunks, training=True))
+    without_checkpoint(run, container)
     null_tokenizer.install()
     padded = facts_from_hf(config).vocab_pad > 0
     container.tokenizer = TokenizerConfig(
         tokenizer_type="NullTokenizer", vocab_size=container.model.vocab_size, use_tokenizer_vocab_size=padded
     )
-    container.checkpoint.pretrained_checkpoint = container.checkpoint.save = container.checkpoint.save_interval = None
     return container
 
 

@@ -110,11 +110,6 @@ def take(
         queue.leave()
 
 
-def held(gpus: tuple[str, ...]) -> str | None:
-    """Return the present owners of these GPUs, as text for people; None if all are free."""
-    return _said(_look(gpus)[0], gpus) or None
-
-
 def claimed(gpus: tuple[str, ...]) -> str | None:
     """Return the present owners of these GPUs, or else the processes that wait for them; None if there are neither."""
     owners, requests = _look(gpus)

@@ -131,11 +131,12 @@ def packed(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str
         scales, besides = stem + form.scales, tuple(stem + ending for ending in form.besides)
         factor = stem + form.factor if form.factor else ""
         aside = tuple(stem + ending for ending in ASIDE if stem + ending in tensors) if form.kind == "nvfp4" else ()
-        used |= {name, scales, *besides, *aside, factor}
-        if missing := [other for other in (scales, *besides, *filter(None, [factor])) if other not in tensors]:
+        shape, expected = _shapes(form, tensor)
+        weight = Packed(form, shape or (), name, scales, besides, factor, aside)
+        used |= {*weight.tensors}
+        if missing := [other for other in (*weight.of_scales, *besides) if other not in tensors]:
             wrong["scales missing"] += missing
             continue
-        shape, expected = _shapes(form, tensor)
         if shape is None:
             wrong["codes of an unsupported type or shape"].append(f"{name} ({tensor.dtype} {list(tensor.shape)})")
         elif not _fits(tensors[scales].shape, expected, form):
@@ -149,8 +150,7 @@ def packed(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str
         elif _is_among(stem, form.unquantised):
             wrong[f"quantised, but excluded by {KEY}"].append(name)
         else:
-            weight = stem + ("" if form.kind == "mxfp4" else ".weight")
-            weights[weight] = Packed(form, shape, name, scales, besides, factor, aside)
+            weights[stem + ("" if form.kind == "mxfp4" else ".weight")] = weight
     endings = (form.scales, *form.besides, *filter(None, [form.factor]), *(ASIDE if form.kind == "nvfp4" else ()))
     wrong["scales without a weight"] += [name for name in tensors if name.endswith(endings) and name not in used]
     wrong["FP8 tensors without a scale"] += [

@@ -56,16 +56,13 @@ def read(path: Path) -> dict[str, Entry]:
         header = json_object.parse(text, str(path))
     except Fault as fault:
         raise Fault(f"{path}: no safetensors header: {str(fault).removeprefix(f'{path}: ')}; {AGAIN}") from None
-    _check_metadata(path, header.pop("__metadata__", {}))
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise Fault(f"{path}: no safetensors header: __metadata__ contains values that are not strings; {AGAIN}")
     tensors = {name: _tensor(path, name, entry, LENGTH + length) for name, entry in header.items()}
     tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].size)))
     _check_places(path, tensors, LENGTH + length, size)
     return tensors
-
-
-def _check_metadata(path: Path, metadata: Any) -> None:
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise Fault(f"{path}: no safetensors header: __metadata__ contains values that are not strings; {AGAIN}")
 
 
 def _tensor(path: Path, name: str, entry: Any, start: int) -> Entry:

@@ -19,7 +19,6 @@ from conf.planner.stage_needs import Asking, Loading, StageNeed, loadings
 from conf.planner.timing import HIGH_ON_CPU, LOW_ON_CPU
 from conf.planner.verdict import LARGEST, WITH_BASE, WITH_LORA, Plan
 from conf.rules import gpus, objectives, schedule
-from conf.rules.layout import Grid
 from conf.schema.run import Layout, Run
 from contract.amounts import dollars, size
 
@@ -42,7 +41,9 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"layout   {layout.nodes} nodes x {layout.gpus_per_node}: {degrees(layout)}; {_batches(run)}"
     yield from (f"illegal  {line}" for line in plan.problems)
     if plan.cut:
-        yield f"grids    {_grids(plan.run.layout, plan.cut)}; microbatches per step {plan.cut.microbatches}"
+        dense = f"tp {layout.tp} * cp {layout.cp} * pp {layout.pp} * dp {plan.cut.dp}"
+        experts = f"etp {layout.etp} * ep {layout.ep} * pp {layout.pp} * edp {plan.cut.edp}"
+        yield f"grids    {dense} = {experts} = {layout.world}; microbatches per step {plan.cut.microbatches}"
         yield ""
         yield from _memory_table(plan)
         yield ""
@@ -87,11 +88,6 @@ def _batches(run: Run) -> str:
     states = "".join(f", {what} {dtype}" for what, dtype in kept.items() if dtype != "fp32")
     away = f", {run.optimizer.offload:.0%} of the optimizer on the host" if run.optimizer.offload else ""
     return f"{batch}, recompute {train.recompute}{low}{states}{away}"
-
-
-def _grids(layout: Layout, cut: Grid) -> str:
-    dense = f"tp {layout.tp} * cp {layout.cp} * pp {layout.pp} * dp {cut.dp}"
-    return f"{dense} = etp {layout.etp} * ep {layout.ep} * pp {layout.pp} * edp {cut.edp} = {layout.world}"
 
 
 def _memory_table(plan: Plan) -> Iterator[str]:

@@ -21,12 +21,7 @@ SLOWER = 1.25  # layouts up to this many times slower than the fastest count, if
 ROOM = 0.9  # of the memory that was not enough; the rest covers the error of a plan
 
 
-def all_hosts(run: Run) -> Run:
-    """Return the training of a run that trains on all its hosts."""
-    return run
-
-
-def fewer_hosts(run: Run, trains: Callable[[Run], Run] = all_hosts) -> Callable[[int], Run | None]:
+def fewer_hosts(run: Run, trains: Callable[[Run], Run] = lambda run: run) -> Callable[[int], Run | None]:
     """Return fits(nodes), which returns the same run on fewer hosts, or None if it must not or cannot train there.
 
     gang.min_nodes is the smallest number of hosts that train; without it the run never shrinks. `trains` returns the
@@ -45,7 +40,7 @@ def shrunk(
     nodes: int,
     facts: ModelFacts | None = None,
     gpu: Gpu | None = None,
-    trains: Callable[[Run], Run] = all_hosts,
+    trains: Callable[[Run], Run] = lambda run: run,
 ) -> Run | None:
     """Return the run on fewer hosts with smaller dp and edp; None if that is illegal or does not fit on `gpu`."""
     smaller = run.changed(layout={"nodes": nodes})

@@ -119,17 +119,11 @@ class OwnGpu(Strict):
 
     def gpu(self) -> Gpu:
         fp32 = self.fp32 or self.bf16 / 16  # the ratio on A100 and H100
-        rates = {key: getattr(self, key) * GB for key in ("hbm", "link", "network", "bus", "host")}
-        return Gpu(
-            name=self.name,
-            memory=int(self.memory * GIB),
-            tflops={"fp32": fp32, "bf16": self.bf16} | ({"fp8": self.fp8} if self.fp8 else {}),
-            per_host=self.per_host,
-            price=self.price,
-            capability=self.capability or (9.0 if self.fp8 else 8.0),
-            domain=self.domain,
-            **rates,
-        )
+        tflops = {"fp32": fp32, "bf16": self.bf16} | ({"fp8": self.fp8} if self.fp8 else {})
+        figures = self.model_dump(exclude={"fp32", "bf16", "fp8"})
+        figures |= {key: figures[key] * GB for key in ("hbm", "link", "network", "bus", "host")}
+        figures |= {"memory": int(self.memory * GIB), "capability": self.capability or (9.0 if self.fp8 else 8.0)}
+        return Gpu(tflops=tflops, **figures)
 
 
 GPUS = {kind["name"]: OwnGpu.model_validate(kind).gpu() for kind in strict_yaml.table("gpus")}

@@ -107,9 +107,9 @@ def memory(run: Run, facts: ModelFacts, gpu: Gpu) -> list[StageMemory]:
 def asking(run: Run, facts: ModelFacts, gpu: Gpu) -> list[StageMemory]:
     """Return the memory of each pipeline stage while a reference model scores rows, in forward passes only."""
     bare = run.changed(train={"recompute": "none"})
-    cut, works, found = grid(run.layout, run.train), {}, []
-    for kind in activations.kinds(facts):  # a forward pass makes as much as the gradients of a backward pass take
-        works[kind] = {"logits": 0, **activations.working(bare, facts, kind, 0)}
+    cut, found, kinds = grid(run.layout, run.train), [], activations.kinds(facts)
+    # a forward pass makes as much as the gradients of a backward pass take
+    works = {kind: {"logits": 0, **activations.working(bare, facts, kind, 0)} for kind in kinds}
     for holding in holdings(run, facts, {}):
         moments = [works[kind] for kind in holding.layers]
         if holding.output:

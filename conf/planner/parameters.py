@@ -27,8 +27,7 @@ from conf import families
 from conf.families.parts.tensors import Tensor
 from conf.model_facts import ModelFacts
 from conf.rules import packed_base
-from conf.rules.layout import shares
-from conf.rules.model import ROW_PARALLEL, WHOLE
+from conf.rules.model import ROW_PARALLEL, WHOLE, shares
 from conf.schema.run import Run
 from conf.schema.sections import Adapter
 

@@ -32,14 +32,6 @@ class Share:
     etp: int  # its part of each expert
 
 
-@dataclass(frozen=True)
-class Block:
-    """Hosts whose GPUs hold the same shares of different stages."""
-
-    hosts: tuple[int, ...]
-    shares: tuple[Share, ...]  # by GPU
-
-
 def lines(plan: Plan) -> Iterator[str]:
     """Yield lines about a legal plan for a terminal."""
     run, facts, each = plan.run, plan.facts, _per_stage(plan.run.layout)
@@ -56,9 +48,9 @@ def lines(plan: Plan) -> Iterator[str]:
         mark = "  * fullest" if stage["rank"] == fullest else ""
         yield f"  stage {stage['rank']:<3} GPU {span(first, last):<11} layers {_spans(stage['layers'])}{besides}{mark}"
     found = blocks(run, facts.experts)
-    for block in found[:BLOCKS]:
-        yield _title(block, plan)
-        rows = list(_rows(block, plan))
+    for shares, hosts in list(found.items())[:BLOCKS]:
+        yield _title(hosts, plan)
+        rows = list(_rows(shares, hosts[0], len(hosts) > 1, plan))
         width = max(5, *(len(cell) for _, cells, _ in rows for cell in cells))
         for name, cells, what in rows:
             yield f"    {name:<8}{' '.join(cell.rjust(width) for cell in cells)}  {what}".rstrip()
@@ -88,8 +80,8 @@ def stages(plan: Plan) -> list[dict[str, Any]]:
     return found
 
 
-def blocks(run: Run, experts: int) -> list[Block]:
-    """Return the distinct blocks of hosts."""
+def blocks(run: Run, experts: int) -> dict[tuple[Share, ...], list[int]]:
+    """Return the hosts by the shares of their GPUs. Equal hosts hold the same shares of different stages."""
     layout, each = run.layout, _per_stage(run.layout)
     found: dict[tuple[Share, ...], list[int]] = {}
     for host in range(layout.nodes):
@@ -99,7 +91,7 @@ def blocks(run: Run, experts: int) -> list[Block]:
             for rank in range(first, first + layout.gpus_per_node)
         )
         found.setdefault(held, []).append(host)
-    return [Block(tuple(hosts), held) for held, hosts in found.items()]
+    return found
 
 
 def as_dict(plan: Plan) -> dict[str, Any] | None:
@@ -110,8 +102,8 @@ def as_dict(plan: Plan) -> dict[str, Any] | None:
         "stages": stages(plan),
         "of": {"tp": layout.tp, "etp": layout.etp, "experts": plan.facts.experts},
         "hosts": [
-            {"hosts": list(block.hosts), "gpus": [dict(vars(share)) for share in block.shares]}
-            for block in blocks(plan.run, plan.facts.experts)
+            {"hosts": hosts, "gpus": [dict(vars(share)) for share in shares]}
+            for shares, hosts in blocks(plan.run, plan.facts.experts).items()
         ],
     }
 
@@ -127,22 +119,24 @@ def _per_stage(layout: Layout) -> int:
     return layout.world // layout.pp
 
 
-def _title(block: Block, plan: Plan) -> str:
+def _title(hosts: list[int], plan: Plan) -> str:
     per_host, each = plan.run.layout.gpus_per_node, _per_stage(plan.run.layout)
-    on = sorted({(host * per_host + place) // each for host in block.hosts for place in range(per_host)})
+    on = sorted({(host * per_host + place) // each for host in hosts for place in range(per_host)})
     mark = "  * fullest" if plan.fullest.rank in on else ""
-    hosts = f"host{'s' * (len(block.hosts) > 1)} {_runs(list(block.hosts))}"
-    return f"  {hosts}: stage{'s' * (len(on) > 1)} {_runs(on)}{mark}"
+    return f"  host{'s' * (len(hosts) > 1)} {_runs(hosts)}: stage{'s' * (len(on) > 1)} {_runs(on)}{mark}"
 
 
-def _rows(block: Block, plan: Plan) -> Iterator[tuple[str, list[str], str]]:
-    """Yield the rows of a block: the name, a cell for each GPU of the host, and the meaning of the cells."""
-    layout, experts, held = plan.run.layout, plan.facts.experts, block.shares
+def _rows(held: tuple[Share, ...], host: int, several: bool, plan: Plan) -> Iterator[tuple[str, list[str], str]]:
+    """Yield the rows of a block of hosts: the name, a cell for each GPU of a host, and the meaning of the cells.
+
+    `host` is the first host, and there may be `several`.
+    """
+    layout, experts = plan.run.layout, plan.facts.experts
     yield "GPU", [str(n) for n in range(len(held))], ""
     if len({share.stage for share in held}) > 1:
-        first = block.hosts[0] * layout.gpus_per_node // _per_stage(plan.run.layout)
+        first = host * layout.gpus_per_node // _per_stage(plan.run.layout)
         numbers = [first + share.stage for share in held]
-        alike = f"of host {block.hosts[0]}, and so on" if len(block.hosts) > 1 else ""
+        alike = f"of host {host}, and so on" if several else ""
         yield "stage", [f"{n}{'*' if n == plan.fullest.rank else ''}" for n in numbers], alike
     if layout.tp > 1:
         yield "tp", [f"{share.tp}/{layout.tp}" for share in held], "part of each layer"

@@ -255,7 +255,7 @@ def _evaluation(run: Run, facts: ModelFacts, gpu: Gpu, serving: Serving | None) 
         byte = BYTES[precision(run)]
         return StageNeed("evaluate", 1, 0, 0, parameters.total(facts) * byte + GIB + 2 * PROCESS, 0)
     way = serving.way
-    seconds = duration(run, facts, gpu, serving).seconds if serving.lacks <= 0 else None
+    seconds = duration(run, facts, gpu, serving) if serving.lacks <= 0 else None
     return StageNeed("evaluate", way.hosts, way.tp, serving.memory.taken, OF_VLLM * way.tp, 0, seconds)
 
 

@@ -84,13 +84,8 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield from _noise_scale(run)
     if run.log.layer_norms and optimizer.offload:
         yield "log.layer_norms", f"true, but optimizer.offload {optimizer.offload:g} keeps gradients on the host"
-    yield from precision.contradictions(run)
-    yield from packed_base.contradictions(run)
-    yield from pretraining.contradictions(run)
-    yield from batch_ramp.contradictions(run)
-    yield from objectives.contradictions(run)
-    yield from serving.contradictions(run)
-    yield from reinforcement.contradictions(run)
+    for rules in (precision, packed_base, pretraining, batch_ramp, objectives, serving, reinforcement):
+        yield from rules.contradictions(run)
     yield from clusters.contradictions(run.gang.engine, run.kubernetes)
     yield from _names(run)
     if run.gang.min_nodes is not None and run.gang.min_nodes > run.layout.nodes:

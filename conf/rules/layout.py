@@ -12,6 +12,7 @@ sizes of the model (conf/rules/model.py), checked when its config.json is availa
 0.19 and Megatron-Bridge 0.6, checked before a process starts. Memory is not covered: a legal layout may not fit.
 """
 
+import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import lcm
@@ -46,16 +47,6 @@ def packing_multiple(layout: Layout) -> int:
     With 16 most layouts train on the same packed sequences; it costs 8 tokens per row.
     """
     return lcm(16, (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1))
-
-
-def shares(layout: Layout, layers: int) -> list[int]:
-    """Numbers of layers of each pipeline rank; empty if the layers cannot be divided evenly."""
-    first, last = ([count] if count else [] for count in (layout.first_stage_layers, layout.last_stage_layers))
-    middle = layout.pp - len(first) - len(last)
-    rest = layers - sum(first) - sum(last)
-    if middle <= 0:
-        return first + last if middle == rest == 0 else []
-    return [*first, *[rest // middle] * middle, *last] if rest > 0 and rest % middle == 0 else []
 
 
 def problems(run: Run, facts: ModelFacts | None = None, suggest: bool = True) -> list[str]:
@@ -131,9 +122,7 @@ def _get(run: Run, key: str) -> Any:
 
 def _show(value: Any) -> str:
     """A value in YAML."""
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_show, value))}]"
-    return "null" if value is None else str(value).lower()
+    return json.dumps(value).replace('"', "")
 
 
 def _broken(run: Run, facts: ModelFacts | None) -> Iterator[Broken]:
@@ -143,7 +132,7 @@ def _broken(run: Run, facts: ModelFacts | None) -> Iterator[Broken]:
         yield from _broken_batches(run)
     yield from _broken_sequences(run, moe=facts.experts > 0 if facts else run.layout.ep * run.layout.etp > 1)
     if facts:
-        yield from broken(run, facts, shares(run.layout, facts.layers))
+        yield from broken(run, facts)
 
 
 def _broken_grids(layout: Layout) -> Iterator[Broken]:

@@ -1,7 +1,6 @@
 """Rules of a layout that need the model's sizes, from megatron-core 0.19 and Megatron-Bridge 0.6.
 
-broken(run, facts, counts) yields the broken rules; `counts` has the number of layers of each pipeline rank, or is empty
-if they cannot be shared evenly. conf/rules/layout.py has the rules that need no model, and formats both.
+broken(run, facts) yields the broken rules. conf/rules/layout.py has the rules that need no model, and formats both.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -12,7 +11,7 @@ from conf import families
 from conf.error_lines import show
 from conf.model_facts import ModelFacts
 from conf.rules import packed_base, precision
-from conf.schema.run import Run
+from conf.schema.run import Layout, Run
 from conf.schema.training import Moe
 
 # Megatron cuts the input of these layers over tp; the input of all others is complete.
@@ -31,15 +30,19 @@ class Broken(NamedTuple):
     others: Mapping[str, Collection[Any]] = MappingProxyType({})  # the same for other keys, the best first
 
 
-def broken(run: Run, facts: ModelFacts, counts: list[int]) -> Iterator[Broken]:
-    yield from _widths(run, facts)
-    yield from _dora(run, facts)
-    yield from _stages(run, facts, counts)
-    yield from _rest(run, facts)
-    yield from _fp8(run, facts)
-    yield from _packed(run, facts)
-    yield from _biases_and_windows(run, facts)
-    yield from _balancing(run, facts)
+def broken(run: Run, facts: ModelFacts) -> Iterator[Broken]:
+    for rules in (_widths, _dora, _stages, _rest, _fp8, _packed, _biases_and_windows, _balancing):
+        yield from rules(run, facts)
+
+
+def shares(layout: Layout, layers: int) -> list[int]:
+    """Numbers of layers of each pipeline rank; empty if the layers cannot be divided evenly."""
+    first, last = ([count] if count else [] for count in (layout.first_stage_layers, layout.last_stage_layers))
+    middle = layout.pp - len(first) - len(last)
+    rest = layers - sum(first) - sum(last)
+    if middle <= 0:
+        return first + last if middle == rest == 0 else []
+    return [*first, *[rest // middle] * middle, *last] if rest > 0 and rest % middle == 0 else []
 
 
 def divisors(number: int) -> list[int]:
@@ -165,9 +168,9 @@ def _rest(run: Run, facts: ModelFacts) -> Iterator[Broken]:
             yield Broken(module, "train.recompute_modules", text, left)
 
 
-def _stages(run: Run, facts: ModelFacts, counts: list[int]) -> Iterator[Broken]:
+def _stages(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     layout, vpp = run.layout, run.layout.vpp or 1
-    each = facts.layers / layout.pp
+    counts, each = shares(layout, facts.layers), facts.layers / layout.pp
     last = {"layout.last_stage_layers": sorted(range(1, facts.layers), key=lambda n: abs(n - each))}
     if not counts and (layout.first_stage_layers or layout.last_stage_layers):
         key = "first_stage_layers" if layout.first_stage_layers else "last_stage_layers"

@@ -20,12 +20,9 @@ ROWS = {"current": 8, "delayed": 8, "blockwise": 8, "mxfp8": 32}  # must divide 
 CAPABLE = {"current": (8.9, 99), "delayed": (8.9, 99), "blockwise": (9.0, 99), "mxfp8": (10.0, 12.0)}
 
 
-LOSS_SCALE = Train.model_fields["loss_scale"].default
-
-
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     yield from _of_fp8(run)
-    if run.train.loss_scale != LOSS_SCALE and run.train.precision != "fp16":
+    if run.train.loss_scale != Train.model_fields["loss_scale"].default and run.train.precision != "fp16":
         yield "train.loss_scale", f"{run.train.loss_scale:g} has no effect with train.precision {run.train.precision}"
     optimizer, precision = run.optimizer, run.train.precision
     for key, usual in (("states", "fp32"), ("gradients", "fp32"), ("offload", 0.0)):
@@ -88,9 +85,5 @@ def widths(run: Run, facts: ModelFacts) -> Iterator[tuple[str, str, int, int]]:
 
 def beyond_a_cpu(run: Run) -> list[tuple[str, str, str]]:
     """Settings that need CUDA kernels: (key, value, value for a CPU)."""
-    settings = []
-    if run.train.fp8:
-        settings.append(("train.fp8", run.train.fp8, "null"))
-    if run.optimizer.states != "fp32":
-        settings.append(("optimizer.states", run.optimizer.states, "fp32"))
-    return settings
+    settings = [("train.fp8", run.train.fp8 or "null", "null"), ("optimizer.states", run.optimizer.states, "fp32")]
+    return [(key, value, usual) for key, value, usual in settings if value != usual]

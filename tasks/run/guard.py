@@ -45,7 +45,7 @@ def main(*arguments: str) -> int:
     os.environ["GUARD_PID"] = str(me)  # a process whose parent is the guard may have lost its original parent
     try:
         command = subprocess.Popen(
-            command_line, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: _die_with(me)
+            command_line, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: end_with_parent(me)
         )
     except OSError as error:
         print(f"{command_line[0]}: {error.strerror}", file=sys.stderr)
@@ -69,12 +69,6 @@ def main(*arguments: str) -> int:
 def guarded(command: list[str], grace: float = GRACE, python: str = sys.executable) -> list[str]:
     """Return the command line that runs a command under this guard, with `grace` seconds to end."""
     return [python, "-m", "tasks.run.guard", f"{OPTION}{grace:g}", *command]
-
-
-def _die_with(parent: int) -> None:
-    end_with_parent()
-    if os.getppid() != parent:  # the parent ended before the line above
-        os._exit(1)
 
 
 def _signal(pid: int, number: int) -> None:

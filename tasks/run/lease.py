@@ -28,9 +28,8 @@ class Lost(RuntimeError):
 class Lease:
     def __init__(self, store: Store, key: str, tag: str, content: dict):
         self.store, self.key, self._tag, self._content = store, key, tag, content
-        self.lost = (
-            threading.Event()
-        )  # another process may have the lease, because this process did not renew it in time
+        # Another process may have the lease, because this process did not renew it in time.
+        self.lost = threading.Event()
         self.taken = threading.Event()  # another process has it
         self._done, self._turn = threading.Event(), threading.Lock()
         self._renewed = time.monotonic()

@@ -100,9 +100,8 @@ def promote(
         # flows/artifacts.py keeps artifacts of registered versions, even if their runs are removed.
         keys = [made.key for made in (tuned, before, after) if made]
         pin, place = {"artifacts": keys, "model": settings.model, "version": version}, _pin(settings.model, version)
-        if measured or not stage_run.store.read(
-            place
-        ):  # else keep the existing pin, which names the evaluation of the value
+        # Without a new value, an existing pin stays: it names the evaluation of the version's value.
+        if measured or not stage_run.store.read(place):
             stage_run.store.write(place, json.dumps(pin).encode())
         aliases = ["challenger", *(["champion"] if wins else [])]
         decision = {"model": settings.model, "version": version, "aliases": aliases, "reason": reason, "value": value}

@@ -24,9 +24,8 @@ def _monitors() -> list[Any]:
     """Return MLflow's monitors for CPUs, disk, network and NVIDIA GPUs that this host has."""
     from mlflow.system_metrics.metrics import cpu_monitor, disk_monitor, gpu_monitor, network_monitor
 
-    logging.getLogger(gpu_monitor.__name__).setLevel(
-        logging.ERROR
-    )  # hides an error about MIG devices, which have no utilization, in each sample
+    # Hides an error about MIG devices, which have no utilization, in each sample.
+    logging.getLogger(gpu_monitor.__name__).setLevel(logging.ERROR)
     monitors: list[Any] = [cpu_monitor.CPUMonitor(), disk_monitor.DiskMonitor()]
     with contextlib.suppress(AttributeError):  # without a network
         monitors.append(network_monitor.NetworkMonitor())

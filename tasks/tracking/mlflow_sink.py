@@ -252,9 +252,8 @@ def _client(address: str) -> MlflowClient:
         return MlflowClient(address, address)
     path = Path(address.removeprefix("sqlite:///"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with ownership.locked(
-        path.with_name(path.name + ".lock")
-    ):  # two processes that create the tables at once break them
+    # Two processes that create the tables at once break them.
+    with ownership.locked(path.with_name(path.name + ".lock")):
         if not path.exists():
             _make_database(path)
         client = MlflowClient(address, address)

@@ -26,10 +26,9 @@ from trainer.data.tokens import tokenizer
 from trainer.megatron.recipe import checkpoint_folder
 from trainer.reinforcement import journal, rewards
 from trainer.serving import agreement, held_out, prompts, unmerged
+from trainer.serving.unmerged import CONFIG, WEIGHTS
 from trainer.training import resume
 from trainer.weights import released
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of PEFT
 
 
 def check_convert(run: Run) -> None:

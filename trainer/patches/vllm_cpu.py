@@ -68,21 +68,19 @@ def tell_routes(model: Any) -> None:
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     choose: Any = cpu_fused_moe.select_experts
-    captures: list[Any] = []  # the capture function of the current layer
+    report: Any = None  # the capture function of the current layer
 
     def choosing(*args: Any, **keys: Any) -> Any:
         weights, chosen = choose(*args, **keys)
-        for capture in captures:
-            capture(chosen)
+        if report is not None:
+            report(chosen)
         return weights, chosen
 
     def reporting(forward: Any, capture: Any) -> Any:
         def reporting_forward(*args: Any, **keys: Any) -> Any:
-            captures.append(capture)
-            try:
-                return forward(*args, **keys)
-            finally:
-                captures.pop()
+            nonlocal report
+            report = capture
+            return forward(*args, **keys)
 
         return reporting_forward
 

@@ -14,8 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from trainer.profiling import gaps, intervals, kinds
-from trainer.profiling.trace import Trace, Work
+from trainer.profiling import gaps, intervals
+from trainer.profiling.trace import COLLECTIVES, COPIES, STARTS, Trace, Work
 
 SMALL = 10.0  # microseconds; the host needs about this time to launch a kernel
 OPERATIONS = 15  # number of the host's operations that are shown
@@ -76,7 +76,7 @@ def waiting(collectives: Iterable[list[Work]]) -> list[dict[str, Any]]:
 
 
 def _computing(trace: Trace) -> list[Work]:
-    return [work for work in trace.work if work.kind not in kinds.COLLECTIVES | kinds.COPIES]
+    return [work for work in trace.work if work.kind not in COLLECTIVES | COPIES]
 
 
 def _exposed(trace: Trace, computing: intervals.Intervals) -> list[dict[str, Any]]:
@@ -111,7 +111,7 @@ def _small(trace: Trace) -> dict[str, Any]:
 
 def _host(trace: Trace) -> dict[str, Any]:
     waited = intervals.length(intervals.union((call.start, call.end) for call in trace.waits))
-    launches = sum(1 for call in trace.calls if kinds.STARTS.search(call.name))
+    launches = sum(1 for call in trace.calls if STARTS.search(call.name))
     return {
         "launches": launches,
         "collectives": len(trace.collectives),

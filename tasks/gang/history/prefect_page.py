@@ -1,7 +1,7 @@
 """A gang's page in Prefect, its tags in MLflow and its history in the store, updated as attempts begin and end.
 
     with reporting(History(gang, run, flow), metrics, store, tracked, key) as teller:
-        controller.carry_out(..., teller)
+        controller.carry_out(Gang(..., teller, ...))
 
 A thread per service sends only the newest history (tasks/run/courier.py). An outage of a service blocks nothing, and
 the service gets the newest history afterwards.

@@ -53,7 +53,7 @@ def trial(seed: int) -> tuple[int, list[str]]:
                     os.waitpid(pid, 0)
                 break
             time.sleep(0.005)
-        if gpu_locks.held(tuple(gpus)) or gpu_locks.standing():
+        if gpu_locks.claimed(tuple(gpus)) or gpu_locks.standing():
             wrong.append(f"seed {seed}: left: {gpu_locks.standing()}")
         return len(killed), wrong
 

@@ -64,6 +64,11 @@ def show_gpus(folder: Path, used: dict[str, int]) -> None:
         partial.rename(folder / name)
 
 
+def held(gpus: tuple[str, ...]) -> str | None:
+    """The present owners of these GPUs, as text; None if all are free."""
+    return gpu_locks._said(gpu_locks._look(gpus)[0], gpus) or None
+
+
 def holder(what: str, seconds: float = 60.0, **environment: str) -> subprocess.Popen:
     command = [sys.executable, "-c", HOLDER, what, str(seconds)]
     return subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
@@ -99,10 +104,10 @@ def test_who_waits_can_be_cancelled_and_has_nothing_then(host):
     said, began = [], time.monotonic()
     assert gpu_locks.take("evaluate", said.append, lambda: time.monotonic() - began > 1) is None
     assert len(said) == 1 and time.monotonic() - began < 3
-    assert gpu_locks.held(("GPU-a",)).startswith("train has held it for")
+    assert held(("GPU-a",)).startswith("train has held it for")
     first.kill()
     first.communicate()
-    assert gpu_locks.held(("GPU-a",)) is None
+    assert held(("GPU-a",)) is None
 
 
 def test_different_gpus_are_had_at_once_and_all_or_none_of_them(host, monkeypatch):
@@ -114,7 +119,7 @@ def test_different_gpus_are_had_at_once_and_all_or_none_of_them(host, monkeypatc
     all_of_them = holder("three")
     said = all_of_them.stdout.readline()
     assert "three waits for 3 GPUs: " in said and "two has held 1 of 3 for" in said and "one has held 1 of 3" in said
-    assert gpu_locks.held(("GPU-b",)) is None, "who waits for one holds no other"
+    assert held(("GPU-b",)) is None, "who waits for one holds no other"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert nvidia_smi.visible() == ()
     for process in (one, two, all_of_them):
@@ -174,10 +179,10 @@ def test_whoever_is_passed_the_descriptors_has_them_when_the_taker_is_gone(host)
     with contextlib.closing(gpu_locks.take("train", pytest.fail)) as hold:
         child = subprocess.Popen(["sleep", "60"], pass_fds=hold.descriptors)
         other = subprocess.Popen(["sleep", "60"])
-    assert gpu_locks.held(hold.gpus).startswith("train has held it for")
+    assert held(hold.gpus).startswith("train has held it for")
     child.kill()
     child.wait()
-    assert gpu_locks.held(hold.gpus) is None
+    assert held(hold.gpus) is None
     other.kill()
     other.wait()
 
@@ -230,7 +235,7 @@ def test_a_damaged_note_and_another_account_s_umask_are_no_obstacle(host, tmp_pa
             assert json.loads(file.read_text())["what"] == "train"
             assert file.stat().st_mode & 0o777 == 0o666 and file.parent.stat().st_mode & 0o7777 == 0o1777
             file.write_text("{half")
-            assert gpu_locks.held(("GPU-a",)).startswith("another process has held it for")
+            assert held(("GPU-a",)).startswith("another process has held it for")
     finally:
         os.umask(before)
 

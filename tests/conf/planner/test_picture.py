@@ -29,7 +29,7 @@ def test_all_of_the_model_is_somewhere(name):
     assert stages(planned)[0]["embedding"] and stages(planned)[-1]["output"]
     # parts of a stage, by what cuts them, over all GPUs: as many copies as the grids say
     held = blocks(run, experts)
-    shares = [(host, share) for block in held for host in block.hosts for share in block.shares]
+    shares = [(host, share) for of_host, hosts in held.items() for host in hosts for share in of_host]
     assert len(shares) == run.world and cut
     tp = Counter(share.tp for _, share in shares)
     assert tp == dict.fromkeys(range(1, run.layout.tp + 1), cut.dp * run.layout.cp * run.layout.pp)
@@ -41,7 +41,7 @@ def test_all_of_the_model_is_somewhere(name):
 
 def test_ranks_are_numbered_as_core_does():
     """tp 2, ep 8 and etp 2 on 4 hosts: GPU 2 of host 1 is rank 10: tp 0, ep 5, etp 0."""
-    held = {host: block.shares for block in blocks(load("glm47", ONE_STAGE), 160) for host in block.hosts}
+    held = {host: shares for shares, hosts in blocks(load("glm47", ONE_STAGE), 160).items() for host in hosts}
     one = held[1][2]
     assert (one.tp, one.experts, one.etp) == (1, (100, 119), 1)
     assert held[1] == held[3] != held[0]

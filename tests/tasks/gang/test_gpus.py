@@ -17,7 +17,7 @@ from tasks.gang.job import Training
 from tasks.gang.messages import Word
 from tasks.run import guard
 from tasks.store import open_store
-from tests.conf.host.test_gpu_locks import fake_nvidia_smi, show_gpus
+from tests.conf.host.test_gpu_locks import fake_nvidia_smi, held, show_gpus
 
 TWO_HOSTS = ["layout.nodes=2", "layout.gpus_per_node=1", "train.micro_batch=8"]
 
@@ -64,12 +64,12 @@ def test_its_members_have_all_of_them_until_the_last_is_over(run, board, monkeyp
     sleeps = guard.guarded([sys.executable, "-c", "import time; time.sleep(30)"], 5.0)
     monkeypatch.setattr(local, "guarded", lambda gang, board, node: sleeps)
     members = local.start(Demand.of(run), board, 2)
-    assert gpu_locks.held(("GPU-a",)).startswith("gang gang-1 has held it for")
+    assert held(("GPU-a",)).startswith("gang gang-1 has held it for")
     members.processes[0].stdin.close()
     members.processes[0].wait()
-    assert gpu_locks.held(("GPU-b",)) and gpu_locks.held(("GPU-c",)) is None
+    assert held(("GPU-b",)) and held(("GPU-c",)) is None
     members.cancel()
-    assert gpu_locks.held(("GPU-a", "GPU-b")) is None
+    assert held(("GPU-a", "GPU-b")) is None
 
 
 def test_a_gang_that_somebody_was_faster_than_does_not_wait_for_ever(run, board, monkeypatch):
@@ -95,6 +95,6 @@ def test_a_member_joins_once_its_gpu_is_free_and_not_where_its_attempt_is_over(r
     assert "gang gang-1 waits for 1 GPU: train of a has held them for" in capsys.readouterr().out
     board.write("gang.json", Word("me", "gathering").to_json())
     child = subprocess.Popen(["sleep", "0.1"])  # what the member starts does not keep them
-    assert join() and gpu_locks.held(("GPU-a",)) and gpu_locks.held(("GPU-b",)) is None
+    assert join() and held(("GPU-a",)) and held(("GPU-b",)) is None
     child.wait()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"

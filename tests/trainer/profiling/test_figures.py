@@ -6,7 +6,7 @@ import json
 import pytest
 
 from contract.faults import Fault
-from trainer.profiling import figures, gaps, kinds, report, trace
+from trainer.profiling import figures, gaps, report, trace
 
 GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 GEMM = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNN"
@@ -115,7 +115,7 @@ def test_columns_of_the_picture_add_up_to_the_shares():
     ],
 )
 def test_kernels_are_told_by_their_names(name, kind):
-    assert kinds.of(name) == kind
+    assert trace.kind_of(name) == kind
 
 
 def test_a_folder_of_traces_becomes_words_and_a_page(tmp_path):

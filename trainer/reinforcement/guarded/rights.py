@@ -124,9 +124,7 @@ def become_nobody(parent: int) -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-    end_with_parent()  # set again: the kernel resets it when the user changes
-    if os.getppid() != parent:
-        os._exit(1)
+    end_with_parent(parent)  # set again: the kernel resets it when the user changes
     _install(_refused(MACHINES[platform.machine()].last))
 
 

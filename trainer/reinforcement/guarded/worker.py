@@ -80,7 +80,7 @@ class Worker:
             self.connection = None
 
     def _reward(self, question: Question) -> float:
-        result = self._ask(asdict(question))
+        result = self._exchange(asdict(question), self.seconds, "reinforce.reward_seconds")
         # A model's program may do anything, and then gets the reward 0. The user's function must not fail.
         if self.kind == "code":
             return result["reward"] if 0 <= result.get("reward", -1) <= 1 else 0.0
@@ -90,15 +90,10 @@ class Worker:
         return result["reward"]
 
     def _reply(self, conversation: Conversation) -> str | None:
-        result = self._ask(asdict(conversation))
+        result = self._exchange(asdict(conversation), self.seconds, "reinforce.reward_seconds")
         if "refused" in result:
             raise Fault(f"{self.key}: after the answer {conversation.answers[-1][:60]!r}: {result['refused']}")
         return result["text"]
-
-    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        if self.process is None:
-            self._start()
-        return self._exchange(message, self.seconds, "reinforce.reward_seconds")
 
     def _start(self) -> None:
         own_end, far_end = socket.socketpair()
@@ -122,6 +117,8 @@ class Worker:
 
     def _exchange(self, message: dict[str, Any], seconds: float, limit: str) -> dict[str, Any]:
         """Send a message and return the answer in plain types: data of the guarded process are never unpickled."""
+        if self.process is None:
+            self._start()
         assert self.connection and self.process
         try:
             self.connection.send_bytes(json.dumps(message).encode())
