@@ -119,7 +119,7 @@ def every_code(base: str) -> bool:
             given = bytes, of_groups, (1, 16), dtype, scales[:64].view(1, 64)
         else:
             given = bytes, bytes.view(-1).clamp(max=254)[: 64 * 64].view(1, 64, 64), (1, 32), dtype
-        store = codes.Store(*given)
+        store = codes.Codes(*given)
         one, other = of_gpu.unpack(store), codes.unpack(store)
         same &= torch.equal(one.nan_to_num(), other.nan_to_num())
     return same

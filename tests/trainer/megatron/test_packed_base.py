@@ -35,7 +35,7 @@ for dtype in (torch.float32, torch.float16):  # the interpreter cuts numbers off
         bytes[(bytes & 127) == 127] = 3
         scales = torch.rand((shape[0], -(-shape[1] // block[0]), -(-shape[2] // block[1])), generator=random)
         given = bytes.view(codes.FP8), scales, block, dtype
-        assert torch.equal(kernel.unpack(codes.Store(*given)), codes.unpack(codes.Store(*given))), given
+        assert torch.equal(kernel.unpack(codes.Codes(*given)), codes.unpack(codes.Codes(*given))), given
     for shape, block in (((2, 20, 160), (1, 32)), ((1, 20, 44), (1, 8)), ((1, 3, 1028), (1, 32))):
         bytes = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
         scales = torch.rand((*shape[:2], -(-2 * shape[2] // block[1])), generator=random)
@@ -43,7 +43,7 @@ for dtype in (torch.float32, torch.float16):  # the interpreter cuts numbers off
         exponents = torch.randint(110, 130, scales.shape, generator=random, dtype=torch.uint8)
         for more in ((scales.bfloat16(),), (scales.to(codes.FP8), factors), (exponents,)):
             given = bytes, more[0], block, dtype, *more[1:]
-            assert torch.equal(kernel.unpack(codes.Store(*given)), codes.unpack(codes.Store(*given))), given
+            assert torch.equal(kernel.unpack(codes.Codes(*given)), codes.unpack(codes.Codes(*given))), given
 """
 
 

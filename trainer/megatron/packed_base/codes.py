@@ -28,7 +28,7 @@ AT_ONCE = 2**26  # fp32 values unpacked at a time
 
 
 @dataclass(frozen=True)
-class Store:
+class Codes:
     """Codes and scales of all matrices of one layer. It is not a module, so casts of the model do not change the
     scales.
     """
@@ -43,13 +43,6 @@ class Store:
     def bytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes + (self.factors.nbytes if self.factors is not None else 0)
 
-    def unpack(self) -> list[torch.Tensor]:
-        if self.codes.is_cuda:
-            from trainer.megatron.packed_base import kernel
-
-            return list(kernel.unpack(self).unbind())
-        return list(unpack(self).unbind())
-
 
 def shape_of(codes: torch.Tensor) -> tuple[int, int, int]:
     count, rows, columns = codes.shape
@@ -60,7 +53,7 @@ def kind_of(codes: torch.Tensor, scales: torch.Tensor) -> str:
     return "fp8" if codes.dtype == FP8 else next(kind for kind, dtype in SCALES.items() if dtype == scales.dtype)
 
 
-def unpack(store: Store) -> torch.Tensor:
+def unpack(store: Codes) -> torch.Tensor:
     codes, block, factors = store.codes, store.block, store.factors
     count, rows, columns = shape_of(codes)
     kind, scales = kind_of(codes, store.scales), in_fp32(store.scales)

@@ -8,7 +8,7 @@ from conf.rules.packed_base import FORMATS, Format
 from conf.schema.run import Run
 from trainer.megatron import precision
 from trainer.megatron.packed_base import weight
-from trainer.megatron.packed_base.codes import BIAS, FP8, SCALES, Store
+from trainer.megatron.packed_base.codes import BIAS, FP8, SCALES
 
 # About the standard deviation of random codes.
 SPREAD = {"fp8": 150.0, "int": 4.6, "nvfp4": 2.9, "mxfp4": 2.9}
@@ -26,7 +26,7 @@ def draw(run: Run, chunks: list) -> None:
         weight.fill(chunk, start=True)
 
 
-def store(form: Format, count: int, shape: tuple[int, ...], dtype: torch.dtype, below: int = 1) -> Store:
+def store(form: Format, count: int, shape: tuple[int, ...], dtype: torch.dtype, below: int = 1) -> weight.Store:
     """Return random codes without NaN and one scale value; `below` matrices are stacked in each weight."""
     (rows, columns), (height, width) = shape, form.block
     codes = torch.randint(0, 256, (count, rows, columns * form.bits // 8), dtype=torch.uint8, device="cuda")
@@ -39,4 +39,4 @@ def store(form: Format, count: int, shape: tuple[int, ...], dtype: torch.dtype, 
     if form.kind == "mxfp4":
         usual = BIAS + round(log2(usual))
     scales = torch.full(blocks, usual, dtype=SCALES[form.kind], device="cuda")
-    return Store(codes, scales, form.block, dtype, factors)
+    return weight.Store(codes, scales, form.block, dtype, factors)

@@ -12,14 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-from trainer.megatron.packed_base.codes import FP8, Store, kind_of, shape_of
+from trainer.megatron.packed_base.codes import FP8, Codes, kind_of, shape_of
 
 COLUMNS = 512  # of a tile, at most; its rows follow from NUMBERS
 NUMBERS = 8192
 WARPS = 8
 
 
-def unpack(store: Store) -> torch.Tensor:
+def unpack(store: Codes) -> torch.Tensor:
     codes, scales, factors, (height, width) = store.codes, store.scales, store.factors, store.block
     count, rows, columns = shape_of(codes)
     whole = torch.empty((count, rows, columns), dtype=store.dtype, device=codes.device)

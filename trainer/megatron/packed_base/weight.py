@@ -20,11 +20,22 @@ from torch import nn
 
 from conf.rules.packed_base import is_packed
 from conf.schema.run import Run
-from trainer.megatron.packed_base.codes import Store, shape_of
+from trainer.megatron.packed_base.codes import Codes, shape_of
 
 MATRIX = re.compile(r"weight\d*")
 USUAL = 0.02  # standard deviation of a random matrix
 _PASSED_ON = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+class Store(Codes):
+    """Codes that the kernel of their device unpacks."""
+
+    def unpack(self) -> list[torch.Tensor]:
+        if self.codes.is_cuda:
+            from trainer.megatron.packed_base.kernel import unpack
+        else:
+            from trainer.megatron.packed_base.codes import unpack
+        return list(unpack(self).unbind())
 
 
 class PackedWeight(torch.Tensor):

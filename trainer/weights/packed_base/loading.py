@@ -24,7 +24,7 @@ from conf.schema.run import Run
 from contract import checkpoints
 from trainer.megatron import precision
 from trainer.megatron.packed_base import weight
-from trainer.megatron.packed_base.codes import SCALES, Store
+from trainer.megatron.packed_base.codes import SCALES
 from trainer.patches.checkpoints import base_loading
 from trainer.weights import model_digests, torch_dist
 from trainer.weights.conversion import unwritten
@@ -101,7 +101,7 @@ def _part(tensor: ShardedTensor, whole: torch.Tensor, matrix: tuple[int, int]) -
     return Part(start, name, tuple(tensor.global_offset[depth:]), tuple(tensor.data.shape), matrix)
 
 
-def store(form: Format, dtype: torch.dtype, source: Source, matrices: list[list[Part]]) -> Store:
+def store(form: Format, dtype: torch.dtype, source: Source, matrices: list[list[Part]]) -> weight.Store:
     """Return codes and scales of a layer's matrices, which have equal shapes."""
     all_parts = [*itertools.chain(*matrices)]
     starts = [part.offsets[0] - part.begin(source.shape(part.name)[0]) for part in all_parts]
@@ -123,7 +123,7 @@ def store(form: Format, dtype: torch.dtype, source: Source, matrices: list[list[
             scales[number, first : first + len(of_blocks)] = of_blocks
             if factors is not None:
                 factors[number, place] = factor
-    return Store(codes, scales, (height, width), dtype, factors)
+    return weight.Store(codes, scales, (height, width), dtype, factors)
 
 
 def _copy(source: Source, part: Part, tensor: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.megatron.packed_base.codes import Store
+from trainer.megatron.packed_base.weight import Store
 
 Pair = tuple[int, int]  # rows and columns
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # codes, scales of blocks, and the matrix's factor
