@@ -17,7 +17,6 @@ file name in trainer/megatron/bridges/ and trainer/patches/families/, if it need
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import pkgutil
 import sys
@@ -32,7 +31,7 @@ from conf.families.parts.family import Serving as Serving
 from conf.families.parts.sizes import ModelFacts
 from conf.families.parts.tensors import Tensor
 from conf.model_files import config_json
-from contract import checksums
+from contract import checksums, json_object
 
 GROUP = "finetune.families"
 PLACE = "FINETUNE_FAMILY"  # environment variable: place of one more family, for commands that read no run
@@ -93,7 +92,7 @@ def _of(module: ModuleType) -> Family:
     if not isinstance(family, Family):
         return family
     if not family.tiny:
-        tiny = {suffix: json.loads(path.read_text()) for suffix, path in _tiny_files(file).items()}
+        tiny = {suffix: json_object.read(path) for suffix, path in _tiny_files(file).items()}
         family = replace(family, tiny=tiny)
     if family.megatron.endswith(".py"):
         family = replace(family, megatron=str(file.parent / Path(family.megatron).expanduser()))
