@@ -30,8 +30,8 @@ from trainer.rehearsal import forked_ranks, tiny_models
 from trainer.startup import device, entry
 
 BOUND = 1e-4
+OTHER_LAYERS = {"kv_lora_rank", "linear_num_key_heads"}  # keys of models with more layers than the default targets
 FOLDER = Kind("rehearsals of layouts", "benchmarks.layouts", {"*/metrics.jsonl": {"kind", "step"}}, whole=False)
-LATENT = "linear_q_down_proj,linear_q_up_proj,linear_kv_down_proj,linear_kv_up_proj,linear_proj,linear_fc1,linear_fc2"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ TABLE = (
     *(Case(model, "ep=2", packed=True) for model in ("mixtral", "qwen2-moe")),
     *(
         Case(model, cut)
-        for model in ("deepseek-v3", "kimi-k2", "olmoe", "minimax-m2")
+        for model in ("deepseek-v3", "kimi-k2", "olmoe", "minimax-m2", "qwen3-next")
         for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "cp=2")
     ),
     # the tiny model has an MTP layer, like the releases
@@ -200,7 +200,7 @@ def configured(case: Case, folder: Path, steps: int) -> Run:
             f"train.steps={steps}",
             f"checkpoint.save_every={steps}",
             *(f"layout.{key}={value}" for key, value in cut.items()),
-            *([f"adapter.targets=[{LATENT}]"] if "kv_lora_rank" in tiny_models.KINDS[case.model] else []),
+            *(["adapter.targets=all-linear"] if OTHER_LAYERS & tiny_models.KINDS[case.model].keys() else []),
         ],
     )
 

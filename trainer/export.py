@@ -123,7 +123,7 @@ def _require_all_used(trained, left_out: list[str]) -> None:
     used = set().union(*atomic_folder.gather(trained.stored.seen))
     for name in left_out:
         used |= {place.name for adapter in trained.adapters[name] for place in adapter.places}
-    unused = sorted(trained.stored.places.keys() - used)
+    unused = sorted(trained.stored.weights.keys() - used)
     if unused:
         raise Fault(
             f"{trained.stored.folder}: {len(unused)} trained tensors are not in any exported weight: "

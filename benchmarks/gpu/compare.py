@@ -53,7 +53,7 @@ class Case(NamedTuple):
         return " ".join(self)
 
 
-CASES = [Case(*parts) for parts in product(("glm4-moe-mtp", "qwen3-moe"), ADAPTERS, BOUNDS)]
+CASES = [Case(*parts) for parts in product(("glm4-moe-mtp", "qwen3-moe", "qwen3-next"), ADAPTERS, BOUNDS)]
 
 
 class RunFailed(Exception):
@@ -117,8 +117,9 @@ def one_turn(gpu: bool) -> Iterator[None]:
     if not gpu:
         yield
         return
-    with contextlib.closing(gpu_locks.take("comparison of a GPU with the CPU", print, count=1)) as hold:
-        os.environ.update(hold.environment if hold else {})
+    hold = gpu_locks.take("comparison of a GPU with the CPU", print, count=1) or gpu_locks.Hold()
+    with contextlib.closing(hold):
+        os.environ.update(hold.environment)
         yield
 
 

@@ -40,6 +40,7 @@ IMBALANCE = 1.2
 # (bool), and the permutation's maps of rows (two int32).
 ROUTING = 4 * 4 + 1 + 2 * 4
 HELD_ROUTING = 4 + 1 + 2 * 4  # the part that a dispatcher holds: probabilities and both maps
+DELTA_CHUNK = 64  # tokens that the kernels of a gated delta rule compute together
 # Bytes of a number in FP8, with its share of a scale: 4 bytes for 128 numbers, or 1 byte for 32.
 LOW = {"current": 1.0, "delayed": 1.0, "blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32}
 
@@ -68,7 +69,7 @@ def tokens(run: Run, facts: ModelFacts) -> Tokens:
 
 def kinds(facts: ModelFacts) -> list[str]:
     """Return the kinds of layers that a model may have. An mtp layer is a layer of the last kind with additions."""
-    return ["dense", *(["moe"] if facts.experts else []), "mtp"]
+    return [*dict.fromkeys(("dense", *facts.kinds, *(["moe"] if facts.experts else []), "mtp"))]
 
 
 def kept(run: Run, facts: ModelFacts, kind: str, whole: int) -> int:
@@ -79,8 +80,7 @@ def kept(run: Run, facts: ModelFacts, kind: str, whole: int) -> int:
     if run.train.recompute != "full":
         return whole
     t, layers = tokens(run, facts), 1 if kind == "mtp" else run.train.recompute_layers
-    base = facts.kinds[-1] if kind == "mtp" else kind
-    return t.local * facts.hidden * t.byte + (layers * _held_routing(facts, t) if base == "moe" else 0)
+    return t.local * facts.hidden * t.byte + (layers * _held_routing(facts, t) if facts.routed(kind) else 0)
 
 
 def _held_routing(facts: ModelFacts, t: Tokens) -> int:
@@ -88,13 +88,14 @@ def _held_routing(facts: ModelFacts, t: Tokens) -> int:
 
 
 def parts(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
-    """Return the bytes by part that one layer ("dense", "moe" or "mtp") keeps, without full recompute."""
+    """Return the bytes by part that one layer of a kind keeps, without full recompute."""
     mtp = kind == "mtp"
     if mtp:
         kind = facts.kind(facts.layers - 1)
     t = tokens(run, facts)
-    found = {"norms": _norms(run.train, facts, t, kind), "attention": _attention(run, facts, t)}
-    if kind == "dense":
+    mixing = _delta_net if kind.startswith("delta") else _attention
+    found = {"norms": _norms(run.train, facts, t, kind), "attention": mixing(run, facts, t)}
+    if not facts.routed(kind):
         found["mlp"] = 0 if "mlp" in run.train.recompute_modules else _dense(run, t, facts, facts.ffn, facts.hidden)
         found["mlp"] += _returned(run, "linear_fc1", found["mlp"] and t.whole * facts.hidden)
     else:
@@ -126,7 +127,7 @@ def working(run: Run, facts: ModelFacts, kind: str, whole: int) -> dict[str, int
     # A gradient in FP8; if weights are trained, in both layouts.
     low = LOW.get(run.train.fp8 or "", 0.0) * (2 if run.adapter.kind == "none" else 1)
     dispatch = 0
-    if kind != "dense" and facts.experts:
+    if facts.routed(kind):
         # Gradients of fc1's output and of its input, the latter once from the weight, once from the adapter, and their
         # sum. A forward pass has as many: permuted, received and sorted tokens.
         copies = 3 if _adapted(run.adapter, "linear_fc1") else 2
@@ -221,7 +222,7 @@ def _norms(train: Train, facts: ModelFacts, t: Tokens, kind: str) -> int:
     Before experts, they keep the norm's output too.
     """
     drops = "layernorm" in train.recompute_modules or "moe" in train.recompute_modules
-    out = 0 if kind == "dense" or drops else 1
+    out = 0 if not facts.routed(kind) or drops else 1
     return t.local * facts.hidden * t.byte * (2 + out)
 
 
@@ -229,7 +230,7 @@ def attention_width(facts: ModelFacts) -> int:
     """Return the width of q, k and v of all heads together."""
     if facts.kv_rank:
         return facts.heads * (2 * (facts.qk_nope + facts.qk_rope) + facts.v_head)
-    return (facts.heads + 2 * facts.kv_heads) * facts.head_dim
+    return (facts.heads * (1 + facts.output_gate) + 2 * facts.kv_heads) * facts.head_dim
 
 
 def _attention(run: Run, facts: ModelFacts, t: Tokens) -> int:
@@ -262,6 +263,25 @@ def _attention(run: Run, facts: ModelFacts, t: Tokens) -> int:
     if t.byte == 4 and "core_attn" not in again:
         total += 2 * t.whole * run.data.seq_length * facts.heads // layout.tp * 4  # scores and softmax
     return total
+
+
+def _delta_net(run: Run, facts: ModelFacts, t: Tokens) -> int:
+    """Return the bytes that a gated delta net keeps: inputs of the convolution, of norms, of the rule and of its gate.
+
+    Queries and keys are copied for each head of values.
+    """
+    net, gathered = facts.delta, t.whole if run.adapter.kind != "none" else t.local
+    assert net
+    mixed, copied = 2 * net.keys + net.values, 2 * net.value_heads * net.key
+    # the input of the convolution and of its activation, keys before and after their norm, copies, values, the gate in
+    # bf16 and fp32, the rule's output, its norm and the gated output
+    numbers = 2 * mixed + 2 * net.keys + copied + net.values * (2 + 2 + 3)
+    exact = net.value_heads * (3 + DELTA_CHUNK)  # decays and strengths, and the products of each chunk's keys, in fp32
+    total = t.whole * (numbers * t.byte + exact * 4) // run.layout.tp + _input(
+        run, t, "in_proj", gathered * facts.hidden
+    )
+    total += _lora(run, t, "in_proj", t.whole, (mixed + net.values) // run.layout.tp)
+    return total + _lora(run, t, "out_proj", t.whole, facts.hidden)
 
 
 def _dense(run: Run, t: Tokens, facts: ModelFacts, width: int, hidden: int) -> int:

@@ -292,8 +292,7 @@ def _too_small(run: Run, facts: ModelFacts, gpu: Gpu, holding: Holding, works: l
 def _stacked(run: Run, facts: ModelFacts, holding: Holding) -> tuple[int, ...]:
     """Return the bytes of the blocks that contain the frozen experts of a layer."""
     if (
-        not holding.layers.keys() & {"moe", "mtp"}
-        or not facts.experts
+        not any(map(facts.routed, holding.layers))
         or run.adapter.kind == "none"
         or run.train.precision != "bf16"
         or run.train.fp8
@@ -317,10 +316,9 @@ def _empty_gradients(run: Run, facts: ModelFacts, holding: Holding) -> int:
     layout, gate = run.layout, 2 if facts.gated else 1
     sizes = {_output_weights(run, facts)} if holding.output else set()
     for kind in holding.layers:
-        base = facts.kinds[-1] if kind == "mtp" else kind
-        for linear in parameters.linears(facts, base):
+        for linear in parameters.linears(facts, facts.kinds[-1] if kind == "mtp" else kind):
             sizes.add(linear.into * linear.out // (1 if linear.cut == "whole" else layout.tp))
-        if base == "moe":
+        if facts.routed(kind):
             matrix = facts.hidden * facts.expert_ffn // layout.etp
             sizes |= {matrix, matrix * gate}
     return sum(sizes) * byte(run.train)
@@ -334,7 +332,7 @@ def _largest_gradient(run: Run, facts: ModelFacts, holding: Holding) -> int:
     layout, gate = run.layout, 2 if facts.gated else 1
     sizes = [facts.hidden * facts.ffn * gate // layout.tp]
     packed = packed_base.format_of(run) is not None
-    routed = facts.experts and holding.layers.keys() & {"moe", "mtp"}
+    routed = any(map(facts.routed, holding.layers))
     if routed and (not packed or "experts" in packed_base.parts(run)):
         # one product computes the gradients of all experts of a rank
         sizes.append(facts.experts // layout.ep * facts.hidden * facts.expert_ffn * gate // layout.etp)

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import prod
 
 from conf import families
 from conf.families.parts.tensors import Tensor
@@ -146,6 +147,7 @@ def parts(facts: ModelFacts, kind: str) -> dict[str, int]:
     return _weights(facts, kind, 1) | {"experts": _sum(families.layer(facts, kind, "experts"), facts.experts)}
 
 
+@lru_cache
 def linears(facts: ModelFacts, kind: str, of: tuple[str, ...] = ("attention", *MLPS)) -> list[Linear]:
     """Return the matrices of one layer of these kinds of weights. The default: without routed experts and MTP."""
     return [linear for each in of for linear in _linears(facts, kind, each) if linear.into]
@@ -205,7 +207,7 @@ def _linears(facts: ModelFacts, kind: str, of: str) -> list[Linear]:
             out, into = tensor.matrix
             found[tensor.part] = replace(linear, into=into, out=linear.out + out)
         else:
-            out = linear.out if linear.into else tensor.shape[-1]
+            out = linear.out if linear.into else prod(tensor.shape[tensor.stacked :])
             found[tensor.part] = replace(linear, out=out, bias=True)
     return list(found.values())
 

@@ -30,6 +30,7 @@ GEMM = {"fp32": 0.75, "bf16": 0.78, "current": 0.80, "delayed": 0.80, "blockwise
 # which the share is half as large.
 ATTENTION, ATTENTION_HALF = 0.58, 900
 ATTENTION_64 = 0.75  # factor of this share at a head width of 64: fewer products for each exponential
+DELTA_RULE = 0.12  # share of FLOP/s of a gated delta rule's kernels; a trial of Qwen3-Next was bound by the host
 ATTENTION_BACKWARD = 2.5  # flash attention computes 5 products backward, 2 forward
 HBM = 0.8  # of bytes/s next to products; copies and sums get 0.88
 # Share of bytes/s in kernels that move data, forward and backward. torch compiles an activation to one kernel.
@@ -53,6 +54,7 @@ LOSS = 10  # bytes per logit of 2 bytes: read twice and written, and once more i
 
 # Seconds of the host for one layer, forward and backward, with one rank on the host.
 DENSE, MOE, SHARED = (1.0e-3, 1.0e-3), (4.5e-3, 3.2e-3), (0.5e-3, 0.4e-3)  # SHARED: additional, with shared experts
+DELTA = (5.0e-3, 8.5e-3)  # additional, with a gated delta net; from a trial of Qwen3-Next on an H100
 MOE_FROZEN = (3.0e-3, 2.1e-3)  # if a layer's frozen experts are one product; from trainer.trial
 EACH = 0.33e-3  # additional in each direction, for each expert of a rank with separate adapters; from trainer.trial
 EACH_AT_ONCE = 0.01e-3  # the same if they are one grouped product
@@ -167,21 +169,25 @@ def is_one_product(run: Run, gpu: Gpu) -> bool:
     )
 
 
-def attention(run: Run, facts: ModelFacts, gpu: Gpu) -> float:
-    """Return the seconds of attention in the forward pass."""
+def attention(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> float:
+    """Return the seconds of attention, or of a gated delta rule, in the forward pass."""
+    flops = work.attention(run, facts, kind) / gpu.flops(run.train.precision)
+    if kind.startswith("delta"):
+        return flops / DELTA_RULE
     length = run.data.seq_length / run.layout.cp  # a ring computes piece by piece
     narrow = ATTENTION_64 if not facts.kv_rank and facts.head_dim <= 64 else 1.0
     share = ATTENTION * narrow * length / (length + ATTENTION_HALF)
-    return work.attention(run, facts) / (gpu.flops(run.train.precision) * share)
+    return flops / share
 
 
 def starting(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Host:
-    routed, full = kind != "dense" and facts.experts > 0, run.adapter.kind == "none"
+    routed, full = facts.routed(kind), run.adapter.kind == "none"
     adapted = sum(product.part == "adapters" for product in work.products(run, facts, kind)) // 2
     found = [0.0, 0.0]
     for more, times in (
         ((MOE_FROZEN if is_one_product(run, gpu) else MOE) if routed else DENSE, 1),
         (SHARED, routed and facts.shared_ffn > 0),
+        (DELTA, kind.startswith("delta")),
         (ADAPTER, adapted),
         (FP8, run.train.fp8 is not None),
         (RING, run.layout.cp - 1),

@@ -142,7 +142,7 @@ def _least_of_layers(run: Run, facts: ModelFacts, gpu: Gpu, again: float, memo: 
 def _computing(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> tuple[float, float]:
     """Return the seconds of one layer's products, forward and backward, at the rate of large products."""
     found = [(one, rates.computing(run, gpu, one)) for one in work.products(run, facts, kind)]
-    scores = work.attention(run, facts) / (gpu.flops(run.train.precision) * rates.ATTENTION)
+    scores = work.attention(run, facts, kind) / (gpu.flops(run.train.precision) * rates.ATTENTION)
     forward = sum(seconds for _, seconds in found) + scores
     return forward, sum(seconds * (1 + one.trained) for one, seconds in found) + rates.ATTENTION_BACKWARD * scores
 
@@ -232,7 +232,7 @@ def layer(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Layer:
     """Return the time of one layer and one microbatch."""
     products, moves = work.products(run, facts, kind), work.moved(run, facts, kind)
     costs = [(product, _product(run, facts, gpu, product), *rates.preparing(run, gpu, product)) for product in products]
-    scores, attention = work.attention(run, facts), rates.attention(run, facts, gpu)
+    scores, attention = work.attention(run, facts, kind), rates.attention(run, facts, gpu, kind)
     moved, moved_back = rates.moving(run, gpu, moves)
     sent, waited = collectives(run, facts, gpu, kind, attention)
     host, talk = rates.starting(run, facts, gpu, kind), sum(waited.values())

@@ -1,7 +1,7 @@
 """Work of a rank for one layer and one microbatch: FLOPs, bytes moved, and bytes exchanged with other ranks.
 
     products(run, facts, kind)    matrix products: their sizes on one rank, and whether their weight is trained
-    attention(run, facts)         FLOPs of attention's products of tokens, forward; causal, so half of the square
+    attention(run, facts, kind)   FLOPs of attention's products of tokens, forward; causal, so half of the square
     moved(run, facts, kind)       bytes that norms, activation functions, rotations and permutations read and write,
                                   each as one kernel
     exchanged(run, facts, kind)   bytes of the layer's collectives, forward, by dimension
@@ -14,17 +14,17 @@ from typing import NamedTuple
 
 from conf.model_facts import ModelFacts
 from conf.planner import parameters
-from conf.planner.activations import attention_width, tokens
+from conf.planner.activations import DELTA_CHUNK, attention_width, tokens
 from conf.planner.parameters import Linear
 from conf.rules.model import adapted
 from conf.schema.run import Run
 from conf.schema.sections import Adapter
 
-ROWS = ("linear_proj", "linear_fc2")  # layers that tp cuts by rows
+ROWS = ("linear_proj", "out_proj", "linear_fc2")  # layers that tp cuts by rows
 # Parts of the products, by the kind of the weight and, for latent attention, by the layer.
 PARTS = {"attention": "attention", "mtp": "mtp", "mlp": "mlp", "shared_experts": "shared experts"}
 LATENT = {"linear_kv_up_proj": "latent", "linear_q_up_proj": "latent"}
-CUT_INSIDE = ("linear_qkv", "linear_fc1")  # layers whose adapters have a part of the rank on each rank of tp
+CUT_INSIDE = ("linear_qkv", "in_proj", "linear_fc1")  # layers whose adapters have a part of the rank on each rank of tp
 
 
 class Product(NamedTuple):
@@ -71,8 +71,11 @@ def output(run: Run, facts: ModelFacts) -> list[Product]:
     return [one] * (1 + (facts.mtp_layers if run.model.mtp else 0))
 
 
-def attention(run: Run, facts: ModelFacts) -> float:
-    t = tokens(run, facts)
+def attention(run: Run, facts: ModelFacts, kind: str) -> float:
+    t, net = tokens(run, facts), facts.delta
+    if net and kind.startswith("delta"):  # products of a chunk's tokens, and of tokens and a head's state
+        each = 3 * net.key * net.value + DELTA_CHUNK * 2 * (net.key + net.value)
+        return 2.0 * t.whole * net.value_heads * each / run.layout.tp
     width = facts.qk_nope + facts.qk_rope + facts.v_head if facts.kv_rank else 2 * facts.head_dim
     return 2.0 * t.whole * run.data.seq_length * facts.heads * width / run.layout.tp / 2
 
@@ -85,7 +88,12 @@ def moved(run: Run, facts: ModelFacts, kind: str) -> list[Move]:
         ("norm", 2 * row * 2, 2 * row * 3),
         ("add", 2 * row * 3, 2 * row * 3),  # two residual sums
     ]
-    if not facts.positions:
+    net = facts.delta if kind.startswith("delta") else None
+    if net:
+        # the convolution, norms, gates and copies of heads: kernels that read and write what in_proj makes
+        size = t.whole * (net.keys + net.values) / tp * 14
+        numbers.append(("rotate", size, 2 * size))
+    elif not facts.positions:
         # q, k and v: made contiguous, rotated, and normed if the model has these norms; each reads and writes
         size = t.whole * attention_width(facts) / tp * (6 if facts.qk_norm else 4)
         numbers.append(("rotate apart" if facts.kv_rank else "rotate", size, size))
@@ -101,7 +109,7 @@ def moved(run: Run, facts: ModelFacts, kind: str) -> list[Move]:
     def activation(name: str, size: float) -> tuple[str, float, float]:
         return name, size * (gate + 1), size * (2 * gate + 1)
 
-    if kind == "dense" or not facts.experts:
+    if not facts.routed(kind):
         numbers.append(activation("activation", t.whole * facts.ffn / tp))
     else:
         # tokens are permuted and sorted by expert, and both is undone; each reads and writes them
@@ -128,7 +136,7 @@ def exchanged(run: Run, facts: ModelFacts, kind: str) -> dict[str, float]:
     """
     t, layout, adapters = tokens(run, facts), run.layout, run.adapter
     row = t.whole * facts.hidden * t.byte
-    blocks = 2 if kind == "dense" or facts.shared_ffn or not facts.experts else 1  # attention, and an MLP that tp cuts
+    blocks = 2 if facts.shared_ffn or not facts.routed(kind) else 1  # attention, and an MLP that tp cuts
     # an adapter of a row-parallel layer gathers its output's columns
     rows = sum(name in adapters.names for name in ROWS[:blocks])
     found = {"tp": row * (2 * blocks + (rows if adapters.kind != "none" else 0)) if layout.tp > 1 else 0.0}
@@ -136,7 +144,9 @@ def exchanged(run: Run, facts: ModelFacts, kind: str) -> dict[str, float]:
     if facts.kv_rank:
         width = facts.heads * (facts.qk_nope + facts.qk_rope + facts.v_head) / layout.tp
     found["cp"] = t.whole * width * t.byte * (layout.cp - 1)
-    if kind != "dense" and facts.experts:
+    if facts.delta and kind.startswith("delta"):  # what in_proj makes goes to ranks with other heads, the output back
+        found["cp"] = t.whole * (2 * facts.delta.keys + 3 * facts.delta.values) / layout.tp * t.byte * (layout.cp > 1)
+    if facts.routed(kind):
         sent = t.local * facts.top_k * facts.hidden
         found["ep"] = 2.0 * sent * t.byte if layout.ep > 1 else 0.0  # there and back
         # there in the model's precision, back summed in fp32
@@ -147,7 +157,7 @@ def exchanged(run: Run, facts: ModelFacts, kind: str) -> dict[str, float]:
 def calls(run: Run, facts: ModelFacts, kind: str) -> tuple[int, int]:
     """Return the numbers of the layer's collectives, forward and backward. Each exchange of cp's ring counts as one."""
     layout, adapter = run.layout, run.adapter
-    routed = kind != "dense" and facts.experts > 0
+    routed = facts.routed(kind)
     cut = 1 if routed and not facts.shared_ffn else 2  # attention, and an MLP that tp cuts
     forward = backward = 0
     if layout.tp > 1:

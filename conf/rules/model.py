@@ -15,7 +15,7 @@ from conf.schema.run import Layout, Run
 from conf.schema.training import Moe
 
 # Megatron cuts the input of these layers over tp; the input of all others is complete.
-ROW_PARALLEL = {"linear_proj", "linear_fc2"}
+ROW_PARALLEL = {"linear_proj", "linear_fc2", "out_proj"}
 # Keys of section moe about the router, which a dense model lacks.
 ROUTING = ("aux_loss_coeff", "z_loss_coeff", "balance", "force_balance", "freeze_router")
 # Layers that are complete on every rank of tp: the first of two low-rank products.
@@ -70,6 +70,7 @@ def _widths(run: Run, facts: ModelFacts) -> Iterator[Broken]:
         "hidden size, the output of adapters": facts.hidden if there & ROW_PARALLEL else 0,
         "width of the low-rank query": facts.q_rank if "linear_q_down_proj" in there else 0,
         "width of the low-rank key-value": facts.kv_rank + facts.qk_rope if "linear_kv_down_proj" in there else 0,
+        "key heads of gated delta nets": facts.delta.key_heads if facts.delta else 0,
         "adapter.rank": adapter.rank if there - ROW_PARALLEL else 0,
     }
     cut_by_etp = {
@@ -91,6 +92,7 @@ def _widths(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     elif facts.norm_over_heads and facts.kv_heads % layout.tp:
         text = f"{layout.tp}, but keys are normed over all {facts.kv_heads} heads, which it does not divide"
         yield Broken("norms over all heads", "layout.tp", text, divisors(layout.world))
+    yield from _delta_nets(run, facts, there)
     if facts.experts % layout.ep:
         text = f"{layout.ep} does not divide the {facts.experts} experts"
         yield Broken("experts", "layout.ep", text, divisors(layout.world))
@@ -98,6 +100,17 @@ def _widths(run: Run, facts: ModelFacts) -> Iterator[Broken]:
         if not facts.experts and getattr(layout, key) > 1:
             text = f"{getattr(layout, key)}, but the model has no experts"
             yield Broken(f"{key} of dense", f"layout.{key}", text, [1])
+
+
+def _delta_nets(run: Run, facts: ModelFacts, there: set[str]) -> Iterator[Broken]:
+    layout, adapter, net = run.layout, run.adapter, facts.delta
+    if net and net.key_heads % (layout.tp * layout.cp):
+        text = f"{layout.cp}, but tp * cp does not divide the {net.key_heads} key heads of gated delta nets"
+        yield Broken("heads of gated delta nets", "layout.cp", text, divisors(layout.world))
+    if "in_proj" in there and layout.tp > 1 and not (adapter.kind == "lora" and adapter.lean):
+        # Bridge saves B by ranks of tp; each of them has rows of all six projections of in_proj
+        text = f"{layout.tp}, but the adapter of in_proj can be cut only by lora with adapter.lean"
+        yield Broken("adapter of in_proj", "layout.tp", text, [1])
 
 
 def adapted(run: Run, facts: ModelFacts) -> set[str]:

@@ -65,6 +65,9 @@ AdapterTarget = Literal[
     "linear_q_up_proj",
     "linear_kv_down_proj",
     "linear_kv_up_proj",
+    # gated delta nets (Qwen3-Next, Qwen3.5) have these instead of linear_qkv and linear_proj
+    "in_proj",
+    "out_proj",
 ]
 AdapterTargets = tuple[AdapterTarget, ...]
 ALL_LINEAR = "all-linear"  # PEFT's term

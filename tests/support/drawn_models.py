@@ -52,7 +52,8 @@ def pair(seed: int) -> tuple[dict[str, Any], Run]:
     latent, family = "kv_lora_rank" in config, config["architectures"][0]
     kv = heads if latent else pick([n for n in range(1, heads + 1) if heads % n == 0])
     config |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv}
-    config |= {"hidden_size": heads * pick([4, 8, 24]), "head_dim": pick([8, 16, 20])}
+    even = 24 if "linear_num_key_heads" in config else 20  # a quarter of it is rotated
+    config |= {"hidden_size": heads * pick([4, 8, 24]), "head_dim": pick([8, 16, even])}
     config |= {"vocab_size": pick([96, 96, 120, 100]), "intermediate_size": pick([48, 72, 96, 96])}
     config["tie_word_embeddings"] = family not in UNTIED and pick([False, True])
     if "moe_intermediate_size" in config:

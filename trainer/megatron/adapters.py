@@ -14,7 +14,7 @@ trainer/patches: expert_adapters.py, dora.py, sequence_parallel.py and recompute
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from megatron.core import parallel_state
 from trainer.megatron import frozen_experts, frozen_norms, lean_adapters
 from trainer.patches import dora, expert_adapters, recompute, sequence_parallel
 
+Matrix = Callable[[str, list[int]], torch.Tensor]  # makes the whole matrix of a name and a shape
 SPREAD_OF_B = 0.0  # B's spread relative to A's; benchmarks/layouts.py and tests set another value
 
 
@@ -49,6 +50,7 @@ class LoRA(bridge_lora.LoRA):
         if self.lean:
             frozen_experts.install(model)
             frozen_norms.install(model)
+            _name_sections(model)
         else:
             sequence_parallel.give_every_adapter_all_tokens(model)
         expert_adapters.count_once(model)
@@ -78,6 +80,16 @@ class DoRA(bridge_dora.DoRA):
         return model
 
 
+def _name_sections(model) -> None:
+    """Let the adapters of gated delta nets know the sections of their layers, which are cut section by section."""
+    for chunk in model if isinstance(model, list) else [model]:
+        for module in chunk.modules():
+            matrix = getattr(getattr(getattr(module, "in_proj", None), "adapter", None), "linear_out", None)
+            if isinstance(matrix, lean_adapters.Matrix):
+                matrix.sections = dict(zip(module.in_proj_split_names, module.in_proj_split_sections, strict=True))
+                matrix.weight.sections = module.in_proj_split_sections
+
+
 def _set_magnitudes(model) -> None:
     """Set the magnitudes to the norms of the initial values, which were drawn after Bridge had set them."""
     for chunk in model if isinstance(model, list) else [model]:
@@ -97,27 +109,28 @@ def draw_initial_values(model, seed: int, init: str) -> None:
 
 
 @torch.no_grad()
-def fill(model, matrix: Callable[[str, list[int]], torch.Tensor]) -> None:
+def fill(model, matrix: Matrix) -> None:
     """Fill every A and B with this rank's part of a matrix, which `matrix` returns by name and shape."""
-    for whole, parameter, parts in _matrices(model):
-        parameter.copy_(_piece(whole, parameter, matrix, parts))
+    for whole, parameter, sections in _matrices(model):
+        parameter.copy_(_piece(whole, parameter, matrix, sections))
 
 
-def _matrices(model) -> Iterator[tuple[str, Any, int]]:
-    """Yield every A and B: its name in the whole model, the parameter, and how many matrices are stacked in it."""
+def _matrices(model) -> Iterator[tuple[str, Any, Sequence[int]]]:
+    """Yield every A and B: its name in the whole model, the parameter, and the lengths that are cut separately."""
     chunks = model if isinstance(model, list) else [model]
     for stage, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
             if name.endswith((".adapter.linear_in.weight", ".adapter.linear_out.weight")):
                 gated = chunk.config.gated_linear_unit and name.endswith(".linear_fc1.adapter.linear_out.weight")
                 whole = _megatron_local_name_to_global(chunks, chunk.config, name, stage)
-                yield whole, parameter, 2 if gated else 1
+                length = parameter.shape[parameter.partition_dim]
+                yield whole, parameter, getattr(parameter, "sections", [length // 2] * 2 if gated else [length])
 
 
-def _piece(name: str, parameter, matrix: Callable[[str, list[int]], torch.Tensor], parts: int) -> torch.Tensor:
+def _piece(name: str, parameter, matrix: Matrix, sections: Sequence[int]) -> torch.Tensor:
     """Return this rank's part of the whole matrix `name`, which `matrix` makes.
 
-    `parts` is the number of matrices stacked in the parameter; each of them is cut separately.
+    `sections` are the lengths of the parts of the parameter that are cut separately, such as gate and up.
     """
     if ".experts." in name:
         group = parallel_state.get_expert_tensor_parallel_group()
@@ -131,7 +144,8 @@ def _piece(name: str, parameter, matrix: Callable[[str, list[int]], torch.Tensor
         whole = matrix(name, shape)
         if ways == 1:
             return whole
-        return torch.cat([part.chunk(ways, dim)[group.rank()] for part in whole.chunk(parts, dim)], dim)
+        parts = whole.split([length * ways for length in sections], dim)
+        return torch.cat([part.chunk(ways, dim)[group.rank()] for part in parts], dim)
 
     if parameter.ndim == 2:
         return piece(name, parameter, parameter.partition_dim)

@@ -44,6 +44,7 @@ from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping, R
 from megatron.bridge.models.conversion.peft_bridge import AdapterWeightConversionTask, MegatronPeftBridge
 from megatron.bridge.peft import lora
 from megatron.bridge.peft.lora_layers import LoRALinear
+from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings, set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
@@ -161,6 +162,7 @@ class Matrix(nn.Module):
         super().__init__()
         self.tp_group, self.weight = group, layer.weight
         self.dim = None if is_whole else layer.weight.partition_dim
+        self.sections: dict[str, int] = {}  # rows by section of a layer that is cut section by section
         if is_whole and group is not None and group.size() > 1:
             self.weight = _whole(layer.weight, group.size())
             self.weight.sequence_parallel = sequence_cut  # megatron-core sums such a gradient over tp
@@ -172,7 +174,11 @@ class Matrix(nn.Module):
         state = self.state_dict(prefix="", keep_vars=True)
         cut = {} if self.dim is None else {"weight": self.dim}
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-        return make_sharded_tensors_for_checkpoint(state, prefix, cut, sharded_offsets, **groups)
+        sharded = make_sharded_tensors_for_checkpoint(state, prefix, cut, sharded_offsets, **groups)
+        if self.sections:
+            weight, names = sharded[f"{prefix}weight"], [*self.sections]
+            sharded[f"{prefix}weight"] = _split_tensor_factory(weight, [*self.sections.values()], names, 0)
+        return sharded
 
     def get_extra_state(self) -> None:
         """Return None: checkpoints have this empty entry for Megatron's layers."""

@@ -51,7 +51,7 @@ def make_tokenizer(folder: Path, vocab_size: int) -> None:
     (folder / "chat_template.jinja").write_text(TEXTS["chat_template"])
 
 
-def draw_tensor(name: str, shape: tuple[int, ...], dtype, seed: int):
+def draw_tensor(name: str, shape: tuple[int, ...], dtype, seed: int, centre: float | None = None):
     """Draw a tensor from its name: kinds that share a tensor share its values.
 
     A spread of 0.08 gives logits of about unit spread at this width. Norm weights, biases and the router's correction
@@ -65,8 +65,8 @@ def draw_tensor(name: str, shape: tuple[int, ...], dtype, seed: int):
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode())))
     if name.endswith("e_score_correction_bias"):
         return 0.2 * noise  # float32 in every release
-    if re.search(r"(norm|\.ln_[12f])\.weight$", name):
-        return (1 + 0.2 * noise).to(dtype)
+    if centre is not None or re.search(r"(norm|\.ln_[12f])\.weight$", name):
+        return ((1 if centre is None else centre) + 0.2 * noise).to(dtype)
     if name.endswith(".sinks"):
         return noise.to(dtype)
     return ((0.2 if name.endswith("bias") else 0.08) * noise).to(dtype)
@@ -127,7 +127,8 @@ def make_model(kind: str, folder: str | Path, seed: int = 0, dtype: str = "bfloa
     config |= {quantization.KEY: quantization.OF_TINY[form]} if form else {}
     if block:
         config[quantization.KEY] = config[quantization.KEY] | dict(weight_block_size=[block, block])
-    tensors = {name: draw_tensor(name, s, getattr(torch, dtype), seed) for name, s in shapes(config).items()}
+    own, kind = families.of(config), getattr(torch, dtype)
+    tensors = {name: draw_tensor(name, s, kind, seed, own.constant(name)) for name, s in shapes(config).items()}
     tensors = quantise(config, tensors)
     names = list(tensors)
     # Two shards, because an export has to follow the index of the checkpoint that it started from.

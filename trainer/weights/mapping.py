@@ -2,9 +2,10 @@
 
 Megatron computes queries, keys and values in one layer, and gate and up in one; released models usually have separate
 layers. GPT-2 also has one layer for queries, keys and values, but with rows in another order, and stores its matrices
-transposed. gpt-oss has all experts of a layer in one tensor, transposed, with alternating rows of gate and up. The rows
-of a bias, of an adapter's B and of DoRA's magnitudes are mapped like the rows of the weight. Only mappings that cut a
-tensor into rows or reorder rows are supported; models with any other mapping are refused.
+transposed. gpt-oss has all experts of a layer in one tensor, transposed, with alternating rows of gate and up. The six
+projections of a gated delta net are one layer in Megatron, and two or four in releases. The rows of a bias, of an
+adapter's B and of DoRA's magnitudes are mapped like the rows of the weight. Only mappings that cut a tensor into rows
+or reorder rows are supported; models with any other mapping are refused.
 """
 
 import re
@@ -24,17 +25,26 @@ PLAIN = (
     param_mapping.ColumnParallelMapping,
     param_mapping.ReplicatedMapping,
     param_mapping.RowParallelMapping,
+    param_mapping.GDNConv1dMapping,  # without tensor parallelism
     PaddedVocabularyMapping,
 )
-SPLIT = (param_mapping.GatedMLPMapping, param_mapping.QKVMapping)
+SPLIT = (
+    param_mapping.GatedMLPMapping,
+    param_mapping.QKVMapping,
+    param_mapping.GDNLinearMapping,
+    param_mapping.GDNLinearMappingSeparate,
+)
 TRANSPOSED = (1, 0)
+DELTA_NET = "delta net: "
 BY_TURNS = "gate and up by turns"
 EXPERT = re.compile(r"\d+$")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A released tensor as a part of a Megatron tensor: all of it, all of qkv, or one of q, k, v, gate, up.
+    """A released tensor as a part of a Megatron tensor: all of it, or the rows of a role in a fused layer.
+
+    Roles are qkv, one of q, k, v, gate and up, and projections of a gated delta net: qkvz, ba, or qkv, z, b, a.
 
     If the released tensor stacks the experts of a layer, the part is one expert.
     """
@@ -51,6 +61,8 @@ class Part:
             return whole.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
         if self.role in ("gate", "up"):
             return whole.chunk(2)[("gate", "up").index(self.role)]
+        if self.role.startswith(DELTA_NET):
+            return whole[_delta_rows(self.role.removeprefix(DELTA_NET), len(whole), config)]
         if whole.ndim == 1:
             parts = split_qkv_biases(config, whole)
         else:
@@ -69,6 +81,13 @@ class Part:
     def of(self, released: torch.Tensor) -> torch.Tensor:
         """Return the released tensor, or its expert."""
         return released if self.expert is None else released[self.expert]
+
+
+def _delta_rows(role: str, rows: int, config) -> torch.Tensor:
+    """Return the numbers of Megatron's rows, in the order of a released tensor of a gated delta net."""
+    grouped = param_mapping.split_gdn_linear_weights(config, torch.arange(rows)[:, None], feature_dim=1)
+    separate = param_mapping._split_gdn_grouped_to_separate(config, *grouped, feature_dim=1)
+    return (*grouped, *separate)[("qkvz", "ba", "qkv", "z", "b", "a").index(role)].flatten()
 
 
 def read(model: Model, part: Part) -> torch.Tensor:
@@ -105,5 +124,6 @@ def parts(registry, name: str) -> list[Part] | None:
     if isinstance(mapping, param_mapping.ConcatenatedQKVMapping) and permutation in (None, TRANSPOSED):
         return [Part(str(mapping.hf_param), "qkv", permutation == TRANSPOSED)]
     if type(mapping) in SPLIT and isinstance(mapping.hf_param, dict):
-        return [Part(released, role) for role, released in mapping.hf_param.items()]
+        prefix = DELTA_NET if type(mapping) in SPLIT[2:] else ""
+        return [Part(released, prefix + role) for role, released in mapping.hf_param.items()]
     raise Fault(f"{name}: export does not support the mapping {type(mapping).__name__}")

@@ -97,7 +97,7 @@ def find_adapters(stored: Stored, registry, model: Model) -> dict[str, tuple[Ada
     """
     layers: dict[tuple[str, str], dict[str, Place]] = defaultdict(dict)
     unmatched = []
-    for name, place in stored.places.items():
+    for name, place in stored.weights.items():
         if match := ADAPTER.match(name):
             layers[match["layer"], match["expert"]][match["role"]] = place
         else:
@@ -132,7 +132,7 @@ def find_values(stored: Stored, registry, model: Model, elsewhere: set[str]) -> 
     """
     values: dict[str, dict[int | None, NewValue]] = defaultdict(dict)
     unmatched = []
-    for name, place in stored.places.items():
+    for name, place in stored.weights.items():
         parts = mapping.parts(registry, name)
         if parts is None or any(part.name not in model.weights for part in parts):
             unmatched.append(name)

@@ -123,6 +123,11 @@ def of_mtp(model: Model) -> set[str]:
     return {name for name in model.weights if prefixes and name.startswith(prefixes)}
 
 
+def copied(model: Model) -> set[str]:
+    """Return the names of tensors that are not trained; an export copies them."""
+    return {name for name in model.weights if name.startswith(families.of(model.config).copied)}
+
+
 def checksums(
     model: Model, names: Iterable[str], recorded: Mapping[str, str] | None = None
 ) -> tuple[dict[str, str], list[str]]:

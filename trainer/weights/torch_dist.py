@@ -20,7 +20,8 @@ import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,6 +39,8 @@ NOT_WEIGHTS = re.compile(r"^(optimizer|rng_state|common_state|rerun_state_machin
 RELEASED = "released"  # instead of a file name: pieces of a base without weights are in the release
 ALIGNED = 64  # bytes: pieces that begin at a multiple can be mapped, because torch.save aligns values to it
 STACKED_LAYERS = re.compile(r"^(?P<stack>(?:\w+\.)*layers)\.(?=\D)")
+# Sections of a fused layer, which is cut over tensor-parallel ranks section by section, in the order of its rows.
+SECTIONS = ("query", "key", "value", "z", "beta", "alpha")
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,14 @@ class Place:
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[ChunkStorageMetadata, ...]
+    sections: tuple["Place", ...] = ()  # if the weight is stored in sections: the place of each, in order
 
 
 @dataclass(frozen=True)
 class Stored:
     folder: Path
     metadata: Metadata
-    places: dict[str, Place]  # by Megatron's name; experts as in a grouped layer: ...linear_fc1.weight7
+    places: dict[str, Place]  # by stored name; experts as in a grouped layer: ...linear_fc1.weight7
     in_memory: dict | None = None  # result of digests.read(): digests of training's memory
     seen: set[str] = field(default_factory=set)  # names of the weights that were read
     layouts: dict[tuple, mapped_piece.Layout] = field(default_factory=dict)  # of the pieces that were read
@@ -66,6 +70,22 @@ class Stored:
     # Makes a box, by its offsets and sizes, of a piece that is in the release.
     make: Callable[[MetadataIndex, Sequence[int], Sequence[int]], torch.Tensor] | None = None
     is_new: bool = False  # just written by this process: its checksums are not compared
+
+    @cached_property
+    def weights(self) -> dict[str, Place]:
+        """Places by Megatron's name, with the sections of a fused layer as one weight."""
+        weights, sections = dict[str, Place](), defaultdict[str, dict[str, Place]](dict)
+        for name, place in self.places.items():
+            whole, _, section = name.rpartition(".")
+            if section in SECTIONS:
+                sections[whole][section] = place
+            else:
+                weights[name] = place
+        for name, parts in sections.items():
+            ordered = tuple(parts[section] for section in SECTIONS if section in parts)
+            shape = (sum(part.shape[0] for part in ordered), *ordered[0].shape[1:])
+            weights[name] = replace(ordered[0], name=name, shape=shape, sections=ordered)
+        return weights
 
     @property
     def digests(self) -> dict[str, str]:
@@ -99,8 +119,10 @@ def require_all(stored: Stored) -> None:
 
 def read(stored: Stored, place: Place) -> torch.Tensor:
     """Read one weight, assembled from its pieces."""
-    whole = _box(stored, place, (0,) * len(place.shape), place.shape)
     stored.seen.add(place.name)
+    if place.sections:
+        return torch.cat([read(stored, section) for section in place.sections])
+    whole = _box(stored, place, (0,) * len(place.shape), place.shape)
     _check(stored, place.name, [((0,) * whole.ndim, whole)])
     return whole
 
@@ -110,19 +132,21 @@ def rows(stored: Stored, place: Place) -> list[torch.Tensor]:
 
     Nothing is assembled, because a vocabulary exceeds the memory for a part of a file.
     """
+    stored.seen.add(place.name)
+    if place.sections:
+        return [block for section in place.sections for block in rows(stored, section)]
     pieces = sorted(_pieces(stored, place, (0,) * len(place.shape), place.shape), key=lambda piece: piece[0])
     are_rows = place.shape and all(piece.shape[1:] == place.shape[1:] for _, piece in pieces)
     if not are_rows or sum(len(piece) for _, piece in pieces) != place.shape[0]:
         return [read(stored, place)]
-    stored.seen.add(place.name)
     _check(stored, place.name, pieces)
     return [piece for _, piece in pieces]
 
 
 def place_of(stored: Stored, name: str) -> Place:
-    if name not in stored.places:
+    if name not in stored.weights:
         raise Fault(f"{stored.folder}: holds no {name}")
-    return stored.places[name]
+    return stored.weights[name]
 
 
 def box(stored: Stored, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
@@ -146,6 +170,15 @@ def _pieces(
     stored: Stored, place: Place, offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
     """Yield the pieces that a box of a weight consists of, each with its offsets in the box."""
+    before = 0
+    for section in place.sections:
+        first, last = max(offsets[0] - before, 0), min(offsets[0] + sizes[0] - before, section.shape[0])
+        if first < last:
+            part = _pieces(stored, section, (first, *offsets[1:]), (last - first, *sizes[1:]))
+            yield from (((row + before + first - offsets[0], *begins), piece) for (row, *begins), piece in part)
+        before += section.shape[0]
+    if place.sections:
+        return
     depth = len(place.index)
     for chunk in place.chunks:
         begins, lengths = chunk.offsets[depth:], chunk.sizes[depth:]

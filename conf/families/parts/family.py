@@ -80,6 +80,8 @@ class Family:
     serving: Serving | None = Serving()  # None: vLLM cannot serve it
     megatron: str = ""  # torch part of a family from outside the repository: import path, or a Python file
     narrow: tuple[str, ...] = ()  # name endings of weights drawn with a deviation divided by sqrt(2 * layers)
+    copied: tuple[str, ...] = ()  # beginnings of names of released tensors that are not trained; an export copies them
+    constants: Mapping[str, float] = field(default_factory=dict)  # by name ending: value of weights that are not drawn
     zero_padding: bool = True  # the embedding of pad_token_id starts at 0
     releases: Mapping[str, float] = field(default_factory=dict)  # offered for unsupported models: 1e9 parameters
     # config.json of tiny models, by the suffix of their name; empty: NAME.json and NAME-SUFFIX.json next to NAME.py
@@ -88,6 +90,10 @@ class Family:
     def key(self, name: str) -> str:
         """Return the family's name for one of Llama's keys."""
         return self.names.get(name, name)
+
+    def constant(self, name: str) -> float | None:
+        """Return the initial value of a weight that is not drawn, by its name; None for other weights."""
+        return next((value for ending, value in self.constants.items() if name.endswith(ending)), None)
 
     def tensors(self, facts: ModelFacts) -> dict[str, tensors.Tensor]:
         """Return every tensor by its released name. Multi-token-prediction layers follow the ordinary layers."""

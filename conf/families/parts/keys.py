@@ -9,7 +9,7 @@ Not covered: biases on Llama's o_proj alone.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from conf.families.parts.sizes import ModelFacts
+from conf.families.parts.sizes import DeltaNet, ModelFacts
 from contract.json_object import show
 
 LIMIT = 2**24  # larger than any size of any model
@@ -17,6 +17,8 @@ LIMIT = 2**24  # larger than any size of any model
 LIMITS = {"num_hidden_layers": 1024, "n_layer": 1024, "num_nextn_predict_layers": 64}
 LIMITS |= dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts", "num_experts_per_tok"), 2**14)
 LIMITS |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "n_shared_experts"), 2**14)
+
+DELTA_KINDS = ("linear_attention", "full_attention")
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,30 @@ def llama_facts(keys: Keys, **unsaid: Any) -> ModelFacts:
     if not experts:
         unsaid.pop("expert_bias", None)
     return replace(facts, **unsaid)
+
+
+def delta_facts(keys: Keys, **unsaid: Any) -> ModelFacts:
+    """Facts of a model with gated delta nets and gated attention, by the names of Qwen3-Next and Qwen3.5."""
+    facts = llama_facts(keys, qk_norm=True, output_gate=True, **unsaid)
+    step = keys.size("full_attention_interval", default=4, least=1)
+    turns = ["full_attention" if (layer + 1) % step == 0 else "linear_attention" for layer in range(facts.layers)]
+    kinds = keys.config.get("layer_types") or turns
+    if not isinstance(kinds, list) or len(kinds) != facts.layers or not {*map(str, kinds)} <= {*DELTA_KINDS}:
+        raise ValueError(f"config.json: layer_types is not a list of {facts.layers} of {' and '.join(DELTA_KINDS)}")
+    net = DeltaNet(
+        key_heads=keys.size("linear_num_key_heads", least=1),
+        value_heads=keys.size("linear_num_value_heads", least=1),
+        key=keys.size("linear_key_head_dim", least=1),
+        value=keys.size("linear_value_head_dim", least=1),
+        window=keys.size("linear_conv_kernel_dim", least=1),
+    )
+    if net.value_heads % net.key_heads:
+        raise ValueError(
+            f"config.json: linear_num_key_heads is {net.key_heads}, which does not divide linear_num_value_heads, "
+            f"{net.value_heads}"
+        )
+    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    return replace(facts, delta=net, delta_layers=layers)
 
 
 def _angles(config: dict[str, Any]) -> int:

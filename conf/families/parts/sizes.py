@@ -5,6 +5,25 @@ from functools import cached_property
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """Sizes of a gated delta net. Each key head serves value_heads / key_heads heads of values."""
+
+    key_heads: int
+    value_heads: int
+    key: int  # width of a head's key and query
+    value: int  # width of a head's value
+    window: int  # tokens that its convolution mixes
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     layers: int  # without multi-token-prediction layers, which are all on the last stage
     hidden: int
@@ -38,6 +57,9 @@ class ModelFacts:
     layernorm: bool = False  # norms have a bias as well as a weight
     expert_bias: bool = False  # added to routing scores; the trainer adjusts it without gradients: not a parameter
     shared_gate: bool = False  # a gate weights the shared experts for each token
+    output_gate: bool = False  # the query's matrix also gives a gate for the output of attention
+    delta: "DeltaNet | None" = None  # the gated delta net that replaces attention in delta_layers
+    delta_layers: tuple[int, ...] = ()  # counted from 0
     tied: bool = False  # the output layer is the embedding
     positions: int = 0  # learned positions; 0 = rotary ones, which have no parameters
     vocab_pad: int = 0  # the vocabulary is padded to a multiple of this * tp; 0 = not padded
@@ -46,10 +68,14 @@ class ModelFacts:
     packed_experts: bool = False  # only routed experts are quantised
 
     def kind(self, layer: int) -> str:
-        """Return the kind of a layer: dense or moe."""
-        if layer < self.dense_layers or layer in self.dense_too or not self.experts:
-            return "dense"
-        return "moe" if (layer + 1) % self.moe_step == 0 else "dense"
+        """Return the kind of a layer: dense or moe, with the prefix delta_ if a gated delta net replaces attention."""
+        every = layer >= self.dense_layers and layer not in self.dense_too and (layer + 1) % self.moe_step == 0
+        mlp = "moe" if self.experts and every else "dense"
+        return f"delta_{mlp}" if layer in self.delta_layers else mlp
+
+    def routed(self, kind: str) -> bool:
+        """Whether layers of this kind have experts; mtp layers are like the last ordinary layer."""
+        return self.experts > 0 and not (self.kinds[-1] if kind == "mtp" else kind).endswith("dense")
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:

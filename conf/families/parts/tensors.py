@@ -61,8 +61,9 @@ def layer(
     `mlp` is the module of experts, `leaves` are the matrices of an expert, `bias` is added to routing scores.
     """
     base = facts.kinds[-1] if kind == "mtp" else kind
-    found = norms(facts) + attention(facts)
-    found += gated_mlp("mlp", facts.hidden, facts.ffn) if base == "dense" else experts(facts, mlp, leaves, shared, bias)
+    found = norms(facts) + (delta_net(facts) if base.startswith("delta") else attention(facts))
+    dense = base.endswith("dense")
+    found += gated_mlp("mlp", facts.hidden, facts.ffn) if dense else experts(facts, mlp, leaves, shared, bias)
     return found + (mtp(facts) if kind == "mtp" else [])
 
 
@@ -85,7 +86,7 @@ def attention(facts: ModelFacts) -> Tensors:
 def grouped_attention(facts: ModelFacts) -> Tensors:
     hidden, heads, width = facts.hidden, facts.heads, facts.head_dim
     tensors = [_attention("o_proj.weight", (hidden, heads * width), "linear_proj")]
-    for name, count in ("q", heads), ("k", facts.kv_heads), ("v", facts.kv_heads):
+    for name, count in ("q", heads * (1 + facts.output_gate)), ("k", facts.kv_heads), ("v", facts.kv_heads):
         tensors.append(_attention(f"{name}_proj.weight", (count * width, hidden), "linear_qkv"))
         if facts.attention_bias or facts.linear_bias:
             tensors.append(_attention(f"{name}_proj.bias", (count * width,), "linear_qkv"))
@@ -94,6 +95,22 @@ def grouped_attention(facts: ModelFacts) -> Tensors:
             tensors.append(Tensor(f"self_attn.{name}_norm.weight", (normed,), "norms"))
     tensors += [_attention("o_proj.bias", (hidden,), "linear_proj")] if facts.linear_bias else []
     return tensors + ([_attention("sinks", (heads,), "softmax_offset")] if facts.sinks else [])
+
+
+def delta_net(facts: ModelFacts) -> Tensors:
+    """Tensors of a gated delta net, as Qwen3-Next names them."""
+    net = facts.delta
+    assert net
+    mixed = 2 * net.keys + net.values
+    return [
+        Tensor("linear_attn.in_proj_qkvz.weight", (mixed + net.values, facts.hidden), "attention", "in_proj"),
+        Tensor("linear_attn.in_proj_ba.weight", (2 * net.value_heads, facts.hidden), "attention", "in_proj"),
+        Tensor("linear_attn.conv1d.weight", (mixed, 1, net.window), "attention", "conv1d"),
+        Tensor("linear_attn.A_log", (net.value_heads,), "attention", "A_log"),
+        Tensor("linear_attn.dt_bias", (net.value_heads,), "attention", "dt_bias"),
+        Tensor("linear_attn.norm.weight", (net.value,), "norms"),
+        Tensor("linear_attn.out_proj.weight", (facts.hidden, net.values), "attention", "out_proj"),
+    ]
 
 
 def latent_attention(facts: ModelFacts) -> Tensors:

@@ -142,7 +142,8 @@ def _stage(facts: ModelFacts, way: Way, place: int) -> tuple[int, int, int]:
     ends = (place == 0) + (place == way.hosts - 1 and not (facts.tied and way.hosts == 1))
     vocabulary = ceil(facts.vocab / 64 / way.tp) * 64 * facts.hidden
     weights += (ends * vocabulary + (facts.positions * facts.hidden if place == 0 else 0)) * way.byte
-    return ceil(weights), adapters, max(1, _cached(facts, way) * (end - first))
+    cached = sum(not kind.startswith("delta") for kind in facts.kinds[first:end])
+    return ceil(weights), adapters, max(1, _cached(facts, way) * cached)
 
 
 def _layer(facts: ModelFacts, kind: str, way: Way) -> float:
@@ -150,14 +151,14 @@ def _layer(facts: ModelFacts, kind: str, way: Way) -> float:
     part = parameters.parts(facts, kind)
     plain = part["norms"] + part.get("router", 0)
     matrices = sum(part[name] for name in ("attention", "mlp", "shared_experts", "experts") if name in part)
-    if kind == "moe" and way.expert_parallel:  # some GPUs have one expert more if experts do not divide evenly
+    if facts.routed(kind) and way.expert_parallel:  # some GPUs have one expert more if experts do not divide evenly
         matrices += part["experts"] // facts.experts * (-facts.experts % way.tp)
     if facts.kv_rank:
         whole = facts.hidden * (facts.q_rank + facts.kv_rank + facts.qk_rope)
         cut = whole + (matrices - whole) / way.tp
         plain += facts.kv_rank * facts.heads * (facts.qk_nope + facts.v_head) // way.tp
     else:
-        keys = 2 * facts.hidden * facts.kv_heads * facts.head_dim
+        keys = 0 if kind.startswith("delta") else 2 * facts.hidden * facts.kv_heads * facts.head_dim
         cut = (matrices - keys) / way.tp + keys / min(way.tp, facts.kv_heads)
     return cut * each + plain * way.byte
 
@@ -178,7 +179,7 @@ def _adapters(facts: ModelFacts, kind: str, way: Way) -> int:
         if linear.name in targets:
             into, out = linear.into, linear.out
             sizes += into // way.tp + out if linear.cut == "row" else into + out // way.tp
-    if kind == "moe" and {"linear_fc1", "linear_fc2"} <= {*targets}:
+    if facts.routed(kind) and {"linear_fc1", "linear_fc2"} <= {*targets}:
         # Complete adapters of a GPU's experts, or parts of all adapters: trainer/serving/unmerged.py cuts both sides.
         sizes += ceil(facts.experts / way.tp) * 3 * (facts.hidden + facts.expert_ffn)
     return sizes * rank * way.byte

@@ -42,6 +42,7 @@ HEAVY = {
     "checkpoints/exchanged_states": ["install"],
     "dora": ["install", "mark_magnitudes"],
     "expert_adapters": ["install", "install_shared", "count_once"],
+    "families/delta_nets": ["use_kernels"],
     "families/norms_over_heads": ["install"],
     "families/stacked_experts": ["install"],
     "gradients/local_norms": ["install"],

@@ -91,6 +91,7 @@ class GPT2Bridge(MegatronModelBridge):
         provider.num_query_groups = config.n_head
         provider.kv_channels = config.n_embd // config.n_head
         provider.positions = config.n_positions
+        provider.make_vocab_size_divisible_by = 128
         provider.position_embedding_type = "learned_absolute"
         provider.layernorm_epsilon = config.layer_norm_epsilon
         provider.add_qkv_bias = True

@@ -190,7 +190,7 @@ def _types(stored: torch_dist.Stored, bridge) -> dict[str, torch.dtype]:
     """Return the type of each tensor of the base, by the names of the released tensors from which it is made."""
     registry = bridge._model_bridge.mapping_registry()
     types: dict[str, torch.dtype] = {}
-    for name, place in stored.places.items():
+    for name, place in stored.weights.items():
         if mapping := registry.megatron_to_hf_lookup(name):
             types |= dict.fromkeys(released_names(mapping), place.dtype)
     return types
@@ -271,7 +271,7 @@ def _weights(cut: Cut, types: dict[str, torch.dtype]) -> tuple[Added, Added]:
     """Return released tensors with the base's rounding, in fp32: tensors of the model, and the extra ones of MTP."""
     weights: Added = {}
     of_mtp: Added = {}
-    copies = released.repeated(cut.model)
+    copies = released.repeated(cut.model).keys() | released.copied(cut.model)
     for released_name in cut.model.weights:
         name = released_name
         if released.COMPUTED.search(name) or name in copies or not _is_taken(name, cut.facts, cut.layers, cut.mtp):
@@ -325,7 +325,7 @@ def _fill(cut: Cut, chunks, stored: torch_dist.Stored) -> None:
             continue
         if expert := MEGATRON_EXPERT.match(name):
             name = f"{expert[1]}{cut.experts[int(expert[2])]}"
-        place = stored.places.get(name) or stored.places.get(name.replace(".mtp_model_layer.", ".transformer_layer."))
+        place = stored.weights.get(name) or stored.weights.get(name.replace(".mtp_model_layer.", ".transformer_layer."))
         if place is None:
             raise Fault(f"{stored.folder}: holds no {name}")
         if name in coverage.VOCABULARY:

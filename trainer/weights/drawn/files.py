@@ -42,6 +42,7 @@ USUAL = 0.02  # initializer_range, if config.json lacks it
 NORM = re.compile(r"(norm|\.ln_[12f])\.weight$")
 EMBEDDING = re.compile(r"(embed_tokens|\bwte)\.weight$")
 CORRECTION = "e_score_correction_bias"  # of routers; float32 in every release
+DECAY = "A_log"  # of gated delta nets: logarithms of numbers between 0 and 16
 
 
 def write(config: Config, tokenizer: Path, folder: Path, seed: int, report: Callable[[int, int], None]) -> None:
@@ -114,9 +115,9 @@ def spread(config: Config, name: str) -> float:
     usual = config.get("initializer_range") or USUAL
     if name.endswith(".mlp.router.bias"):
         return usual
-    if NORM.search(name) or name.endswith("bias"):
-        return 0.0
     family = families.of(config)
+    if NORM.search(name) or name.endswith("bias") or family.constant(name) is not None:
+        return 0.0
     if name.endswith(family.narrow):
         return usual / math.sqrt(2 * config[family.key("num_hidden_layers")])
     return usual
@@ -125,14 +126,19 @@ def spread(config: Config, name: str) -> float:
 def blocks(config: Config, name: str, shape: tuple[int, ...], seed: int) -> Iterator[np.ndarray]:
     """Yield all values of a tensor in fp32, in the order of its bytes."""
     count, deviation = math.prod(shape), spread(config, name)
-    constant = 1.0 if NORM.search(name) else 0.0
+    constant = families.of(config).constant(name)
+    constant = constant if constant is not None else 1.0 if NORM.search(name) else 0.0
     hole = _padding(config, name, shape)
     for number, start in enumerate(range(0, count, BLOCK)):
         size = min(BLOCK, count - start)
         if not deviation:
             yield np.full(size, constant, np.float32)
             continue
-        values = _generator(seed, name, number).standard_normal(size, np.float32)
+        generator = _generator(seed, name, number)
+        if name.endswith(DECAY):
+            yield np.log(16 * (1 - generator.random(size, np.float32)))
+            continue
+        values = generator.standard_normal(size, np.float32)
         values *= np.float32(deviation)
         values[max(0, hole.start - start) : max(0, hole.stop - start)] = 0
         yield values

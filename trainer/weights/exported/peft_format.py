@@ -171,6 +171,7 @@ def _leaves(expert: dict[str, Adapter]) -> dict[str, tuple[str, ...]]:
 def _shortest(names: set[str], trained: Trained, parts: int) -> list[str]:
     """Return short names that match only these by PEFT's rule (equal, or the end of the full name), else full names."""
     whole = {name for name in trained.model.weights if not _is_of_expert(name)} - released.of_mtp(trained.model)
+    whole -= released.copied(trained.model)
     if not all(name.endswith(".weight") for name in names):
         whole = {name.removesuffix(".weight") for name in whole}
     short = {_ending(name, parts) for name in names}

@@ -1,0 +1,66 @@
+"""The gated delta rule, computed in chunks of tokens.
+
+A head keeps a state S, a matrix of keys and values. Each token lets it decay, replaces the value stored at its key, and
+reads the value at its query:
+
+    S = exp(g) S;    S = S + k (beta (v - k S));    o = q S
+
+Within a chunk all tokens are computed together: the values that they replace follow from a triangular system.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch.nn import functional
+
+CHUNK = 64
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, None]:
+    """Return o, (rows, tokens, heads, values), and no final state. g and beta are (rows, tokens, heads)."""
+    assert initial_state is None and not output_final_state, "generation with a state is not supported"
+    assert not use_qk_l2norm_in_kernel, "queries and keys are normalised by the caller"
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    ends = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    rows = [(start, end) for start, end in pairwise(ends) if end > start]  # the list is filled up with empty rows
+    parts = [_row(*(x[:, start:end] for x in (q * scale, k, v, g, beta))) for start, end in rows]
+    return torch.cat(parts, 1).to(v.dtype), None
+
+
+def _row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    tokens = q.shape[1]
+    q, k, v, g, beta = (_chunks(x) for x in (q, k, v, g[..., None], beta[..., None]))
+    decay = g.cumsum(-2)  # since the beginning of the chunk
+    between = (decay - decay.mT).tril().exp().tril()  # from one token to a later one
+    replaced = ((k * beta) @ k.mT * between).tril(-1)
+    system = replaced + torch.eye(CHUNK)
+    values, keys = (
+        torch.linalg.solve_triangular(system, x, upper=False, unitriangular=True)
+        for x in (v * beta, k * beta * decay.exp())
+    )
+    read = q @ k.mT * between
+    state = torch.zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
+    outputs = []
+    for chunk in range(q.shape[2]):
+        new = values[:, :, chunk] - keys[:, :, chunk] @ state
+        outputs.append((q * decay.exp())[:, :, chunk] @ state + read[:, :, chunk] @ new)
+        last = decay[:, :, chunk, -1:]
+        state = state * last.exp() + (k[:, :, chunk] * (last - decay[:, :, chunk]).exp()).mT @ new
+    return torch.cat(outputs, 2)[:, :, :tokens].transpose(1, 2)
+
+
+def _chunks(x: torch.Tensor) -> torch.Tensor:
+    """(rows, tokens, heads, numbers) as (rows, heads, chunks, tokens, numbers), in fp32 and filled up with zeros."""
+    x = functional.pad(x.transpose(1, 2).float(), (0, 0, 0, -x.shape[1] % CHUNK))
+    return x.contiguous().unflatten(2, (-1, CHUNK))
