@@ -54,7 +54,7 @@ LOSS = 10  # bytes per logit of 2 bytes: read twice and written, and once more i
 
 # Seconds of the host for one layer, forward and backward, with one rank on the host.
 DENSE, MOE, SHARED = (1.0e-3, 1.0e-3), (4.5e-3, 3.2e-3), (0.5e-3, 0.4e-3)  # SHARED: additional, with shared experts
-DELTA = (5.0e-3, 8.5e-3)  # additional, with a gated delta net; from a trial of Qwen3-Next on an H100
+DELTA = (4.4e-3, 7.4e-3)  # additional, with a gated delta net; from a trial of Qwen3-Next on an H100
 MOE_FROZEN = (3.0e-3, 2.1e-3)  # if a layer's frozen experts are one product; from trainer.trial
 EACH = 0.33e-3  # additional in each direction, for each expert of a rank with separate adapters; from trainer.trial
 EACH_AT_ONCE = 0.01e-3  # the same if they are one grouped product

@@ -346,6 +346,7 @@ FEW = "data.packed=false adapter.targets=[linear_qkv,linear_proj]"
 WIDE = "data.packed=false data.seq_length=4096 train.global_batch=8 train.micro_batch=2"
 FULL_LLAMA = "layout.pp=1 layout.vpp=null"
 TWO = "layout.gpus_per_node=2"
+NEXT = "layout.gpus_per_node=1 layout.ep=1 train.global_batch=4"
 
 
 # GB of the device after python -m trainer.trial, November 2026, on one and two H100: docs/measurements/plans.md.
@@ -366,6 +367,7 @@ TWO = "layout.gpus_per_node=2"
         ("glm45-air-1xh100", None, "", 75.84),
         ("llama31-8b-full-8xh100", 8, f"{FULL_LLAMA} layout.gpus_per_node=1", 64.02),
         ("qwen3-30b-a3b-full-8xh200", 4, "layout.gpus_per_node=1 layout.ep=1 data.seq_length=4096", 64.63),
+        ("qwen3-next-80b-4xh100", 16, f"{NEXT} data.seq_length=8192", 69.15),
         (GPT2, None, "train.cuda_graphs=true", 75.94),
         (GPT2, None, "train.cuda_graphs=true train.fp8=delayed", 71.05),
         ("qwen3-30b-a3b-8xh100", None, f"{TWO} layout.ep=2", 64.76),

@@ -201,6 +201,14 @@ GPT2_TWO = f"{GPT2} optimizer.distributed=true layout.gpus_per_node=2 train.glob
             "data.seq_length=8192 train.global_batch=4 moe.force_balance=true",
             3.900,
         ),
+        (
+            "qwen3-next-80b-4xh100",
+            "qwen3-next-80b",
+            16,
+            "h100",
+            "layout.gpus_per_node=1 layout.ep=1 train.global_batch=4 moe.force_balance=true",
+            2.026,
+        ),
     ],
 )
 def test_measured_steps(name, model, layers, gpu, keys, measured):
