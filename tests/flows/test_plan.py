@@ -65,6 +65,7 @@ PRESETS = {
     "minimax-m25-4xh100": (0, 4, 1),
     "minimax-m27-4xh200": (0, 4, 1),
     "minimax-m21-8xh200": (0, 8, 1),
+    "qwen3-next-80b-4xh100": (0, 4, 1),
     "glm47": (0, 8, 2),
     "glm47-as-documented": (1, 16, 2),
     "glm47-b200": (0, 8, 1),

@@ -108,7 +108,7 @@ def delta_net(facts: ModelFacts) -> Tensors:
         Tensor("linear_attn.conv1d.weight", (mixed, 1, net.window), "attention", "conv1d"),
         Tensor("linear_attn.A_log", (net.value_heads,), "attention", "A_log"),
         Tensor("linear_attn.dt_bias", (net.value_heads,), "attention", "dt_bias"),
-        Tensor("linear_attn.norm.weight", (net.value,), "norms"),
+        Tensor("linear_attn.norm.weight", (net.value,), "attention"),
         Tensor("linear_attn.out_proj.weight", (facts.hidden, net.values), "attention", "out_proj"),
     ]
 
