@@ -60,7 +60,7 @@ def of_make_up(runs: Path) -> dict | None:
 
 
 def failing_services(log: Path, start: int = 0) -> list[Trouble]:
-    """List services that failed more than once in the last RECENT seconds. `start` is where the server's log begins.
+    """List services that failed more than once in the last RECENT seconds. The log of this server begins at `start`.
 
     A service that failed once is not listed, because it continues with its next round.
     """

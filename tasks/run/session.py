@@ -33,7 +33,7 @@ from tasks.store.durable import plainly
 
 
 def may_pass(task, task_run, state: State) -> bool:
-    """Return whether a retry can help that resumes where the last attempt ended."""
+    """Return whether a retry that resumes from the last attempt can help."""
     return not isinstance(state.result(raise_on_failure=False), Fault | Stopped)
 
 

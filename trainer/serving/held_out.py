@@ -105,7 +105,7 @@ def _row(template: Template, row: dict, place: str) -> Row:
 
 
 def _likelihood(sums: Sums) -> tuple[dict[str, float], dict[str, Sums]]:
-    """Metrics of tokens, each of which counts once whichever row it is in, and the row scores of each metric."""
+    """Metrics over all tokens of all rows, and the scores of each row by metric."""
     mean = math.fsum(total for total, _ in sums) / sum(tokens for _, tokens in sums)
     metrics = {f"{NAME}/log_likelihood": mean, f"{NAME}/perplexity": perplexity(-mean)}
     return metrics, dict.fromkeys(metrics, sums)

@@ -84,6 +84,7 @@ GPT2 = {
     "n_positions": 1024,
 }
 GPT_OSS = json.loads((MODELS / "gpt-oss-20b.json").read_text())["config"]
+NEXT = json.loads((MODELS / "qwen3-next-80b.json").read_text())["config"]
 
 # 7B v0.1
 MISTRAL = {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 32, "hidden_size": 4096, "vocab_size": 32000}
@@ -115,6 +116,8 @@ def test_the_expert_grid_is_not_the_dense_grid():
 
 
 LEGAL = [
+    (NEXT, run(16, tp=8, cp=2, sp=True)),
+    (NEXT, run(8, tp=2, sp=True, lean=False, targets=["linear_qkv"])),
     (GLM, run(32, tp=2, ep=8, etp=2, sp=True)),
     (GLM, run(32, tp=2, pp=4, ep=4, sp=True, global_batch=8)),
     (GLM, run(8, pp=2, vpp=2, ep=4, global_batch=8)),
@@ -264,6 +267,8 @@ OF_MODEL += [
     (GPT_OSS, run(8, cp=2), "layout.cp: 2, but keys that pass through a ring of ranks meet neither sinks nor wi"),
     (MISTRAL, run(8, cp=2), "layout.cp: 2, but keys that pass through a ring of ranks meet neither sinks nor wi"),
     (GPT_OSS, run(8, grouped_gemm=False), "moe.grouped_gemm: false, but experts with biases were tried only in gro"),
+    (NEXT, run(64, tp=8, cp=4, sp=True), "layout.cp: 4, but tp * cp does not divide the 16 key heads of gated delta "),
+    (NEXT, run(8, tp=2, sp=True, lean=False, targets="all-linear"), "layout.tp: 2, but the adapter of in_proj can be"),
     (GPT2, run(8), "data.seq_length: 4096, but the model has learned 1024 positions; nearest legal: 1024"),
 ]
 EVERYWHERE = [(None, broken, line) for broken, line in ALONE]
