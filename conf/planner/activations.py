@@ -28,6 +28,7 @@ DoRA's norm, and attention dropout without a fused kernel (fp32).
 
 from dataclasses import dataclass
 
+from conf.families.parts.sizes import DeltaNet
 from conf.model_facts import ModelFacts
 from conf.rules import objectives, precision, reinforcement
 from conf.schema.run import Run
@@ -93,8 +94,9 @@ def parts(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
     if mtp:
         kind = facts.kind(facts.layers - 1)
     t = tokens(run, facts)
-    mixing = _delta_net if kind.startswith("delta") else _attention
-    found = {"norms": _norms(run.train, facts, t, kind), "attention": mixing(run, facts, t)}
+    net = facts.delta_of(kind)
+    mixing = _delta_net(run, facts, net, t) if net else _attention(run, facts, t)
+    found = {"norms": _norms(run.train, facts, t, kind), "attention": mixing}
     if not facts.routed(kind):
         found["mlp"] = 0 if "mlp" in run.train.recompute_modules else _dense(run, t, facts, facts.ffn, facts.hidden)
         found["mlp"] += _returned(run, "linear_fc1", found["mlp"] and t.whole * facts.hidden)
@@ -265,13 +267,12 @@ def _attention(run: Run, facts: ModelFacts, t: Tokens) -> int:
     return total
 
 
-def _delta_net(run: Run, facts: ModelFacts, t: Tokens) -> int:
+def _delta_net(run: Run, facts: ModelFacts, net: DeltaNet, t: Tokens) -> int:
     """Return the bytes that a gated delta net keeps: inputs of the convolution, of norms, of the rule and of its gate.
 
     Queries and keys are copied for each head of values.
     """
-    net, gathered = facts.delta, t.whole if run.adapter.kind != "none" else t.local
-    assert net
+    gathered = t.whole if run.adapter.kind != "none" else t.local
     mixed, copied = 2 * net.keys + net.values, 2 * net.value_heads * net.key
     # the input of the convolution and of its activation, keys before and after their norm, copies, values, the gate in
     # bf16 and fp32, the rule's output, its norm and the gated output

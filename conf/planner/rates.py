@@ -172,7 +172,7 @@ def is_one_product(run: Run, gpu: Gpu) -> bool:
 def attention(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> float:
     """Return the seconds of attention, or of a gated delta rule, in the forward pass."""
     flops = work.attention(run, facts, kind) / gpu.flops(run.train.precision)
-    if kind.startswith("delta"):
+    if facts.delta_of(kind):
         return flops / DELTA_RULE
     length = run.data.seq_length / run.layout.cp  # a ring computes piece by piece
     narrow = ATTENTION_64 if not facts.kv_rank and facts.head_dim <= 64 else 1.0
@@ -187,7 +187,7 @@ def starting(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Host:
     for more, times in (
         ((MOE_FROZEN if is_one_product(run, gpu) else MOE) if routed else DENSE, 1),
         (SHARED, routed and facts.shared_ffn > 0),
-        (DELTA, kind.startswith("delta")),
+        (DELTA, facts.delta_of(kind) is not None),
         (ADAPTER, adapted),
         (FP8, run.train.fp8 is not None),
         (RING, run.layout.cp - 1),

@@ -72,8 +72,8 @@ def output(run: Run, facts: ModelFacts) -> list[Product]:
 
 
 def attention(run: Run, facts: ModelFacts, kind: str) -> float:
-    t, net = tokens(run, facts), facts.delta
-    if net and kind.startswith("delta"):  # products of a chunk's tokens, and of tokens and a head's state
+    t = tokens(run, facts)
+    if net := facts.delta_of(kind):  # products of a chunk's tokens, and of tokens and a head's state
         each = 3 * net.key * net.value + DELTA_CHUNK * 2 * (net.key + net.value)
         return 2.0 * t.whole * net.value_heads * each / run.layout.tp
     width = facts.qk_nope + facts.qk_rope + facts.v_head if facts.kv_rank else 2 * facts.head_dim
@@ -88,8 +88,7 @@ def moved(run: Run, facts: ModelFacts, kind: str) -> list[Move]:
         ("norm", 2 * row * 2, 2 * row * 3),
         ("add", 2 * row * 3, 2 * row * 3),  # two residual sums
     ]
-    net = facts.delta if kind.startswith("delta") else None
-    if net:
+    if net := facts.delta_of(kind):
         # the convolution, norms, gates and copies of heads: kernels that read and write what in_proj makes
         size = t.whole * (net.keys + net.values) / tp * 14
         numbers.append(("rotate", size, 2 * size))
@@ -144,8 +143,8 @@ def exchanged(run: Run, facts: ModelFacts, kind: str) -> dict[str, float]:
     if facts.kv_rank:
         width = facts.heads * (facts.qk_nope + facts.qk_rope + facts.v_head) / layout.tp
     found["cp"] = t.whole * width * t.byte * (layout.cp - 1)
-    if facts.delta and kind.startswith("delta"):  # what in_proj makes goes to ranks with other heads, the output back
-        found["cp"] = t.whole * (2 * facts.delta.keys + 3 * facts.delta.values) / layout.tp * t.byte * (layout.cp > 1)
+    if net := facts.delta_of(kind):  # what in_proj makes goes to ranks with other heads, the output back
+        found["cp"] = t.whole * (2 * net.keys + 3 * net.values) / layout.tp * t.byte * (layout.cp > 1)
     if facts.routed(kind):
         sent = t.local * facts.top_k * facts.hidden
         found["ep"] = 2.0 * sent * t.byte if layout.ep > 1 else 0.0  # there and back

@@ -58,7 +58,7 @@ class ModelFacts:
     expert_bias: bool = False  # added to routing scores; the trainer adjusts it without gradients: not a parameter
     shared_gate: bool = False  # a gate weights the shared experts for each token
     output_gate: bool = False  # the query's matrix also gives a gate for the output of attention
-    delta: "DeltaNet | None" = None  # the gated delta net that replaces attention in delta_layers
+    delta: DeltaNet | None = None  # the gated delta net that replaces attention in delta_layers
     delta_layers: tuple[int, ...] = ()  # counted from 0
     tied: bool = False  # the output layer is the embedding
     positions: int = 0  # learned positions; 0 = rotary ones, which have no parameters
@@ -76,6 +76,10 @@ class ModelFacts:
     def routed(self, kind: str) -> bool:
         """Whether layers of this kind have experts; mtp layers are like the last ordinary layer."""
         return self.experts > 0 and not (self.kinds[-1] if kind == "mtp" else kind).endswith("dense")
+
+    def delta_of(self, kind: str) -> DeltaNet | None:
+        """Return the gated delta net of layers of this kind; None if they have attention."""
+        return self.delta if kind.startswith("delta") else None
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:

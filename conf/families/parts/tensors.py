@@ -61,7 +61,7 @@ def layer(
     `mlp` is the module of experts, `leaves` are the matrices of an expert, `bias` is added to routing scores.
     """
     base = facts.kinds[-1] if kind == "mtp" else kind
-    found = norms(facts) + (delta_net(facts) if base.startswith("delta") else attention(facts))
+    found = norms(facts) + (delta_net(facts) if facts.delta_of(base) else attention(facts))
     dense = base.endswith("dense")
     found += gated_mlp("mlp", facts.hidden, facts.ffn) if dense else experts(facts, mlp, leaves, shared, bias)
     return found + (mtp(facts) if kind == "mtp" else [])
