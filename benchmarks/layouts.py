@@ -90,12 +90,12 @@ TABLE = (
     *(Case(model, "ep=2", packed=True) for model in ("mixtral", "qwen2-moe")),
     *(
         Case(model, cut)
-        for model in ("deepseek-v3", "kimi-k2", "olmoe", "minimax-m2", "qwen3-next")
+        for model in ("deepseek-v3", "kimi-k2", "olmoe", "minimax-m2", "qwen3-next", "qwen3-5-moe")
         for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "cp=2")
     ),
     # the tiny model has an MTP layer, like the releases
     *(Case("glm4-moe-lite", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "ep=2", "cp=2")),
-    *(Case(model, cut) for model in ("qwen2", "mistral") for cut in ("tp=2 sp=true", "pp=2", "cp=2")),
+    *(Case(model, cut) for model in ("qwen2", "mistral", "qwen3-5") for cut in ("tp=2 sp=true", "pp=2", "cp=2")),
     *(Case("gpt-oss", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "tp=2 sp=true", "dp=2", "ep=4")),
     Case("gpt-oss", "ep=2", packed=True),
     *(Case("glm4-moe", cut, base="fp8") for cut in ("dp=2", "tp=2 sp=true etp=2", "pp=2 vpp=2 ep=2", "cp=2")),

@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 
 from conf.schema.run import Run
-from contract import checkpoints
+from contract import checkpoints, json_object
 
 Rows = list[list[int]]
 
@@ -73,13 +73,15 @@ def _computed(folder: Path, adapter: Path | None, rows: Rows):
     # The parent's path comes along, and PEFT would take the stand-in on it for Transformer Engine.
     sys.path[:] = [place for place in sys.path if Path(place).name != "stand_in"]
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     from trainer.patches import families
 
     families.install_for(folder)
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        # PEFT names its weights by the class in config.json, which differs from AutoModelForCausalLM's for vision.
+        kind = getattr(transformers, json_object.read(folder / "config.json")["architectures"][0])
+        model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         if adapter:
             from peft import PeftModel
 

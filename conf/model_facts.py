@@ -1,12 +1,13 @@
 """Sizes and kinds of layers of a model, read from its config.json.
 
     facts_from_hf(config)    facts of a config.json; a ValueError of one line if it does not describe a model
-    shapes(config)           shape of each released tensor, by name
+    shapes(config, names)    shape of each released tensor, by name
 
 Counts are exact for the families in conf/families/. Others are read by the names of Llama, GLM-4.5+, DeepSeek-V3,
 Qwen-MoE and Mixtral.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ MODELS = Path(__file__).parent / "models"  # NAME.json: {"source": its origin, "
 
 def facts_from_hf(config: dict[str, Any]) -> ModelFacts:
     config_json.check(config)
+    config = config_json.of_text(config)
     family, architecture = families.of(config), config_json.architecture(config)
     for key, value in family.fixed.items():
         if config.get(key, value) not in (value, None):
@@ -32,9 +34,10 @@ def facts_from_hf(config: dict[str, Any]) -> ModelFacts:
     return replace(facts, architecture=architecture, **_packed(config))
 
 
-def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    family = families.of(config)
-    return {name: tensor.shape for name, tensor in family.tensors(family.facts(Keys(config))).items()}
+def shapes(config: dict[str, Any], names: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor, by the names of a release or, without `names`, by the usual ones."""
+    family, keys = families.of(config), Keys(config_json.of_text(config))
+    return {name: tensor.shape for name, tensor in family.tensors(family.facts(keys), names).items()}
 
 
 def _packed(config: dict[str, Any]) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def settle(run: Run, config: dict[str, Any], steps: int, folder: Path, profiled:
     )
     for name in names:
         (folder / name).mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps(config))
+    (folder / "model" / "config.json").write_text(json.dumps(families.as_text(config)))
     write_tokens(settled, facts.vocab)
     return settled
 

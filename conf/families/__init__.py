@@ -3,6 +3,7 @@
 The config.json of a family's tiny model is next to that file.
 
     of(config)            the Family of a config.json; OTHER for an unknown model, whose sizes are read by Llama's names
+    as_text(config)       a config.json as transformers reads its keys for the text model
     named(architecture)   the first family of an architecture, or OTHER
     layer(facts, kind)    tensors of a layer: all, or those of one kind
     every()               all families by model_type: the files of this folder, the entry points `finetune.families` of
@@ -46,7 +47,12 @@ def of(config: dict[str, Any]) -> Family:
 
 def named(architecture: str) -> Family:
     same = [family for family in every().values() if family.architecture == architecture]
-    return next((family for family in same if not family.read_as), OTHER)
+    return next((family for family in same if not family.read_as), same[0] if same else OTHER)
+
+
+def as_text(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a config.json for the text model, with the model_type by which transformers reads them."""
+    return {**config_json.of_text(config), "model_type": of(config).read_as or config.get("model_type")}
 
 
 @lru_cache

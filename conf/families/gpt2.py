@@ -6,7 +6,7 @@ Megatron pads the vocabulary of 500 of the tiny model, like the 50257 of the rel
 from conf.families.parts.family import Family
 from conf.families.parts.keys import Keys
 from conf.families.parts.sizes import ModelFacts
-from conf.families.parts.tensors import Tensor, Tensors
+from conf.families.parts.tensors import ROOT, Tensor, Tensors
 
 
 def facts(keys: Keys) -> ModelFacts:
@@ -43,10 +43,10 @@ def layer(facts: ModelFacts, kind: str) -> Tensors:
 
 
 def ends(facts: ModelFacts) -> tuple[Tensors, Tensors]:
-    words = Tensor("transformer.wte.weight", (facts.vocab, facts.hidden), "embedding")
-    positions = Tensor("transformer.wpe.weight", (facts.positions, facts.hidden), "embedding")
+    words = Tensor(f"{ROOT}wte.weight", (facts.vocab, facts.hidden), "embedding")
+    positions = Tensor(f"{ROOT}wpe.weight", (facts.positions, facts.hidden), "embedding")
     head = [] if facts.tied else [Tensor("lm_head.weight", (facts.vocab, facts.hidden), "output")]
-    return [words, positions], [*_norm("transformer.ln_f", facts.hidden), *head]
+    return [words, positions], [*_norm(f"{ROOT}ln_f", facts.hidden), *head]
 
 
 def _norm(name: str, width: int) -> Tensors:
@@ -71,8 +71,9 @@ FAMILY = Family(
     facts=facts,
     layer=layer,
     ends=ends,
-    embedding="transformer.wte.weight",
-    layers_in="transformer.h",
+    roots=("transformer.", ""),  # OpenAI's own releases have none
+    embedding="wte.weight",
+    layers_in="h",
     names={"num_hidden_layers": "n_layer", "hidden_size": "n_embd"},
     narrow=("c_proj.weight",),  # as in the paper; transformers 5.12 looks for a name that no tensor has
     zero_padding=False,

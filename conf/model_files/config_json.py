@@ -2,6 +2,7 @@
 
     read(path) -> dict             a checked config.json; a Fault for any other file
     check(config)                  raises a ValueError of one line that begins with config.json
+    of_text(config)                its keys for the text model: those of text_config too, if the model reads more
     architecture(config) -> str    the first architecture; "" if the config.json names none
 
 conf/model_facts.py checks sizes and their limits. Keys without an entry here may have any value.
@@ -81,6 +82,8 @@ ROPE: dict[str, tuple[str, Test]] = {
     **dict.fromkeys(("mscale", "mscale_all_dim", "attention_factor"), ("not a number", _number)),
     "partial_rotary_factor": ("not a number from 0 to 1", _share),
 }
+TIED = "tie_word_embeddings"
+PARTS = ("text_config", "vision_config")  # of a model that reads more than text
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -90,11 +93,25 @@ def read(path: Path) -> dict[str, Any]:
         check(config)
     except ValueError as error:
         raise Fault(f"{path.parent}/{error}") from None
-    return config
+    return of_text(config)
+
+
+def of_text(config: dict[str, Any]) -> dict[str, Any]:
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    whole = {key: value for key, value in config.items() if key not in PARTS}
+    return {**text, TIED: False, **whole}
 
 
 def check(config: dict[str, Any]) -> None:
     architecture(config)
+    text, tied = config.get("text_config", {}), config.get(TIED, False)
+    if not isinstance(text, dict):
+        raise ValueError(f"{NAME}: text_config is {show(text)}, which is not an object")
+    if text.get(TIED, tied) != tied:
+        raise ValueError(f"{NAME}: {TIED} is {show(tied)}, but {show(text[TIED])} in text_config")
+    config = of_text(config)
     _check_keys(config, TESTS, "")
     for section in ("rope_scaling", "rope_parameters"):
         _check_keys(config.get(section) or {}, ROPE, f"{section}.")

@@ -15,7 +15,8 @@ from contract.faults import Fault
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # File endings of weights, including formats that are not read here.
 ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
-LAYER = re.compile(r"(model\.layers|(?:transformer\.)?h)\.(\d{1,6})\.")  # GPT-2's releases use two names for the layers
+# Models with vision have their layers in model.language_model; GPT-2's releases use two names.
+LAYER = re.compile(r"(model\.(?:language_model\.)?layers|(?:transformer\.)?h)\.(\d{1,6})\.")
 
 
 def tensors(folder: Path) -> dict[str, Entry]:

@@ -24,7 +24,7 @@ from typing import Any
 
 from conf import families
 from conf.model_facts import MODELS, ModelFacts, facts_from_hf
-from conf.model_files import quantization
+from conf.model_files import config_json, quantization
 from conf.planner.hardware import GB, Gpu, unsupported
 from conf.planner.memory import StageMemory, asking, memory
 from conf.planner.search import TIGHT, Candidate, Found, changes, fastest, search
@@ -252,7 +252,7 @@ def config_of(run: Run, key: str = "model.source") -> tuple[Any, str]:
     source, form = run.model.source, ""
     if isinstance(source, Drawn):
         if isinstance(source.config, dict):
-            return source.config, ""
+            return config_json.of_text(source.config), ""
         source = source.config
     if source.startswith("tiny://"):
         source, form = quantization.of_tiny(source)
@@ -264,11 +264,12 @@ def config_of(run: Run, key: str = "model.source") -> tuple[Any, str]:
             releases = (held["source"].removesuffix(" config.json"), *held.get("also", ()))  # of the same sizes
             names |= dict.fromkeys(releases, held["config"])
     if source in names:
-        return names[source] | ({quantization.KEY: quantization.OF_TINY[form]} if form else {}), ""
+        form_of = {quantization.KEY: quantization.OF_TINY[form]} if form else {}
+        return config_json.of_text(names[source]) | form_of, ""
     for folder in (source.removesuffix(CONFIG), run.paths.model):
         if regular_files.is_there(config := Path(folder) / CONFIG):
             try:
-                return json_object.read(config), f"{config.parent}/"
+                return config_json.of_text(json_object.read(config)), f"{config.parent}/"
             except Fault as fault:
                 raise ConfigError(str(fault)) from None
     ids = ", ".join(name for name in names if "/" in name)

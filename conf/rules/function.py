@@ -16,6 +16,7 @@ from typing import Any
 
 from conf import families, strict_yaml
 from conf.families.parts.family import ANY, Family
+from conf.model_files import config_json
 from contract.json_object import show
 
 BRIDGE = "0.6.2"  # the release of Megatron-Bridge that the tables were read from
@@ -32,7 +33,7 @@ def unread(config: Mapping[str, Any], ignored: Collection[str] = ()) -> list[str
 
     `ignored` are keys that do not matter to the user.
     """
-    family = families.of({**config})
+    family, config = families.of({**config}), config_json.of_text({**config})
     found = [*_unread(config, family), *_rotation(config, family), *_routing(config, family)]
     return [f"{key} is {text}" for key, text in found if key.partition(".")[0] not in ignored and key not in ignored]
 

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from conf import families
 from conf.rules import schedule
 from conf.schema.run import Run
 from contract.faults import Fault
@@ -208,7 +209,7 @@ def open_bridge(config: dict[str, Any]):
     from megatron.bridge.models.conversion.auto_bridge import AutoBridge
     from transformers import AutoConfig
 
-    return AutoBridge.from_hf_config(AutoConfig.for_model(**config))
+    return AutoBridge.from_hf_config(AutoConfig.for_model(**families.as_text(config)))
 
 
 def _no_data(run: Run):

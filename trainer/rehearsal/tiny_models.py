@@ -18,7 +18,7 @@ import yaml
 from conf import families
 from conf.families.parts.family import Config
 from conf.model_facts import shapes
-from conf.model_files import quantization
+from conf.model_files import config_json, quantization
 from trainer.weights.drawn.new_folder import new_folder
 
 KINDS = families.tiny()
@@ -137,7 +137,7 @@ def make_model(kind: str, folder: str | Path, seed: int = 0, dtype: str = "bfloa
     weight_map = {name: shard for shard, part in shards.items() for name in part}
     metadata = dict(total_size=sum(tensor.nbytes for tensor in tensors.values()))
     with new_folder(folder) as partial:
-        make_tokenizer(partial, config["vocab_size"])
+        make_tokenizer(partial, config_json.of_text(config)["vocab_size"])
         write_json(partial / "config.json", config)
         write_json(partial / "generation_config.json", tokens)
         write_json(partial / "model.safetensors.index.json", dict(metadata=metadata, weight_map=weight_map))

@@ -10,7 +10,7 @@ import itertools
 from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
 from megatron.bridge.models.conversion.utils import persistent_buffers, unwrap_model
 
-from conf import families, model_facts
+from conf import model_facts
 from contract.faults import Fault
 from trainer.weights import released
 from trainer.weights.atomic_folder import gather
@@ -29,7 +29,7 @@ def check(bridge, chunks: list, model: released.Model, sums: dict[str, str], lef
     used = needed | copies.keys() | left_out
     extra = [name for name in tensors if name not in used and not released.COMPUTED.search(name)]
     missing = [name for name in needed if name not in tensors]
-    expected = _shapes(model)
+    expected = model_facts.shapes(model.config, model.weights)
     shapes = [
         f"{name} is {list(tensors[name].shape)} and should be {list(expected[name])}"
         for name in needed & tensors.keys() & expected.keys()
@@ -69,15 +69,6 @@ def _demand(bridge, chunks: list) -> tuple[set[str], set[str]]:
             unmapped.add(name)
     parts = gather((names, unmapped))
     return set().union(*(part for part, _ in parts)), set().union(*(part for _, part in parts))
-
-
-def _shapes(model: released.Model) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor by name, and by the shorter name if the release omits the first part of names."""
-    shapes = model_facts.shapes(model.config)
-    first, _, short = families.of(model.config).embedding.partition(".")
-    if short in model.tensors:
-        return {name.removeprefix(f"{first}."): shape for name, shape in shapes.items()}
-    return shapes
 
 
 def named_tensors(model):

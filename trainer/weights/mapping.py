@@ -2,10 +2,10 @@
 
 Megatron computes queries, keys and values in one layer, and gate and up in one; released models usually have separate
 layers. GPT-2 also has one layer for queries, keys and values, but with rows in another order, and stores its matrices
-transposed. gpt-oss has all experts of a layer in one tensor, transposed, with alternating rows of gate and up. The six
-projections of a gated delta net are one layer in Megatron, and two or four in releases. The rows of a bias, of an
-adapter's B and of DoRA's magnitudes are mapped like the rows of the weight. Only mappings that cut a tensor into rows
-or reorder rows are supported; models with any other mapping are refused.
+transposed. Qwen3.5 has all experts of a layer in one tensor; gpt-oss too, transposed, with alternating rows of gate and
+up. The six projections of a gated delta net are one layer in Megatron, and two or four in releases. The rows of a bias,
+of an adapter's B and of DoRA's magnitudes are mapped like the rows of the weight. Only mappings that cut a tensor into
+rows or reorder rows are supported; models with any other mapping are refused.
 """
 
 import re
@@ -34,6 +34,7 @@ SPLIT = (
     param_mapping.GDNLinearMapping,
     param_mapping.GDNLinearMappingSeparate,
 )
+STACKS = (param_mapping.FusedExpertMapping, param_mapping.FusedGatedExpertMapping)
 TRANSPOSED = (1, 0)
 DELTA_NET = "delta net: "
 BY_TURNS = "gate and up by turns"
@@ -103,7 +104,12 @@ def released_names(mapping) -> list[str]:
 
 
 def stacks_experts(mapping) -> bool:
-    """Whether the released tensor has all experts of a layer (trainer/patches/families/stacked_experts.py)."""
+    """Whether the released tensor has all experts of a layer."""
+    return isinstance(mapping, STACKS) or turns(mapping)
+
+
+def turns(mapping) -> bool:
+    """Whether the stack has transposed matrices, as in gpt-oss (trainer/patches/families/stacked_experts.py)."""
     return hasattr(mapping, "by_turns")
 
 
@@ -117,7 +123,8 @@ def parts(registry, name: str) -> list[Part] | None:
     if stacks_experts(mapping):
         number = EXPERT.search(name)
         assert number, f"{name} is not an expert's"
-        return [Part(str(mapping.hf_param), BY_TURNS if mapping.by_turns else None, True, int(number[0]))]
+        role = BY_TURNS if getattr(mapping, "by_turns", False) else None
+        return [Part(str(mapping.hf_param), role, turns(mapping), int(number[0]))]
     permutation = getattr(mapping, "permute_dims", None)
     if type(mapping) in PLAIN and permutation in (None, TRANSPOSED):
         return [Part(mapping.hf_param, None, permutation == TRANSPOSED)]

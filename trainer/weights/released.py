@@ -103,8 +103,7 @@ def repeated(model: Model) -> dict[str, str]:
     """
     family = families.of(model.config)
     tied = model.config.get("tie_word_embeddings", family.defaults.get("tie_word_embeddings"))
-    short = family.embedding.partition(".")[2]  # as OpenAI's own releases have it
-    embedding = short if short in model.tensors else family.embedding
+    embedding = family.root(model.tensors) + family.embedding
     head = embedding if tied else "lm_head.weight"
     copies = {"lm_head.weight": head} if tied else {}
     for layer in mtp_layers(model):

@@ -15,7 +15,7 @@ the values of some others and ignores the rest. The conversion of the weights do
 conf/rules/function.py has the keys that every family shares.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,11 +70,12 @@ class Family:
     facts: Callable[[Keys], ModelFacts] = llama_facts
     layer: Callable[[ModelFacts, str], tensors.Tensors] = tensors.layer  # tensors of a layer of this kind
     ends: Callable[[ModelFacts], tuple[tensors.Tensors, tensors.Tensors]] = tensors.ends
-    embedding: str = "model.embed_tokens.weight"  # a release may omit the first part of this name
-    layers_in: str = "model.layers"  # module that contains the layers
+    roots: tuple[str, ...] = ("model.",)  # beginnings of names, of which a release has one; the first is usual
+    embedding: str = "embed_tokens.weight"  # after the root
+    layers_in: str = "layers"  # module that contains the layers, after the root
     names: Mapping[str, str] = field(default_factory=dict)  # the family's names for Llama's keys
 
-    read_as: str = ""  # model_type for transformers and vLLM, if it differs
+    read_as: str = ""  # model_type of transformers' text model, if it differs
     by_name: bool = False  # Megatron-Bridge registers it by class name, so releases may have code for their model
     balance: Balance | None = None  # None: no experts, or no router losses
     serving: Serving | None = Serving()  # None: vLLM cannot serve it
@@ -95,15 +96,24 @@ class Family:
         """Return the initial value of a weight that is not drawn, by its name; None for other weights."""
         return next((value for ending, value in self.constants.items() if name.endswith(ending)), None)
 
-    def tensors(self, facts: ModelFacts) -> dict[str, tensors.Tensor]:
-        """Return every tensor by its released name. Multi-token-prediction layers follow the ordinary layers."""
+    def root(self, names: Container[str]) -> str:
+        """Return the beginning of the names of a release."""
+        return next((root for root in self.roots if root + self.embedding in names), self.roots[0])
+
+    def tensors(self, facts: ModelFacts, names: Collection[str] = ()) -> dict[str, tensors.Tensor]:
+        """Return every tensor by its released name. Multi-token-prediction layers follow the ordinary layers.
+
+        `names` are those of a release, which may have another root, or one tensor for all experts of a layer.
+        """
+        root, stacks = self.root(names), any(name.endswith(tensors.STACK) for name in names)
         first, last = self.ends(facts)
-        every = dict(tensors.named(first))
+        every = dict(tensors.named(first, root))
         for number in range(facts.layers + facts.mtp_layers):
             kind = facts.kinds[number] if number < facts.layers else "mtp"
-            for name, tensor in tensors.named(self.layer(facts, kind)):
-                every[f"{self.layers_in}.{number}.{name}"] = tensor
-        return every | dict(tensors.named(last))
+            of_layer = self.layer(facts, kind)
+            for name, tensor in tensors.named(tensors.stacked(of_layer) if stacks else of_layer):
+                every[f"{root}{self.layers_in}.{number}.{name}"] = tensor
+        return every | dict(tensors.named(last, root))
 
 
 # Sets of keys that several families share.

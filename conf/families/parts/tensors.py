@@ -15,6 +15,8 @@ from math import prod
 from conf.families.parts.sizes import ModelFacts
 
 EXPERT = "{expert}"  # stands for the number of an expert in a name
+ROOT = "{root}"  # stands for the beginning of names outside the layers
+STACK = ".experts.gate_up_proj"  # ending of a tensor of all experts of a layer
 GATED = ("gate_proj", "up_proj", "down_proj")
 # Kinds that Megatron has no parameter for: a buffer of the router, and a second copy of the embedding or output layer.
 BUFFER, COPY = "buffer", "copy"
@@ -55,13 +57,15 @@ def layer(
     leaves: tuple[str, ...] = GATED,
     shared: str = "shared_experts",
     bias: str = "gate.e_score_correction_bias",
+    fused: bool = True,
 ) -> Tensors:
     """Return the tensors of a dense, moe or mtp layer.
 
-    `mlp` is the module of experts, `leaves` are the matrices of an expert, `bias` is added to routing scores.
+    `mlp` is the module of experts, `leaves` are the matrices of an expert, `bias` is added to routing scores. `fused`
+    describes gated delta nets.
     """
     base = facts.kinds[-1] if kind == "mtp" else kind
-    found = norms(facts) + (delta_net(facts) if facts.delta_of(base) else attention(facts))
+    found = norms(facts) + (delta_net(facts, fused) if facts.delta_of(base) else attention(facts))
     dense = base.endswith("dense")
     found += gated_mlp("mlp", facts.hidden, facts.ffn) if dense else experts(facts, mlp, leaves, shared, bias)
     return found + (mtp(facts) if kind == "mtp" else [])
@@ -70,8 +74,8 @@ def layer(
 def ends(facts: ModelFacts) -> tuple[Tensors, Tensors]:
     vocabulary = (facts.vocab, facts.hidden)
     head = [] if facts.tied else [Tensor("lm_head.weight", vocabulary, "output")]
-    first = [Tensor("model.embed_tokens.weight", vocabulary, "embedding")]
-    return first, [Tensor("model.norm.weight", (facts.hidden,), "norms"), *head]
+    first = [Tensor(f"{ROOT}embed_tokens.weight", vocabulary, "embedding")]
+    return first, [Tensor(f"{ROOT}norm.weight", (facts.hidden,), "norms"), *head]
 
 
 def norms(facts: ModelFacts) -> Tensors:
@@ -97,14 +101,21 @@ def grouped_attention(facts: ModelFacts) -> Tensors:
     return tensors + ([_attention("sinks", (heads,), "softmax_offset")] if facts.sinks else [])
 
 
-def delta_net(facts: ModelFacts) -> Tensors:
-    """Tensors of a gated delta net, as Qwen3-Next names them."""
+def delta_net(facts: ModelFacts, fused: bool) -> Tensors:
+    """Tensors of a gated delta net. `fused`: its projections are two, as in Qwen3-Next, instead of four."""
     net = facts.delta
     assert net
-    mixed = 2 * net.keys + net.values
+    mixed, heads = 2 * net.keys + net.values, net.value_heads
+    rows = (
+        {"qkvz": mixed + net.values, "ba": 2 * heads}
+        if fused
+        else {"qkv": mixed, "z": net.values, "b": heads, "a": heads}
+    )
     return [
-        Tensor("linear_attn.in_proj_qkvz.weight", (mixed + net.values, facts.hidden), "attention", "in_proj"),
-        Tensor("linear_attn.in_proj_ba.weight", (2 * net.value_heads, facts.hidden), "attention", "in_proj"),
+        *(
+            Tensor(f"linear_attn.in_proj_{name}.weight", (count, facts.hidden), "attention", "in_proj")
+            for name, count in rows.items()
+        ),
         Tensor("linear_attn.conv1d.weight", (mixed, 1, net.window), "attention", "conv1d"),
         Tensor("linear_attn.A_log", (net.value_heads,), "attention", "A_log"),
         Tensor("linear_attn.dt_bias", (net.value_heads,), "attention", "dt_bias"),
@@ -171,9 +182,22 @@ def mtp(facts: ModelFacts) -> Tensors:
     return [*tensors, Tensor("eh_proj.weight", (hidden, 2 * hidden), "mtp", "eh_proj")]
 
 
-def named(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+def stacked(tensors: Tensors) -> Tensors:
+    """Return the tensors of a layer with one tensor for gate and up of all its experts, and one for down."""
+    separate = [tensor for tensor in tensors if tensor.experts and not tensor.stacked]
+    if not separate:
+        return tensors
+    _, up, down = separate
+    module, count, (width, hidden) = up.name.partition(f".{EXPERT}")[0], up.experts, up.shape
+    both = replace(up, name=f"{module}.gate_up_proj", shape=(count, 2 * width, hidden), stacked=True)
+    down = replace(down, name=f"{module}.down_proj", shape=(count, hidden, width), stacked=True)
+    return [*(tensor for tensor in tensors if tensor not in separate), both, down]
+
+
+def named(tensors: Tensors, root: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor with its released name. Separate experts follow each other."""
     for count, group in groupby(tensors, key=lambda tensor: 0 if tensor.stacked else tensor.experts):
         together = list(group)
         for expert in range(count or 1):
-            yield from ((tensor.name.replace(EXPERT, str(expert)), tensor) for tensor in together)
+            for tensor in together:
+                yield tensor.name.replace(EXPERT, str(expert)).replace(ROOT, root), tensor

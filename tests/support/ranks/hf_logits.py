@@ -15,20 +15,21 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 def main() -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     from trainer.patches.families import kimi_k2, minimax_m2
 
     kimi_k2.install()
     minimax_m2.install()
     for job in json.load(sys.stdin):
+        config = transformers.AutoConfig.from_pretrained(job["model"])
+        kind = getattr(transformers, config.architectures[0])
         if job.get("draw"):
-            config = AutoConfig.from_pretrained(job["model"])
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+            model = kind._from_config(config, dtype=torch.float32, attn_implementation="eager")
             draw(model)
             model.save_pretrained(f"{job['model']}/weights")
         else:
-            model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32, attn_implementation="eager")
+            model = kind.from_pretrained(job["model"], dtype=torch.float32, attn_implementation="eager")
         if job["adapter"]:
             from peft import PeftModel  # seconds, that most callers do without
 

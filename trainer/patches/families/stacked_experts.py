@@ -16,7 +16,6 @@ A release in MXFP4 is unpacked to the orientation of a bf16 release (trainer/wei
 import torch
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
-from megatron.bridge.utils.common_utils import extract_expert_number_from_param
 
 from trainer.patches import versions
 
@@ -60,10 +59,8 @@ def _save_sinks_alone() -> None:
     TEDotProductAttention.sharded_state_dict = without_state
 
 
-def _of_one_expert(mapping, weights: torch.Tensor, module) -> torch.Tensor:
-    """Take the mapping's expert from the stack of all experts, or from a stack of this expert alone."""
-    number = extract_expert_number_from_param(mapping.megatron_param)
-    weight = weights[number if len(weights) > 1 else 0]
+def _of_one_expert(mapping, weight: torch.Tensor, module) -> torch.Tensor:
+    """Turn the matrix of the mapping's expert, which trainer/weights/conversion took from the stack."""
     weight = weight.t() if weight.ndim == 2 else weight
     weight = torch.cat((weight[::2], weight[1::2])) if mapping.by_turns else weight
     return AutoMapping.hf_to_megatron(mapping, weight.contiguous(), module)

@@ -165,7 +165,7 @@ class Values:
         """Return the parameter, converted by Bridge. From a stack of experts, only this parameter's expert is read."""
         if stacks_experts(task.mapping):
             number = extract_expert_number_from_param(task.mapping.megatron_param)
-            source = released_tensors.read(self.released.model, task.mapping.hf_param, slice(number, number + 1))
+            source = released_tensors.read(self.released.model, task.mapping.hf_param, slice(number, number + 1))[0]
         else:
             source = self.bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, self.released)
         value = task.mapping.hf_to_megatron(source, task.megatron_module)

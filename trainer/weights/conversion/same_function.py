@@ -133,7 +133,7 @@ def cut_down(run: Run) -> Cut:
     length = min(LENGTH, facts.positions or LENGTH)
     tokens = torch.randint(count, (ROWS, length), generator=torch.Generator().manual_seed(1))
     rows = torch.linspace(0, facts.vocab - 1, count).long()
-    return Cut(changed, model, config, facts, layers, mtp, rows, tokens, experts)
+    return Cut(changed, model, families.as_text(config), facts, layers, mtp, rows, tokens, experts)
 
 
 def _experts(model: released.Model, facts: ModelFacts, layers: int, mtp: bool) -> tuple[int, ...]:
@@ -220,7 +220,7 @@ def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> A
         names = released.enumerate_names(lost)
         raise Fault(f"{cut.model.folder}: transformers' {kind.__name__} does not fit the tensors: {names}. {SKIP}")
     decoder, added = model.eval().get_decoder(), {}
-    blocks = getattr(decoder, families.of(cut.config).layers_in.rpartition(".")[2])
+    blocks = getattr(decoder, families.of(cut.config).layers_in)
     if cut.mtp:
         decoder.layers = blocks[: cut.layers]
     for number, layer in enumerate(blocks[: cut.layers]):

@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 
 from conf.model_files import config_json, quantization, weights
-from contract import checksums
+from contract import checksums, json_object
 from trainer.weights import new_safetensors
 from trainer.weights.exported import parts
 from trainer.weights.released import Model
@@ -66,7 +66,8 @@ def _unpacked(model: Model, file: str) -> parts.Layout:
 
 def _describe_unpacked(model: Model, folder: Path) -> None:
     """Write config.json and the index of weights that are no longer quantised."""
-    config = {key: value for key, value in model.config.items() if key != quantization.KEY}
+    config = json_object.read(model.folder / config_json.NAME)
+    del config[quantization.KEY]
     (folder / config_json.NAME).write_text(json.dumps(config, indent=2) + "\n")
     if (folder / weights.INDEX).exists():
         files = layouts(model)

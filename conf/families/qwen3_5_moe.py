@@ -1,0 +1,39 @@
+"""Qwen3.5 and 3.6 with experts: the text model of a model that also reads images. Its layers are those of Qwen3-Next.
+
+config.json has the keys of the text model in text_config. An export copies the vision tower and the
+multi-token-prediction layers of a release. Releases have one tensor for all experts of a layer; transformers 5 writes
+one for each expert.
+"""
+
+from functools import partial
+
+from conf.families.parts import tensors
+from conf.families.parts.family import ANY, EXPERTS, HEADS, PLAIN, SILU, Balance, Family, Rotation, Serving
+from conf.families.parts.keys import delta_facts
+from conf.families.qwen3_next import NETS, SHARED
+
+GATED = {"layer_types", "full_attention_interval", "partial_rotary_factor", "attention_bias", "mtp_num_hidden_layers"}
+SECTIONS = {"mrope_section": ANY, "mrope_interleaved": ANY}  # of positions in images; those of text are all alike
+STATED = (*HEADS, *NETS, "moe_intermediate_size", "num_experts", SHARED)
+
+FAMILY = Family(
+    architecture="Qwen3_5MoeForConditionalGeneration",
+    model_type="qwen3_5_moe",
+    read_as="qwen3_5_moe_text",
+    read=PLAIN | EXPERTS | {*NETS, *GATED, "num_experts", SHARED},
+    assumed=SILU | {"attn_output_gate": (True,)},
+    fixed={"attention_bias": False},
+    rotations={"default": Rotation(SECTIONS)},
+    stated=STATED,
+    not_null=STATED,
+    defaults={"partial_rotary_factor": 0.25, "norm_topk_prob": True},
+    facts=partial(delta_facts, shared_gate=True),
+    layer=partial(tensors.layer, shared="shared_expert", fused=False),
+    roots=("model.language_model.", "model."),
+    balance=Balance("router_aux_loss_coef"),
+    serving=Serving(on_cpu="vLLM computes gated delta nets on a CPU in bf16 alone"),
+    megatron="trainer.megatron.bridges.qwen3_5",
+    copied=("mtp.", "model.visual."),
+    constants={"linear_attn.norm.weight": 1.0, "norm.weight": 0.0, "dt_bias": 1.0},
+    releases={"Qwen/Qwen3.5-35B-A3B": 36.0},
+)

@@ -1,0 +1,61 @@
+"""Bridge of Qwen3.5, dense and with experts: Megatron-Bridge's for the text model, by the names of a release.
+
+The text model of a model with vision is the same as the one that transformers saves alone.
+"""
+
+# pyright: reportAttributeAccessIssue=false
+
+from types import SimpleNamespace
+
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.models.qwen import qwen35_bridge
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from conf import families
+from conf.families.parts.tensors import STACK
+from trainer.patches.families import delta_nets
+
+
+class TextBridge:
+    """What both bridges share."""
+
+    def provider_bridge(self, hf_pretrained):
+        config = hf_pretrained.config
+        text = config.get_text_config()
+        text.dtype = text.dtype or config.dtype
+        provider = super().provider_bridge(SimpleNamespace(config=text))
+        provider.share_embeddings_and_output_weights = config.tie_word_embeddings
+        provider.mtp_num_layers = None  # an export copies them
+        return provider
+
+    def _names(self) -> tuple[str, bool]:
+        """Return the beginning of the release's names, and whether one tensor has all experts of a layer."""
+        source = getattr(getattr(self.hf_pretrained, "state", None), "source", None)
+        names = {*source.get_all_keys()} if source else set()
+        root = families.named(self.hf_config.architectures[0]).root(names)
+        return root, any(name.endswith(STACK) for name in names)
+
+
+class DenseBridge(TextBridge, qwen35_bridge.Qwen35Bridge):
+    def mapping_registry(self):
+        root, _ = self._names()
+        return MegatronMappingRegistry(*self._get_dense_lm_mappings(root))
+
+
+class ExpertsBridge(TextBridge, qwen35_bridge.Qwen35MoEBridge):
+    def provider_bridge(self, hf_pretrained):
+        provider = super().provider_bridge(hf_pretrained)
+        provider.moe_router_load_balancing_type = "aux_loss"  # over rows, as in other families
+        provider.moe_aux_loss_coeff = hf_pretrained.config.get_text_config().router_aux_loss_coef
+        return provider
+
+    def mapping_registry(self):
+        root, stacks = self._names()
+        return MegatronMappingRegistry(*self._get_moe_lm_mappings(root, experts_packed=stacks))
+
+
+delta_nets.use_kernels(qwen35_bridge)
+for kind, bridge in ("", DenseBridge), ("Moe", ExpertsBridge):
+    for model in ("ForCausalLM", "ForConditionalGeneration"):
+        MegatronModelBridge.register_bridge(source=f"Qwen3_5{kind}{model}", target=GPTModel)(bridge)
