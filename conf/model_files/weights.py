@@ -54,6 +54,13 @@ def are_of(path: Path) -> bool:
     return path.name.endswith(ENDINGS)
 
 
+def names(folder: Path) -> set[str]:
+    """Return the names of the tensors; none if the folder has no weights."""
+    if regular_files.is_there(folder / INDEX):
+        return {*index(folder / INDEX)}
+    return {*tensors(folder)} if regular_files.is_there(folder / SINGLE) else set()
+
+
 def layer_of(name: str) -> int | None:
     """Return the number of the layer that a tensor belongs to, by its name."""
     match = LAYER.match(name)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from conf.model_files import config_json
 from contract import checkpoints, output_marks
 from contract.faults import Fault
 from contract.output_marks import BASE
@@ -106,6 +107,42 @@ def test_gpt2_of_openai_names_is_converted_and_compared_and_comes_back(start, tm
     found = load_file(tmp_path / "export/merged/model.safetensors")
     released = load_file(tmp_path / "model/model.safetensors")
     assert found.keys() == released.keys() and all(found[name].equal(released[name]) for name in found)
+
+
+def as_qwen_releases_them(tensors):
+    """One tensor for all experts of a layer, a vision tower and a layer of multi-token prediction."""
+    for layer in range(4):
+        module = f"model.language_model.layers.{layer}.mlp.experts"
+        gates, ups, downs = (
+            torch.stack([tensors.pop(f"{module}.{expert}.{leaf}_proj.weight") for expert in range(8)])
+            for leaf in ("gate", "up", "down")
+        )
+        tensors |= {f"{module}.gate_up_proj": torch.cat((gates, ups), 1), f"{module}.down_proj": downs}
+    tensors["model.visual.merger.norm.weight"] = torch.randn(16)
+    tensors["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.randn(8, 4, 4)
+
+
+def as_a_text_model(tensors):
+    for name in [*tensors]:
+        tensors[name.replace(".language_model.", ".")] = tensors.pop(name)
+
+
+@pytest.mark.parametrize("change", [as_qwen_releases_them, as_a_text_model])
+def test_every_form_of_qwen35_is_compared_and_comes_back(change, start, tmp_path):
+    tiny_models.make_model("qwen3-5-moe", tmp_path / "model")
+    rewrite(tmp_path / "model", change)
+    if change is as_a_text_model:
+        place = tmp_path / "model/config.json"
+        config = config_json.of_text(json.loads(place.read_text()))
+        names = {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
+        place.write_text(json.dumps(config | names))
+    converted = start("convert", "qwen3-5-moe", "train.precision=bf16", "model.compare=true")
+    assert converted.code == 0, converted.output
+    differences = json.loads((tmp_path / "base/layers.json").read_text())["differences"]
+    assert len(differences) == 5 and max(differences.values()) < 1e-4
+    exported = start("export", "qwen3-5-moe")
+    assert exported.code == 0, exported.output
+    assert same_files(tmp_path / "model", tmp_path / "export/merged")
 
 
 def test_gpt_oss_as_it_is_released_is_compared_and_comes_back_unpacked(start, tmp_path):

@@ -37,7 +37,9 @@ def test_tensors_are_those_of_transformers(kind):
     if facts.tied:
         del theirs["lm_head.weight"]
     prefixes = tuple(f"model.layers.{facts.layers + layer}." for layer in range(facts.mtp_layers))
-    ours = {name: shape for name, shape in shapes(config, theirs).items() if not (prefixes and name.startswith(prefixes))}
+    ours = {
+        name: shape for name, shape in shapes(config, theirs).items() if not (prefixes and name.startswith(prefixes))
+    }
     assert ours == theirs
 
 

@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from transformers import GPT2LMHeadModel
 
+from conf.families import gpt2
 from conf.model_files import weights
 from trainer.megatron.bridges.mappings import PaddedVocabularyMapping, TransposedQKVMapping
 from trainer.patches.families import head_models
@@ -135,6 +136,4 @@ class GPT2Bridge(MegatronModelBridge):
     def _root(self) -> str:
         """Return the prefix of names: the class's, or "" as in OpenAI's releases."""
         assert self.hf_config, "Bridge sets it before it reads names"
-        folder = Path(self.hf_config._name_or_path)
-        has_weights = any((folder / name).is_file() for name in (weights.SINGLE, weights.INDEX))
-        return "" if has_weights and "wte.weight" in weights.tensors(folder) else "transformer."
+        return gpt2.FAMILY.root(weights.names(Path(self.hf_config._name_or_path)))

@@ -5,6 +5,7 @@ The text model of a model with vision is the same as the one that transformers s
 
 # pyright: reportAttributeAccessIssue=false
 
+from pathlib import Path
 from types import SimpleNamespace
 
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
@@ -14,6 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from conf import families
 from conf.families.parts.tensors import STACK
+from conf.model_files import weights
 from trainer.patches.families import delta_nets
 
 
@@ -31,8 +33,7 @@ class TextBridge:
 
     def _names(self) -> tuple[str, bool]:
         """Return the beginning of the release's names, and whether one tensor has all experts of a layer."""
-        source = getattr(getattr(self.hf_pretrained, "state", None), "source", None)
-        names = {*source.get_all_keys()} if source else set()
+        names = weights.names(Path(self.hf_config._name_or_path))
         root = families.named(self.hf_config.architectures[0]).root(names)
         return root, any(name.endswith(STACK) for name in names)
 
