@@ -134,19 +134,23 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
     gone: set[int] = set()
     needed = [*hosts][: gang.job.needed(run)]
     missed: set[int] = set()  # lost members that are not needed
+    ended: dict[int, float] = {}  # when the engine first reported the end of a member
     while True:
         gang.pause(TICK)
         gang.tick()
         if lookout.lost:
             raise Broken(f"{lookout.board.place}: another controller has taken it over")
         lookout.check()
+        now, was_read = time.monotonic(), lookout.was_read
         nodes = dict(lookout.nodes)
         states = {k: nodes[k].state for k in hosts}
         if gang.job.is_over(run, list(states.values())):
             return None if gang.job.is_done() else preempted(nodes)
-        ended = {k for k, alive in handle.alive().items() if alive is False}
+        ended = {k: ended.get(k, now) for k, alive in handle.alive().items() if alive is False}
         over = {k for k, state in states.items() if state in ("done", "failed", "preempted", "stopped", "stopping")}
-        gone = {k for k in hosts if k not in over and (k in ended or lookout.silence(k) > run.gang.silent_after)}
+        # The last message of a member may be read after its end is known: it decides.
+        left = {k for k in hosts if k not in over}
+        gone = {k for k in left if ended.get(k, now) < was_read or lookout.silence(k) > run.gang.silent_after}
         if any(was_told(nodes[k]) for k in needed) and lookout.word.state == "go":
             # All hosts have to save for a complete checkpoint.
             lookout.say(state="stop", reason="a host is being shut down", save=True)

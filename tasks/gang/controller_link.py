@@ -4,6 +4,7 @@ Two listings a second show which members are alive. Only messages that changed a
 is passed on. The thread may hang for as long as the store does: no member is blamed for that time.
 """
 
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ class Lookout(Correspondent[Word]):
         self.nodes: dict[int, Member] = {}
         self.foreign = ""  # the reason why a member of another version is refused
         self.peers = Peers({})  # on the board before the word with state go
+        self.was_read = -math.inf  # when the last complete reading of the members began
         self._first_failed: list[int] = []
         self._watch, self._log, self._told_peers, self._pass_on = Watch(), Log(board, "", ""), False, say
 
@@ -66,7 +68,7 @@ class Lookout(Correspondent[Word]):
         return super()._write(message)
 
     def _read(self) -> None:
-        tags = self.board.tags()
+        began, tags = time.monotonic(), self.board.tags()
         now = time.monotonic()
         with self._turn:
             changed = self._watch.look(tags)
@@ -77,6 +79,7 @@ class Lookout(Correspondent[Word]):
             kind, _, rest = name.partition("/")
             if kind == "nodes":
                 self._read_member(int(rest.partition(".")[0]))
+        self.was_read = began
         # The output of rank 0, which is on the first member in order.
         self._log.name = f"{(*self.word.order, 0)[0]}/rank00000.out"
         for line in self._log.lines():

@@ -21,6 +21,7 @@ from contract.faults import Stopped
 from tasks.gang import controller
 from tasks.gang.attempt import Gang
 from tasks.gang.board import Board
+from tasks.gang.controller_link import Lookout
 from tasks.gang.diagnosis import next_step
 from tasks.gang.engines import Demand
 from tasks.gang.history.timeline import History, Teller
@@ -77,18 +78,19 @@ class Hosts:
         free = [name for name in self.names if name not in self.busy]
         chosen = sorted(free, key=lambda name: name in without)[:n]
         self.given.append(chosen)
-        threads = []
+        threads, ended = [], []
         for node, host in enumerate(chosen):
             self.busy.add(host)
-            threads.append(threading.Thread(target=self.be, args=(host, node, board), daemon=True))
+            threads.append(threading.Thread(target=self.be, args=(host, node, board, ended), daemon=True))
             threads[-1].start()
-        return Handle(threads)
+        return Handle(threads, ended)
 
-    def be(self, host: str, node: int, board: Board) -> None:
+    def be(self, host: str, node: int, board: Board, ended: list[int]) -> None:
         act = self.acts[host].pop(0) if self.acts.get(host) else "train"
         try:
             if act != "never":
                 self.member(host, node, board, act)
+                ended.append(node)
         finally:
             self.over.append(f"{host} {board.attempt}")
             self.busy.discard(host)
@@ -145,9 +147,10 @@ class Hosts:
 @dataclass
 class Handle:
     threads: list[threading.Thread]
+    ended: list[int]
 
     def alive(self) -> dict[int, bool | None]:
-        return {}
+        return dict.fromkeys(self.ended, False)
 
     def waits(self) -> str | None:
         return None
@@ -374,7 +377,10 @@ def reinforced(gang, hosts: Hosts, *overrides: str) -> Controlled:
 @pytest.mark.parametrize(
     ("act", "said"), [("die", "b no longer answers"), ("fail", "b has ended"), ("told", "b has ended")]
 )
-def test_a_host_that_answers_prompts_is_left_out_where_it_is_lost(gang, act, said):
+def test_a_host_that_answers_prompts_is_left_out_where_it_is_lost(gang, act, said, monkeypatch):
+    """Messages are read later than the engine reports the end of their sender."""
+    read = Lookout._read_member
+    monkeypatch.setattr(Lookout, "_read_member", lambda *of: (time.sleep(0.1), read(*of)))
     hosts = Hosts(["a", "b", "c"], {"b": [act], "c": ["compute"]})
     one = reinforced(gang, hosts)
     running = one.start()
