@@ -28,7 +28,7 @@ def trained(configure, ranks, base, work):
     known: dict[tuple[str, ...], tuple[dict, dict]] = {}
 
     def trained(kind: str, *overrides: str) -> tuple[dict, dict]:
-        asked = kind, *" ".join(overrides).split()
+        asked = kind, *dict.fromkeys(" ".join(overrides).split())  # a layout repeats what packed rows ask for
         if asked not in known:
             base(kind)
             output = work / f"balance-{len(known)}"
