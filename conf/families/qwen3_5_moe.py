@@ -13,7 +13,8 @@ from conf.families.parts.keys import delta_facts
 from conf.families.qwen3_next import NETS, SHARED
 
 GATED = {"layer_types", "full_attention_interval", "partial_rotary_factor", "attention_bias", "mtp_num_hidden_layers"}
-SECTIONS = {"mrope_section": ANY, "mrope_interleaved": ANY}  # of positions in images; those of text are all alike
+# Sections are of positions in images; those of text are all alike.
+ROTARY = {"mrope_section": ANY, "mrope_interleaved": ANY, "partial_rotary_factor": ANY}
 STATED = (*HEADS, *NETS, "moe_intermediate_size", "num_experts", SHARED)
 
 FAMILY = Family(
@@ -23,7 +24,7 @@ FAMILY = Family(
     read=PLAIN | EXPERTS | {*NETS, *GATED, "num_experts", SHARED},
     assumed=SILU | {"attn_output_gate": (True,)},
     fixed={"attention_bias": False},
-    rotations={"default": Rotation(SECTIONS)},
+    rotations={"default": Rotation(ROTARY)},
     stated=STATED,
     not_null=STATED,
     defaults={"partial_rotary_factor": 0.25, "norm_topk_prob": True},

@@ -57,7 +57,7 @@ def _unread(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, st
         elif key in OF_LAYERS and family.layer_turns:
             if value and value != [family.layer_turns[n % len(family.layer_turns)] for n in range(_layers(config))]:
                 yield key, f"{show(value)}, {builds} alternating {' and '.join(family.layer_turns)}"
-        elif key in OF_LAYERS:
+        elif key in OF_LAYERS and key not in family.read:
             if value and not (isinstance(value, list) and all(kind == OF_LAYERS[key] for kind in value)):
                 yield key, f"{show(value)}, {builds} {OF_LAYERS[key]} only"
         elif key == FIRST_DENSE:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from conf import families
 from conf.model_facts import facts_from_hf
 from conf.rules.function import unread
 from tests.support import drawn_models
@@ -24,7 +25,7 @@ BOUND = 1e-4  # of the largest logit; what is found is 2e-6 and less
 TOKENS = drawn_models.tokens(rows=2, length=48, vocabulary=500)
 OTHERS = {kind: KINDS[kind] for kind in ("kimi-k2", "gpt2")}  # that share few keys with the rest
 FAMILIES: dict[str, dict[str, Any]] = {
-    kind: config for kind, config in KINDS.items() if kind not in ("glm4-moe-mtp", *OTHERS)
+    kind: families.as_text(config) for kind, config in KINDS.items() if kind not in ("glm4-moe-mtp", *OTHERS)
 }
 LATENT = ("deepseek-v3", "glm4-moe-lite")
 EXPERTS = (
@@ -116,6 +117,11 @@ READ = [
     ("gpt-oss", {"head_dim": 16}),
     # hidden_size is 128: neither shape nor size says which side is which
     *(("gpt-oss", {"intermediate_size": width}) for width in (64, 96)),
+    *(("qwen3-5", rope(partial_rotary_factor=share)) for share in (0.25, 0.5)),
+    ("qwen3-5", {"layer_types": ["full_attention", "linear_attention"] * 2}),
+    ("qwen3-5", {"linear_num_value_heads": 2, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 3}),
+    ("qwen3-5-moe", {"num_experts_per_tok": 3, "layer_types": None, "full_attention_interval": 2}),
+    ("qwen3-5-moe", {"shared_expert_intermediate_size": 48}),
     ("llama", LINEAR),
     ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 1e4}),
     *(("llama", llama3(factor=factor)) for factor in (4.0, 32.0)),

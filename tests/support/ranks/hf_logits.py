@@ -25,7 +25,8 @@ def main() -> None:
         config = transformers.AutoConfig.from_pretrained(job["model"])
         kind = getattr(transformers, config.architectures[0])
         if job.get("draw"):
-            model = kind._from_config(config, dtype=torch.float32, attn_implementation="eager")
+            fp32 = {"dtype": torch.float32, "attn_implementation": "eager"}
+            model = transformers.AutoModelForCausalLM.from_config(config, **fp32)
             draw(model)
             model.save_pretrained(f"{job['model']}/weights")
         else:

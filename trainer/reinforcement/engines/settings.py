@@ -18,7 +18,7 @@ from conf.schema.run import Run
 from contract.faults import Fault
 from trainer.patches import vllm_cpu
 from trainer.serving import unmerged
-from trainer.serving.engine import DTYPE, KERNELS
+from trainer.serving.engine import ALWAYS, DTYPE
 from trainer.startup import device
 
 BLOCK = 16  # tokens of a block of keys and values on a CPU: a default block holds a whole row and is never shared
@@ -118,7 +118,7 @@ def arguments(run: Run) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",  # with the temperature of the sampling
         "disable_log_stats": True,
         "hf_overrides": {"head_dtype": "float32"},  # as in trainer/reinforcement/policy/exact_logits.py
-        **KERNELS,
+        **ALWAYS,
     }
     if gpus > 1:
         values |= {"tensor_parallel_size": gpus, "enable_expert_parallel": spread}
