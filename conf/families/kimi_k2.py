@@ -8,8 +8,5 @@ from dataclasses import replace
 from conf.families import deepseek_v3
 
 FAMILY = replace(
-    deepseek_v3.FAMILY,
-    model_type="kimi_k2",
-    read_as="deepseek_v3",
-    releases={"moonshotai/Kimi-K2-Instruct": 1026.0},
+    deepseek_v3.FAMILY, model_type="kimi_k2", read_as="deepseek_v3", releases={"moonshotai/Kimi-K2-Instruct": 1026.0}
 )

@@ -5,6 +5,7 @@ multi-token-prediction layers of a release. Releases have one tensor for all exp
 one for each expert.
 """
 
+from dataclasses import replace
 from functools import partial
 
 from conf.families.parts import tensors
@@ -38,3 +39,9 @@ FAMILY = Family(
     constants={"linear_attn.norm.weight": 1.0, "norm.weight": 0.0, "dt_bias": 1.0},
     releases={"Qwen/Qwen3.5-35B-A3B": 36.0},
 )
+
+
+def text_model(family: Family, architecture: str) -> Family:
+    """Return the family of the text model alone, as transformers saves it."""
+    own = {"architecture": architecture, "model_type": family.read_as, "read_as": "", "roots": family.roots[::-1]}
+    return replace(family, **own, by_name=True, serving=None, releases={})

@@ -1,16 +1,5 @@
-"""Qwen3.5, dense and without vision, as transformers saves its text model. vLLM 0.26 has no class for it."""
+"""The text model of Qwen3.5, dense, as transformers saves it. vLLM 0.26 has no class for it."""
 
-from dataclasses import replace
+from conf.families import qwen3_5, qwen3_5_moe
 
-from conf.families import qwen3_5
-
-FAMILY = replace(
-    qwen3_5.FAMILY,
-    architecture="Qwen3_5ForCausalLM",
-    model_type="qwen3_5_text",
-    read_as="",
-    by_name=True,
-    roots=("model.", "model.language_model."),
-    serving=None,
-    releases={},
-)
+FAMILY = qwen3_5_moe.text_model(qwen3_5.FAMILY, "Qwen3_5ForCausalLM")

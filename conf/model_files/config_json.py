@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from conf import strict_yaml
 from contract import json_object
 from contract.faults import Fault
 from contract.json_object import show
@@ -30,58 +31,26 @@ def _integer(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 2**31
 
 
-def _positive(value: Any) -> bool:
-    return _number(value) and 0 < value < 1e30
-
-
-def _share(value: Any) -> bool:
-    return _number(value) and 0 <= value <= 1
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
 def _ids(value: Any) -> bool:
     return _integer(value) or (isinstance(value, list) and bool(value) and all(map(_integer, value)))
 
 
-FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_qk_norm", "norm_topk_prob", "use_cache")
-FLAGS += ("output_router_logits", "use_sliding_window")
-SECTIONS = ("rope_scaling", "rope_parameters", "quantization_config", "auto_map", "id2label")
-# By error text: the test that a value must pass, and the keys that it applies to.
-KINDS: dict[str, tuple[Test, tuple[str, ...]]] = {
-    "not a number above 0 and below 1": (
-        lambda value: _number(value) and 0 < value < 1,
-        ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
-    ),
-    "not a number above 0": (_positive, ("rope_theta", "routed_scaling_factor")),
-    "not a number from 0 to 1": (
-        _share,
-        ("partial_rotary_factor", "attention_dropout", "hidden_dropout", "initializer_range", "router_aux_loss_coef"),
-    ),
-    "neither true nor false": (lambda value: type(value) is bool, FLAGS),
-    "not a text": (_text, ("model_type", "hidden_act", "hidden_activation", "dtype", "torch_dtype", "scoring_func")),
-    "not a size": (
-        lambda value: _integer(value) and value > 0,
-        ("max_position_embeddings", "n_group", "topk_group", "pretraining_tp"),
-    ),
-    "not an integer from 0": (_integer, ("sliding_window", "max_window_layers", "bos_token_id", "pad_token_id")),
-    "neither an id nor a list of ids": (_ids, ("eos_token_id",)),
-    "not an object": (lambda value: isinstance(value, dict), SECTIONS),
+# By kind: the error text, and the test that a value must pass.
+KINDS: dict[str, tuple[str, Test]] = {
+    "part": ("not a number above 0 and below 1", lambda value: _number(value) and 0 < value < 1),
+    "positive": ("not a number above 0", lambda value: _number(value) and 0 < value < 1e30),
+    "share": ("not a number from 0 to 1", lambda value: _number(value) and 0 <= value <= 1),
+    "flag": ("neither true nor false", lambda value: type(value) is bool),
+    "text": ("not a text", lambda value: isinstance(value, str) and bool(value)),
+    "size": ("not a size", lambda value: _integer(value) and value > 0),
+    "integer": ("not an integer from 0", _integer),
+    "ids": ("neither an id nor a list of ids", _ids),
+    "object": ("not an object", lambda value: isinstance(value, dict)),
+    "number": ("not a number", _number),
 }
-TESTS = {key: (error, test) for error, (test, keys) in KINDS.items() for key in keys}
-# transformers does not accept null for these keys.
-NEEDED = {"rms_norm_eps", "hidden_act", "tie_word_embeddings", "attention_bias", "use_cache", "max_position_embeddings"}
-# Keys within rope_scaling and rope_parameters.
-ABOVE_0 = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
-ABOVE_0 += ("low_freq_factor", "high_freq_factor")
-ROPE: dict[str, tuple[str, Test]] = {
-    **dict.fromkeys(("rope_type", "type"), ("not a text", _text)),
-    **dict.fromkeys(ABOVE_0, ("not a number above 0", _positive)),
-    **dict.fromkeys(("mscale", "mscale_all_dim", "attention_factor"), ("not a number", _number)),
-    "partial_rotary_factor": ("not a number from 0 to 1", _share),
-}
+KEYS = strict_yaml.table("config_json_keys")
+TESTS, ROPE = ({key: KINDS[kind] for kind, keys in KEYS[place].items() for key in keys} for place in ("config", "rope"))
+NEEDED = {*KEYS["needed"]}  # keys that cannot be null
 TIED = "tie_word_embeddings"
 PARTS = ("text_config", "vision_config")  # of a model that reads more than text
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

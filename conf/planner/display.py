@@ -334,6 +334,9 @@ def _cost(one: Candidate, gpu: Gpu) -> float | None:
     return one.seconds * one.train.steps / 3600 * one.layout.world * gpu.price
 
 
+PLAIN = ("legal", "fits", "verdict", "cpu_step", "noise", "unserved", "unanswered", "unasked")  # fields of a plan
+
+
 def as_dict(plan: Plan) -> dict[str, Any]:
     time, gpu = plan.time, plan.gpu
     searched = {keys: found_dict(found, found.offered[:SUGGESTED], gpu) for keys, found in plan.instead.items()}
@@ -347,26 +350,19 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "gpu_memory": gpu.memory,
         "gpus": plan.run.layout.world,
         "layout": plan.run.layout.model_dump(mode="json"),
-        "legal": plan.legal,
-        "fits": plan.fits,
-        "verdict": plan.verdict,
+        **{key: getattr(plan, key) for key in PLAIN},
         "problems": list(plan.problems),
         "grid": vars(plan.cut) if plan.cut else None,
         "fullest": plan.fullest.rank if plan.stages else None,
         "stages": [_stage_dict(stage) for stage in plan.stages],
         "picture": picture.as_dict(plan),
         "time": dict(vars(time)) if time else None,
-        "cpu_step": plan.cpu_step,
         "faster": plan.faster and _candidate_dict(plan.faster, gpu),
         "stage_needs": [dict(vars(need)) for need in plan.needs],
         "base": [dict(vars(way)) for way in loadings(plan.run, plan.facts)] if gpu.cuda else None,
         "evaluation": plan.serving and _evaluation_dict(plan.serving),
-        "noise": plan.noise,
-        "unserved": plan.unserved,
         "reinforce": plan.rollout and _rollout_dict(plan.rollout),
-        "unanswered": plan.unanswered,
         "reference": plan.asking and _asking_dict(plan.run, plan.asking),
-        "unasked": plan.unasked,
         "instead": searched.get(""),
         "instead_with_lora": searched.get(WITH_LORA),
         "instead_with_packed": next(({"base": keys[len(WITH_BASE) :]} | one for keys, one in packed), None),

@@ -117,8 +117,4 @@ def _sample(sample: Any) -> dict[str, Any]:
     return sample if isinstance(sample, dict) else {"place": str(sample)}
 
 
-def _figure(column: str, entry: dict[str, int]) -> str:
-    return f"{entry[column]:,}" if column in entry else ""
-
-
-PAGES.filters |= {"place": _place, "figure": _figure}
+PAGES.filters |= {"place": _place, "figure": lambda column, entry: f"{entry[column]:,}" if column in entry else ""}

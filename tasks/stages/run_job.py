@@ -34,13 +34,7 @@ def job_of(command: str, run: Run) -> Job | None:
     return jobs.job_of(command, run, gpus.may_leave(run) and hardware.of(run).cuda and not nvidia_smi.visible())
 
 
-def run_job(
-    stage_run: StageRun,
-    work: Work,
-    command: str,
-    run: Run,
-    tick: Callable[[], None] = lambda: None,
-) -> None:
+def run_job(stage_run: StageRun, work: Work, command: str, run: Run, tick: Callable[[], None] = lambda: None) -> None:
     """Run `python -m trainer.COMMAND` to its end. Raise Fault, Broken or Stopped.
 
     The command ends early if the run is cancelled, or another process has taken over the work.

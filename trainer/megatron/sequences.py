@@ -33,13 +33,9 @@ def make_dataset(run: Run):
     if description.kind == "text":
         return _blend(run, place, shared) if blend.FILE in description.files else _texts(run, place, shared)
     shared |= {"seed": run.data.seed, "dataloader_type": "batch", "do_validation": bool(run.train.validate_every)}
-    if run.data.packed:
-        return _packs(run, place, shared)
-    reference = run.paths.reference if objectives.has_reference(run) else None
-    return TokenFiles(folder=str(place), pad_id=description.pad_id, reference=reference, **shared)
-
-
-def _packs(run: Run, place: Path, shared: dict[str, Any]) -> GPTSFTDatasetConfig:
+    if not run.data.packed:
+        reference = run.paths.reference if objectives.has_reference(run) else None
+        return TokenFiles(folder=str(place), pad_id=description.pad_id, reference=reference, **shared)
     return GPTSFTDatasetConfig(
         dataset_root=place,
         enable_offline_packing=True,

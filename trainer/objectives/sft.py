@@ -31,8 +31,9 @@ def _forward(weight: float, state: Any, iterator: Iterator[dict[str, Any]], mode
     if not torch.is_grad_enabled() or not chunk.post_process:
         return gpt_step.forward_step(state, iterator, model)
     all_squares: list[torch.Tensor] = []  # first of each MTP layer, last of the model
+    # From the logits of this rank's part of the vocabulary, in fp32: Megatron-core's loss overwrites the logits.
     hook = chunk.output_layer.register_forward_hook(
-        lambda module, inputs, outputs: all_squares.append(_squares(outputs[0]))
+        lambda module, inputs, outputs: all_squares.append(log_sum_exp(outputs[0].float()) ** 2)
     )
     try:
         output, loss = gpt_step.forward_step(state, iterator, model)
@@ -46,11 +47,3 @@ def _loss(weight: float, loss: Callable, squares: torch.Tensor, output: torch.Te
     total, tokens, _ = loss(output)
     figures = loss(output.detach() - weight * squares)[2] | {"z loss": loss(squares)[2]["lm loss"]}
     return total, tokens, figures
-
-
-def _squares(logits: torch.Tensor) -> torch.Tensor:
-    """Return the squares of each token, from the logits of this rank's part of the vocabulary.
-
-    The logits are copied to fp32, because Megatron-core's loss overwrites them.
-    """
-    return log_sum_exp(logits.float()) ** 2

@@ -104,6 +104,8 @@ class Teller:
         self._change(ended=time.time(), how=how, reached=max(reached, last.start))
 
     def follows(self, line: str) -> None:
+        if not self.history.attempts:  # no attempt could begin
+            return
         how = self.history.attempts[-1].how
         self._change(next=line.removeprefix(how).removeprefix("; ") or "the end")
 

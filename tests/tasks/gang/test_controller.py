@@ -260,6 +260,21 @@ def test_a_scheduler_that_does_not_answer_is_asked_again(gang):
     assert hosts.given == [["a", "b"]]
 
 
+def test_an_attempt_that_cannot_be_announced_is_repeated(gang, monkeypatch):
+    hosts, announce, errors = Hosts(["a", "b"]), controller.announce, [ConnectionError("no answer")]
+
+    def announce_late(*of):
+        if errors:
+            raise errors.pop()
+        return announce(*of)
+
+    monkeypatch.setattr(controller, "announce", announce_late)
+    hosts.trained.set()
+    one = gang(hosts)
+    one.ends_well()
+    assert "network: no attempt: ConnectionError: no answer; begins again" in one.lines
+
+
 def test_the_first_failure_is_the_one_that_is_told(gang):
     one = gang(Hosts(["a", "b"], {"a": ["fail later"], "b": ["fail"]}), "gang.retries=0")
     with pytest.raises(Broken, match="of b"):

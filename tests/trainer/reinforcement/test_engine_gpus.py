@@ -149,13 +149,13 @@ def test_weights_that_one_of_the_workers_has_wrongly_end_the_run_in_that_step(fa
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_worker_that_is_killed_ends_its_engine_and_nothing_is_left_and_the_next_start_goes_on(start, finish, place):
-    before = {one.name for one in MEMORY.iterdir()}
     keys = KEYS | TWO | {"reinforce.steps": 200, "checkpoint.save_every": 2}
     process, folder = start("killed", keys)
     until(folder / "rollouts" / "000003.json", process)
     (vllm,) = [one for one in psutil.Process(process.pid).children() if "vllm_process" in " ".join(one.cmdline())]
     workers = [one for one in vllm.children() if "Worker" in one.name()]
     assert len(workers) == 2
+    shared = memory([vllm, *workers])
     os.kill(workers[1].pid, signal.SIGKILL)
     assert process.wait(60) == 2
     (line,) = [one for one in (place / "killed.log").read_text().splitlines() if one.startswith("error: ")]
@@ -169,13 +169,20 @@ def test_a_worker_that_is_killed_ends_its_engine_and_nothing_is_left_and_the_nex
     until(folder / "rollouts" / f"{made + 1:06d}.json", process)
     assert answers(folder)[:made] == first
     everybody = psutil.Process(process.pid).children(recursive=True)
+    shared |= memory(everybody)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     gone(everybody)
     end = time.monotonic() + 10
-    while {one.name for one in MEMORY.iterdir()} - before and time.monotonic() < end:
+    while any(one.exists() for one in shared) and time.monotonic() < end:
         time.sleep(0.1)
-    assert not {one.name for one in MEMORY.iterdir()} - before
+    assert shared and not [one for one in shared if one.exists()]
+
+
+def memory(processes: list[psutil.Process]) -> set[Path]:
+    """Shared memory of these processes. Tests beside this one have their own."""
+    files = (Path(one.path) for process in processes for one in process.memory_maps())
+    return {file for file in files if file.is_relative_to(MEMORY)}
 
 
 def gone(processes: list[psutil.Process]) -> None:

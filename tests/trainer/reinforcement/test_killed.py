@@ -137,4 +137,4 @@ def test_what_was_lost_of_its_beginning_is_not_asked_of_trained_weights(finish, 
     finish("forgetful", keys)
     del facts["before"]
     assert json.loads((folder / "reinforced.json").read_text()) == facts
-    assert "greedy exact match not known before" in (place / "forgetful.log").read_text()
+    assert "greedy exact match unknown before" in (place / "forgetful.log").read_text()

@@ -25,11 +25,7 @@ from trainer.data.write import packing
 
 GROUP = 1 << 16  # tokens, or one sequence if that is longer
 SCHEMA = pa.schema(
-    [
-        ("input_ids", pa.list_(pa.int32())),
-        ("loss_mask", pa.list_(pa.int8())),
-        ("seq_start_id", pa.list_(pa.int32())),
-    ]
+    [("input_ids", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.int8())), ("seq_start_id", pa.list_(pa.int32()))]
 )
 FORMAT = {
     "compression": "zstd",

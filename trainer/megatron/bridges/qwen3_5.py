@@ -3,7 +3,7 @@
 The text model of a model with vision is the same as the one that transformers saves alone.
 """
 
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 
 from pathlib import Path
 from types import SimpleNamespace

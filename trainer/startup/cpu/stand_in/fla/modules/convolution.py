@@ -3,20 +3,20 @@
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 
 def causal_conv1d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    initial_state: None = None,
-    output_final_state: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, None]:
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "",
+    cu_seqlens: Tensor | None = None,
+    **more,
+) -> tuple[Tensor, None]:
     """Return the convolution of x, (rows, tokens, channels), and no final state."""
-    assert initial_state is None and not output_final_state, "generation with a state is not supported"
+    assert not any(more.values()), f"not supported: {more}"  # states for generation
     channels, width = weight.shape
     rows = x.transpose(1, 2)
     ends = [0, x.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()

@@ -11,34 +11,25 @@ Within a chunk all tokens are computed together: the values that they replace fo
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 CHUNK = 64
 
 
 def chunk_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float | None = None,
-    initial_state: None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None, **more: object
+) -> tuple[Tensor, None]:
     """Return o, (rows, tokens, heads, values), and no final state. g and beta are (rows, tokens, heads)."""
-    assert initial_state is None and not output_final_state, "generation with a state is not supported"
-    assert not use_qk_l2norm_in_kernel, "queries and keys are normalised by the caller"
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    assert not any(more.values()), f"not supported: {more}"  # states for generation, and norms of queries and keys
+    scale = q.shape[-1] ** -0.5
     ends = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     rows = [(start, end) for start, end in pairwise(ends) if end > start]  # the list is filled up with empty rows
     parts = [_row(*(x[:, start:end] for x in (q * scale, k, v, g, beta))) for start, end in rows]
     return torch.cat(parts, 1).to(v.dtype), None
 
 
-def _row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+def _row(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     tokens = q.shape[1]
     q, k, v, g, beta = (_chunks(x) for x in (q, k, v, g[..., None], beta[..., None]))
     decay = g.cumsum(-2)  # since the beginning of the chunk
@@ -60,7 +51,7 @@ def _row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, bet
     return torch.cat(outputs, 2)[:, :, :tokens].transpose(1, 2)
 
 
-def _chunks(x: torch.Tensor) -> torch.Tensor:
+def _chunks(x: Tensor) -> Tensor:
     """(rows, tokens, heads, numbers) as (rows, heads, chunks, tokens, numbers), in fp32 and filled up with zeros."""
     x = functional.pad(x.transpose(1, 2).float(), (0, 0, 0, -x.shape[1] % CHUNK))
     return x.contiguous().unflatten(2, (-1, CHUNK))
