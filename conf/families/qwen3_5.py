@@ -14,9 +14,9 @@ FAMILY = replace(
     read_as="qwen3_5_text",
     read=PLAIN | {*NETS, *qwen3_5_moe.GATED},
     stated=(*HEADS, *NETS),
-    not_null=(*HEADS, *NETS),
+    not_null=(*HEADS, *NETS, "full_attention_interval"),
     defaults={"partial_rotary_factor": 0.25},
     facts=delta_facts,
     balance=None,
-    releases={"Qwen/Qwen3.5-27B": 27.8},
+    releases={},
 )

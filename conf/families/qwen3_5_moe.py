@@ -27,7 +27,7 @@ FAMILY = Family(
     fixed={"attention_bias": False},
     rotations={"default": Rotation(ROTARY)},
     stated=STATED,
-    not_null=STATED,
+    not_null=(*STATED, "full_attention_interval"),
     defaults={"partial_rotary_factor": 0.25, "norm_topk_prob": True},
     facts=partial(delta_facts, shared_gate=True),
     layer=partial(tensors.layer, shared="shared_expert", fused=False),
@@ -37,7 +37,7 @@ FAMILY = Family(
     megatron="trainer.megatron.bridges.qwen3_5",
     copied=("mtp.", "model.visual."),
     constants={"linear_attn.norm.weight": 1.0, "norm.weight": 0.0, "dt_bias": 1.0},
-    releases={"Qwen/Qwen3.5-35B-A3B": 36.0},
+    releases={"Qwen/Qwen3.5-35B-A3B": 34.7},
 )
 
 

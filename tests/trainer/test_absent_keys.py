@@ -6,6 +6,7 @@ import pytest
 
 from conf import families
 from conf.model_facts import facts_from_hf
+from conf.model_files import config_json
 from conf.planner.parameters import total
 from conf.rules.conversion import obstacles
 from trainer.rehearsal.tiny_models import KINDS
@@ -35,7 +36,7 @@ def planned(config: dict[str, Any]) -> int | None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_key_that_is_absent_or_null_is_refused_or_counted_as_transformers_counts(kind):
-    config = dict(KINDS[kind])
+    config = config_json.of_text(KINDS[kind])
     count = planned(config)
     assert count is not None
     rest = drawn(config) - count

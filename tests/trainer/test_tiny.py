@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors import SafetensorError, safe_open
 
+from conf.model_files import config_json
 from trainer import tiny
 from trainer.patches.families import kimi_k2
 from trainer.rehearsal.tiny_models import KINDS, SPECIAL_TOKENS, make_data, make_model
@@ -84,7 +85,7 @@ def test_tokenizer(folders, kind):
 
     kimi_k2.install()
     tokenizer = AutoTokenizer.from_pretrained(folders[kind])
-    assert len(tokenizer) == KINDS[kind]["vocab_size"]
+    assert len(tokenizer) == config_json.of_text(KINDS[kind])["vocab_size"]
     assert tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS) == [0, 1, 2, 3, 4]
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1)
     for text in (

@@ -3,6 +3,7 @@
 Ranks are toys with a real process group over gloo; the last tests are of the relay alone.
 """
 
+import contextlib
 import os
 import pickle
 import socket
@@ -122,6 +123,7 @@ def test_a_wrong_key_does_not_pass(guarded):
     port = relay.reach(address, b"wrong", within=5)
     with socket.create_connection(("127.0.0.1", port), timeout=5) as guest:
         guest.sendall(b"secret data")
-        assert guest.recv(1) == b""
+        with contextlib.suppress(ConnectionResetError):  # closed before it has read all
+            assert guest.recv(1) == b""
     with pytest.raises(TimeoutError):
         store.accept()

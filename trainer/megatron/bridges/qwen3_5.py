@@ -20,7 +20,7 @@ from trainer.patches.families import delta_nets
 
 
 class TextBridge:
-    """What both bridges share."""
+    """Common part of both bridges."""
 
     def provider_bridge(self, hf_pretrained):
         config = hf_pretrained.config
