@@ -113,7 +113,7 @@ def test_a_key_lets_it_train_all_the_same_and_nothing_is_promoted(gpu):
 def test_without_a_gpu_training_beside_it_is_stopped(toys):
     output = toys.run("one", code=1, train="slow", evaluate_base="late-crash")
     assert states(output)["train"] == "Failed"
-    assert "error: train: stopped: evaluate-base has failed" in output
+    assert "error: train: stopped: evaluate-base failed; evaluate.base=optional" in output
 
 
 def test_every_run_in_mlflow_ends_when_the_flow_is_cancelled(toys):
