@@ -71,8 +71,8 @@ def test_routers_are_the_same_on_ranks_that_share_a_packed_row_and_compute_it_ag
 @pytest.mark.parametrize("cut", [*LAYOUTS, "layout.pp=2 train.recompute=full train.micro_batch=1", "layout.cp=2"])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_routers_are_the_same_at_every_layout(kind, cut, packed, trained):
-    if packed and not cut:
-        pytest.skip("one packed row cannot be shared by two ranks of data parallelism")
+    if packed and (not cut or "vpp" in cut):
+        pytest.skip("one packed row is one microbatch: two ranks of data parallelism cannot share it, vpp needs more")
     same(trained(kind, *packed, "layout.gpus_per_node=2", cut), trained(kind))
 
 
