@@ -70,9 +70,9 @@ class Family:
     facts: Callable[[Keys], ModelFacts] = llama_facts
     layer: Callable[[ModelFacts, str], tensors.Tensors] = tensors.layer  # tensors of a layer of this kind
     ends: Callable[[ModelFacts], tuple[tensors.Tensors, tensors.Tensors]] = tensors.ends
-    roots: tuple[str, ...] = ("model.",)  # beginnings of names, of which a release has one; the first is usual
-    embedding: str = "embed_tokens.weight"  # after the root
-    layers_in: str = "layers"  # module that contains the layers, after the root
+    roots: tuple[str, ...] = ("model.",)  # names of a release begin with one of these, by default with the first
+    embedding: str = "embed_tokens.weight"  # name without the root
+    layers_in: str = "layers"  # module that contains the layers, without the root
     names: Mapping[str, str] = field(default_factory=dict)  # the family's names for Llama's keys
 
     read_as: str = ""  # model_type of transformers' text model, if it differs
@@ -100,12 +100,17 @@ class Family:
         """Return the beginning of the names of a release."""
         return next((root for root in self.roots if root + self.embedding in names), self.roots[0])
 
+    def stacks(self, names: Collection[str]) -> bool:
+        """Return whether a release has one tensor for all experts of a layer. Layers of mtp.* do not count."""
+        layers = f"{self.root(names)}{self.layers_in}."
+        return any(name.startswith(layers) and name.endswith(tensors.STACK) for name in names)
+
     def tensors(self, facts: ModelFacts, names: Collection[str] = ()) -> dict[str, tensors.Tensor]:
         """Return every tensor by its released name. Multi-token-prediction layers follow the ordinary layers.
 
         `names` are those of a release, which may have another root, or one tensor for all experts of a layer.
         """
-        root, stacks = self.root(names), any(name.endswith(tensors.STACK) for name in names)
+        root, stacks = self.root(names), self.stacks(names)
         first, last = self.ends(facts)
         every = dict(tensors.named(first, root))
         for number in range(facts.layers + facts.mtp_layers):

@@ -180,7 +180,7 @@ def test_a_worker_that_is_killed_ends_its_engine_and_nothing_is_left_and_the_nex
 
 
 def memory(processes: list[psutil.Process]) -> set[Path]:
-    """Shared memory of these processes. Tests beside this one have their own."""
+    """Return the files in shared memory that these processes use. Other tests may run at the same time."""
     files = (Path(one.path) for process in processes for one in process.memory_maps())
     return {file for file in files if file.is_relative_to(MEMORY)}
 

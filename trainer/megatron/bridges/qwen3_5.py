@@ -14,7 +14,6 @@ from megatron.bridge.models.qwen import qwen35_bridge
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from conf import families
-from conf.families.parts.tensors import STACK
 from conf.model_files import weights
 from trainer.patches.families import delta_nets
 
@@ -34,8 +33,8 @@ class TextBridge:
     def _names(self) -> tuple[str, bool]:
         """Return the beginning of the release's names, and whether one tensor has all experts of a layer."""
         names = weights.names(Path(self.hf_config._name_or_path))
-        root = families.named(self.hf_config.architectures[0]).root(names)
-        return root, any(name.endswith(STACK) for name in names)
+        family = families.named(self.hf_config.architectures[0])
+        return family.root(names), family.stacks(names)
 
 
 class DenseBridge(TextBridge, qwen35_bridge.Qwen35Bridge):
