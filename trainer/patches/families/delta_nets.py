@@ -16,6 +16,7 @@ from types import ModuleType
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from transformers.utils import import_utils
 
+from trainer.megatron import delta_kernels
 from trainer.patches import versions
 
 
@@ -31,10 +32,11 @@ def use_kernels(bridge: ModuleType) -> None:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from megatron.core.ssm.gated_delta_net import common, gdn
 
+    delta_kernels.choose_configurations()
     common.HAVE_FLA = True
     common.l2norm = l2norm
     gdn.causal_conv1d = causal_conv1d
-    gdn.chunk_gated_delta_rule = chunk_gated_delta_rule
+    gdn.chunk_gated_delta_rule = delta_kernels.by_size(chunk_gated_delta_rule)
     build = common.build_module
 
     def build_plain(spec, *args, config, **kwargs):

@@ -1,4 +1,4 @@
-"""The gated delta rule, computed in chunks of tokens.
+"""The gated delta rule, computed in chunks of tokens: on a CPU, and on a GPU for sizes that have no kernel.
 
 A head keeps a state S, a matrix of keys and values. Each token lets it decay, replaces the value stored at its key, and
 reads the value at its query:
@@ -35,13 +35,13 @@ def _row(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     decay = g.cumsum(-2)  # since the beginning of the chunk
     between = (decay - decay.mT).tril().exp().tril()  # from one token to a later one
     replaced = ((k * beta) @ k.mT * between).tril(-1)
-    system = replaced + torch.eye(CHUNK)
+    system = replaced + torch.eye(CHUNK, device=k.device)
     values, keys = (
         torch.linalg.solve_triangular(system, x, upper=False, unitriangular=True)
         for x in (v * beta, k * beta * decay.exp())
     )
     read = q @ k.mT * between
-    state = torch.zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
+    state = k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
     outputs = []
     for chunk in range(q.shape[2]):
         new = values[:, :, chunk] - keys[:, :, chunk] @ state
