@@ -39,7 +39,7 @@ SHARED_BUFFERS = 16  # of a layer's input each, of tensor-parallel ranks with tr
 # Routing gives every microbatch other sizes; expandable segments, which trainer/startup/device.py sets, halved the
 # share. Without routing and with frozen weights, sizes repeat: 0.2 to 4 % were held on H100s.
 FRAGMENTS, EVEN = 0.08, 0.03
-FROZEN_PRODUCT = 9  # compute capability of the GPUs on which the experts of a layer share one block
+HOPPER = 9.0  # compute capability with which torch has a product of all experts, for weights and for adapters
 DRY = 0.02  # share of a GPU's memory: with less free memory the allocator empties its cache again and again
 
 
@@ -282,27 +282,21 @@ def _too_small(run: Run, facts: ModelFacts, gpu: Gpu, holding: Holding, works: l
     """
     if not facts.experts or run.train.recompute != "full" or run.train.recompute_first is not None:
         return 0
-    sent, blocks = max(work["dispatch"] for work in works), _stacked(run, facts, holding)
-    if int(gpu.capability) != FROZEN_PRODUCT or not blocks:
+    sent = max(work["dispatch"] for work in works)
+    packed = packed_base.format_of(run) and "experts" in packed_base.parts(run)
+    if packed or not is_one_product(run, gpu) or not any(map(facts.routed, holding.layers)):
         return sent
+    matrix = facts.experts // run.layout.ep * facts.hidden * facts.expert_ffn // run.layout.etp * byte(run.train)
+    gate = 2 if facts.gated else 1
     each = activations.tokens(run, facts).whole * _output_weights(run, facts) // facts.hidden * byte(run.train)
-    return sent + sum(blocks) - (each if each <= max(blocks) else 0)
+    return sent + matrix * gate + matrix - (each if each <= matrix * gate else 0)
 
 
-def _stacked(run: Run, facts: ModelFacts, holding: Holding) -> tuple[int, ...]:
-    """Return the bytes of the blocks that contain the frozen experts of a layer."""
-    if (
-        not any(map(facts.routed, holding.layers))
-        or run.adapter.kind == "none"
-        or run.train.precision != "bf16"
-        or run.train.fp8
-        or packed_base.format_of(run)
-        or not run.moe.grouped_gemm
-    ):
-        return ()
-    layout = run.layout
-    matrix = facts.experts // layout.ep * facts.hidden * facts.expert_ffn // layout.etp * byte(run.train)
-    return (matrix * (2 if facts.gated else 1), matrix)
+def is_one_product(run: Run, gpu: Gpu) -> bool:
+    """Whether a layer's frozen experts are one product, whatever their number (trainer/megatron/frozen_experts.py)."""
+    train, adapter = run.train, run.adapter
+    lean = adapter.kind != "none" and adapter.lean and run.moe.grouped_gemm
+    return lean and gpu.capability == HOPPER and train.precision == "bf16" and not train.fp8
 
 
 def _empty_gradients(run: Run, facts: ModelFacts, holding: Holding) -> int:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from conf.model_facts import ModelFacts
 from conf.planner import work
 from conf.planner.hardware import Gpu
-from conf.planner.memory import Holding
+from conf.planner.memory import HOPPER, Holding, is_one_product
 from conf.planner.states import byte
 from conf.rules import packed_base
 from conf.schema.run import Run
@@ -76,7 +76,6 @@ EXPERT = {
     "blockwise": (62e-6, 123e-6, 59e-6),
     "mxfp8": (62e-6, 123e-6, 59e-6),
 }
-HOPPER = 9.0  # capability with which the adapters of all experts are one product (trainer/megatron/lean_adapters.py)
 WEIGHT = {"current": 25e-6, "delayed": 10e-6, "blockwise": 10e-6, "mxfp8": 10e-6}  # once a step, to quantize a weight
 
 ADAM = 0.66  # of bytes/s; reads gradient, weight and two means; writes weight, means and bf16 weight
@@ -155,18 +154,6 @@ def moving(run: Run, gpu: Gpu, moves: list[work.Move]) -> tuple[float, float]:
     less = {"permute": SORTED_ONCE} if sorted_once else {}
     forward = sum(move.forward * less.get(move.name, 1) / (gpu.hbm * MOVES[move.name][0]) for move in moves)
     return forward, sum(move.backward * less.get(move.name, 1) / (gpu.hbm * MOVES[move.name][1]) for move in moves)
-
-
-def is_one_product(run: Run, gpu: Gpu) -> bool:
-    """Whether a layer's frozen experts are one product, whatever their number (trainer/megatron/frozen_experts.py)."""
-    return (
-        gpu.capability == HOPPER
-        and run.adapter.kind != "none"
-        and run.adapter.lean
-        and run.train.precision == "bf16"
-        and not run.train.fp8
-        and run.model.base == "bf16"
-    )
 
 
 def attention(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> float:

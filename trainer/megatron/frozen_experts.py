@@ -5,13 +5,13 @@ host needs milliseconds to build such lists, for each of a layer's two products,
 and the backward pass. The host also waits until the GPU knows the numbers, and meanwhile nothing is queued. torch's
 grouped product reads on the GPU where each expert's tokens end, and takes the weights of a layer as one tensor. Frozen
 weights are stacked into such a tensor in the first forward pass; each parameter keeps its name and becomes a view of
-its part.
+its part. Packed weights are unpacked into such a tensor for each product.
 
 If one rank holds all experts, OneRank saves more: tokens are sorted by expert only once, and the numbers are not copied
 to the host. Other code that needs the numbers, such as adapters of each expert, waits for the copy.
 
-This requires bf16 on Hopper, for which torch has the kernel; tests set OF_TYPE to run in fp32 on a CPU. Packed weights
-and FP8 keep Transformer Engine's product.
+This requires bf16 on Hopper, for which torch has the kernel; tests set OF_TYPE to run in fp32 on a CPU. FP8 keeps
+Transformer Engine's product.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
@@ -28,6 +28,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import nn
 
+from trainer.megatron.packed_base.weight import PackedWeight, Store
 from trainer.startup import device
 
 HOPPER = 9
@@ -99,7 +100,7 @@ def _take(layer: MoELayer) -> None:
 def _fits(grouped: nn.Module) -> bool:
     weights = [grouped.get_parameter(f"weight{i}") for i in range(grouped.num_gemms)]
     return all(
-        type(weight) is nn.Parameter
+        type(weight) in (nn.Parameter, PackedWeight)
         and weight.dtype == OF_TYPE
         and not weight.requires_grad
         and not any(n % 8 for n in weight.shape)
@@ -114,7 +115,9 @@ def has_kernel() -> bool:
 def _forward(layer: nn.Module, x: torch.Tensor, counts: Counts | list[int]) -> tuple[torch.Tensor, Any]:
     """Replace TEGroupedLinear.forward."""
     counts = counts if isinstance(counts, Counts) else Counts(counts)
-    output = Product.apply(x, stacked(layer, "weight"), counts.ends(x.device))
+    first = layer.get_parameter("weight0")
+    weight = first.store if isinstance(first, PackedWeight) else stacked(layer, "weight")
+    output = Product.apply(x, weight, counts.ends(x.device))
     if not layer.use_bias:
         return output, None
     bias = stacked(layer, "bias")
@@ -144,8 +147,9 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, ends):
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, ends)
-        return nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+        ctx.packed = weight if isinstance(weight, Store) else None
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, None if ctx.packed else weight, ends)
+        return nn.functional.grouped_mm(x, _whole(weight).transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -155,7 +159,11 @@ class Product(torch.autograd.Function):
             of_weight = nn.functional.grouped_mm(gradient.t(), x, offs=ends)
             has_tokens = ends.diff(prepend=ends.new_zeros(1)) > 0
             of_weight = of_weight.where(has_tokens[:, None, None], of_weight.new_zeros(()))
-        return nn.functional.grouped_mm(gradient, weight, offs=ends), of_weight, None
+        return nn.functional.grouped_mm(gradient, _whole(ctx.packed or weight), offs=ends), of_weight, None
+
+
+def _whole(weight: torch.Tensor | Store) -> torch.Tensor:
+    return weight.unpack() if isinstance(weight, Store) else weight
 
 
 def _add_bias(output, bias, counts: Counts | list[int], probabilities):

@@ -33,6 +33,7 @@ def trained(base, configure, ranks, work):
     "model, settings",
     [
         ("gpt-oss", (SHARED,)),  # with biases
+        ("glm4-moe", (EACH, "model.base=int4")),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [

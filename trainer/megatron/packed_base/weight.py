@@ -30,12 +30,13 @@ _PASSED_ON = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 class Store(Codes):
     """Codes that the kernel of their device unpacks."""
 
-    def unpack(self) -> list[torch.Tensor]:
+    def unpack(self) -> torch.Tensor:
+        """Return all matrices as one tensor."""
         if self.codes.is_cuda:
             from trainer.megatron.packed_base.kernel import unpack
         else:
             from trainer.megatron.packed_base.codes import unpack
-        return list(unpack(self).unbind())
+        return unpack(self)
 
 
 class PackedWeight(torch.Tensor):
@@ -60,7 +61,7 @@ class PackedWeight(torch.Tensor):
         return self.store.bytes if self.leads else 0
 
     def materialize_group_for_forward(self, **_: Any) -> list[torch.Tensor]:
-        return self.store.unpack()
+        return list(self.store.unpack().unbind())
 
     materialize_group_for_backward = materialize_group_for_forward
 
