@@ -194,8 +194,8 @@ class Seen(Lookout):
     last: "Seen"
 
     def __init__(self, board: Board, probe: str, say: Callable[[str], None]):
-        super().__init__(board, probe, say)
         self.at: dict[str, float] = {}
+        super().__init__(board, probe, say)  # announces the attempt
         Seen.last = self
 
     def say(self, **news) -> None:

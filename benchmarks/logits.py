@@ -81,7 +81,8 @@ def _computed(folder: Path, adapter: Path | None, rows: Rows):
     try:
         # PEFT names its weights by the class in config.json, which differs from AutoModelForCausalLM's for vision.
         kind = getattr(transformers, json_object.read(folder / "config.json")["architectures"][0])
-        model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        config = transformers.AutoConfig.from_pretrained(folder)  # Kimi-K2's names another model_type than its class
+        model = kind.from_pretrained(folder, config=config, dtype=torch.float32, attn_implementation="eager")
         if adapter:
             from peft import PeftModel
 

@@ -122,6 +122,6 @@ def _run(rng: random.Random, config: dict[str, Any], layers: int) -> Run:
         moe={
             "grouped_gemm": grouped,
             "dispatcher": pick(["alltoall"] * 4 + ["allgather", "flex"]),
-            "freeze_router": pick([False, False, True]),
+            "freeze_router": pick([False, False, True]) and "num_experts_per_tok" in config,
         },
     )

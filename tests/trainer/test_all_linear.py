@@ -9,8 +9,8 @@ from safetensors import safe_open
 from trainer.rehearsal import tiny_models
 
 NEITHER = ("embed_tokens", "lm_head", "wte", "wpe")  # and what chooses experts
-NEITHER += ("mlp.gate", "block_sparse_moe.gate", "mlp.router", "shared_expert_gate")
-EXPERT = re.compile(r"(?P<layer>model\.layers\.\d+)\.(mlp|block_sparse_moe)\.experts\.")
+NEITHER += ("mlp.gate", "block_sparse_moe.gate", "mlp.router", "shared_expert_gate", "conv1d")
+EXPERT = re.compile(r"(?P<layer>model\.(language_model\.)?layers\.\d+)\.(mlp|block_sparse_moe)\.experts\.")
 PLUS = ["adapter.rank=4", "adapter.alpha=8", "adapter.rslora=true", "adapter.b_lr_ratio=16", "train.steps=2"]
 
 

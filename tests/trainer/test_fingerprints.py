@@ -59,6 +59,7 @@ OF_CONVERSION = {"model.compare", "convert.hosts"}
 # Adam on the host rounds otherwise: tests/trainer/megatron/test_precision.py compares it. Loader processes need a GPU.
 TEXTS = (
     "http://127.0.0.1:9/v1",
+    "slurm",
     "other",
     "none",
     "8Gi",

@@ -81,11 +81,14 @@ def differences(run, config, counts) -> list[str]:
 def compare_counts(ask, model: str, share: range) -> None:
     """Of those pairs of a layout and an adapter whose numbers add up to one that is in the share."""
     config = (KINDS | MODELS)[model] | ({"vocab_size": 512} if model == "llama" else {})
-    moe = "num_experts_per_tok" in config
+    text_model = config.get("text_config", config)
+    moe = "num_experts_per_tok" in text_model
     # experts need sp under tp
     layouts = [text for text in DENSE if "tp" not in text or "sp" in text] + list(MOE) if moe else DENSE
     if model == "gpt-oss":  # has biases in experts, and sinks
         layouts = [text for text in layouts if "etp" not in text and "cp" not in text]
+    key_heads = text_model.get("linear_num_key_heads", 0)  # tp * cp divides those of gated delta nets
+    layouts = [text for text in layouts if key_heads % (cut(text).get("tp", 1) * cut(text).get("cp", 1)) == 0]
     for (first, text), (second, adapter) in product(enumerate(layouts), enumerate(ADAPTERS)):
         if first + second not in share:
             continue

@@ -48,9 +48,16 @@ def main(run: Run) -> None:
 
 
 def load_released(bridge, model, folder: str) -> None:
-    """Load every tensor of the model, or none."""
+    """Load every tensor of the model, or none, by Bridge, which passes stacks of all experts to its mappings."""
+    from megatron.bridge.models.gpt_oss import gpt_oss_bridge
+    from megatron.bridge.utils.common_utils import extract_expert_number_from_param
+
     from trainer.weights import coverage
 
+    for kind in (gpt_oss_bridge.GPTOSSMLPGateUpProjMapping, gpt_oss_bridge.GPTOSSMLPDownProjMapping):
+        kind.hf_to_megatron = lambda mapping, stack, module, of_one=kind.hf_to_megatron: of_one(
+            mapping, stack[extract_expert_number_from_param(mapping.megatron_param)], module
+        )
     tensors = [tensor for _, tensor in coverage.named_tensors(model) if tensor.is_floating_point()]
     for tensor in tensors:
         tensor.data.fill_(float("nan"))

@@ -87,7 +87,10 @@ def test_what_cannot_be_drawn_is_said_in_a_line_and_nothing_is_left(tokenizer, t
 def test_names_shapes_and_spread_are_those_of_transformers(kind, tokenizer, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = tiny_models.KINDS[kind] | TOKENS | {"vocab_size": 512}
+    config = tiny_models.KINDS[kind]
+    if text := config.get("text_config"):  # a model with vision is not drawn, but its text model is
+        config = text | {"architectures": [config["architectures"][0].replace("ConditionalGeneration", "CausalLM")]}
+    config = config | TOKENS | {"vocab_size": 512}
     if kind == "glm4-moe-lite":
         config["num_nextn_predict_layers"] = 0  # transformers leaves those layers out
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).float().save_pretrained(tmp_path / "theirs")
@@ -102,8 +105,9 @@ def test_names_shapes_and_spread_are_those_of_transformers(kind, tokenizer, tmp_
             spread = max(0.1, 6 / (2 * one.numel()) ** 0.5)  # of six deviations of so few numbers
             assert float(other.std()) == pytest.approx(deviation, rel=spread), name
         assert (float(other.std()) > 0) == (deviation > 0), name
-        assert float(other.mean()) == pytest.approx(
-            float(one.mean()),
-            abs=max(1e-6, 6 * deviation * (2 / one.numel()) ** 0.5),  # both are drawn
-        )
+        if one.numel() >= 100 or deviation == 0:  # nor does a mean
+            assert float(other.mean()) == pytest.approx(
+                float(one.mean()),
+                abs=max(1e-6, 6 * deviation * (2 / one.numel()) ** 0.5),  # both are drawn
+            )
         assert [not row.any() for row in other[:2]] == [not row.any() for row in one[:2]]
