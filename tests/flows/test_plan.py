@@ -66,7 +66,7 @@ PRESETS = {
     "minimax-m27-4xh200": (0, 4, 1),
     "minimax-m21-8xh200": (0, 8, 1),
     "qwen3-next-80b-4xh100": (0, 4, 1),
-    "qwen35-35b-2xh100": (0, 2, 1),
+    "qwen35-35b-1xh100": (0, 1, 1),
     "glm47": (0, 8, 2),
     "glm47-as-documented": (1, 16, 2),
     "glm47-b200": (0, 8, 1),
