@@ -209,6 +209,16 @@ GPT2_TWO = f"{GPT2} optimizer.distributed=true layout.gpus_per_node=2 train.glob
             "layout.gpus_per_node=1 layout.ep=1 train.global_batch=4 moe.force_balance=true",
             2.026,
         ),
+        ("qwen35-35b-1xh100", "qwen35-35b-a3b", 40, "h100", "moe.force_balance=true", 6.691),
+        (
+            "qwen35-35b-1xh100",
+            "qwen35-35b-a3b",
+            40,
+            "h100",
+            "model.base=int4 data.packed=false data.seq_length=4096 train.global_batch=8 train.micro_batch=8"
+            " moe.force_balance=true",
+            2.781,
+        ),
     ],
 )
 def test_measured_steps(name, model, layers, gpu, keys, measured):
