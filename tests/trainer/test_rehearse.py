@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -81,7 +82,7 @@ def differences(run, config, counts) -> list[str]:
 def compare_counts(ask, model: str, share: range) -> None:
     """Of those pairs of a layout and an adapter whose numbers add up to one that is in the share."""
     config = (KINDS | MODELS)[model] | ({"vocab_size": 512} if model == "llama" else {})
-    text_model = config.get("text_config", config)
+    text_model: Any = config.get("text_config", config)
     moe = "num_experts_per_tok" in text_model
     # experts need sp under tp
     layouts = [text for text in DENSE if "tp" not in text or "sp" in text] + list(MOE) if moe else DENSE

@@ -20,6 +20,7 @@ LIGHT = {
     "checkpoints/base_loading": "build_without_memory",
     "checkpoints/files": "pass_results_here",
     "families/clamped_experts": "install",
+    "families/delta_kernels": "choose_configurations",
     "families/head_models": "install",
     "families/kimi_k2": "install",
     "families/latent_norms": "keep_epsilon",

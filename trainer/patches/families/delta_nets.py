@@ -16,8 +16,8 @@ from types import ModuleType
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from transformers.utils import import_utils
 
-from trainer.megatron import delta_kernels
 from trainer.patches import versions
+from trainer.patches.families import delta_kernels
 
 
 def use_kernels(bridge: ModuleType) -> None:

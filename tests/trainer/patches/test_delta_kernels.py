@@ -1,4 +1,4 @@
-"""trainer/megatron/delta_kernels.py: which heads the kernels compute, and with which configuration."""
+"""trainer/patches/families/delta_kernels.py: which heads the kernels compute, and with which configuration."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from trainer.megatron import delta_kernels
+from trainer.patches.families import delta_kernels
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,8 @@
-"""Kernels of flash-linear-attention for gated delta nets: which sizes they compute, and how each is configured."""
+"""Patch for flash-linear-attention's kernels of gated delta nets: their sizes, and one configuration for each.
+
+Remove when the package computes every size right (https://github.com/fla-org/flash-linear-attention/issues/640), and
+tunes nothing.
+"""
 
 import sys
 from collections.abc import Callable
@@ -6,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trainer.patches import versions
 from trainer.startup.cpu.stand_in.fla.ops import gated_delta_rule
 
 
@@ -28,6 +33,7 @@ def choose_configurations() -> None:
     The package would time up to 48 of them at each new shape: minutes, and another choice, thus another rounding, on
     each rank. On an H100 the chosen ones take at most a few percent of a layer's time more than the fastest.
     """
+    versions.check(__name__)
     for module in [module for name, module in sys.modules.items() if name.startswith("fla.")]:
         for kernel in vars(module).values():
             while kernel is not None:  # decorators around a kernel
