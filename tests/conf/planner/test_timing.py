@@ -215,6 +215,14 @@ GPT2_TWO = f"{GPT2} optimizer.distributed=true layout.gpus_per_node=2 train.glob
             "qwen35-35b-a3b",
             40,
             "h100",
+            "data.packed=false data.seq_length=4096 train.global_batch=6 train.micro_batch=6 moe.force_balance=true",
+            2.167,
+        ),
+        (
+            "qwen35-35b-1xh100",
+            "qwen35-35b-a3b",
+            40,
+            "h100",
             "model.base=int4 data.packed=false data.seq_length=4096 train.global_batch=8 train.micro_batch=8"
             " moe.force_balance=true",
             2.781,

@@ -35,9 +35,8 @@ def _row(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     decay = g.cumsum(-2)  # since the beginning of the chunk
     between = (decay - decay.mT).tril().exp().tril()  # from one token to a later one
     replaced = ((k * beta) @ k.mT * between).tril(-1)
-    system = replaced + torch.eye(CHUNK, device=k.device)
     values, keys = (
-        torch.linalg.solve_triangular(system, x, upper=False, unitriangular=True)
+        torch.linalg.solve_triangular(replaced, x, upper=False, unitriangular=True)
         for x in (v * beta, k * beta * decay.exp())
     )
     read = q @ k.mT * between
