@@ -16,6 +16,7 @@ def main(run: Run) -> None:
 
     from trainer.megatron import frozen_experts
     from trainer.patches.expert_adapters import ExpertAdapter
+    from trainer.weights.packed_base import loading
 
     counts = {"products": 0, "dispatched": 0, "asked": 0}
 
@@ -37,6 +38,8 @@ def main(run: Run) -> None:
     ExpertAdapter._can_use_grouped_mm = lambda *_: request["frozen"]  # as on a GPU
     counted(frozen_experts.Product, "forward", "products")
     counted(frozen_experts.OneRank, "dispatch_postprocess", "dispatched")
+    if run.model.base != "bf16":
+        loading.prepare(run)
     losses, _, pieces, _ = gradients_of_run.train(run, ())
     if torch.distributed.get_rank() == 0:
         torch.save({"losses": losses, "gradients": dict(pieces), "counts": counts}, folder / "gradients.pt")
