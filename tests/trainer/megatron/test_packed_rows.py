@@ -1,0 +1,17 @@
+"""A packed row is computed as if it was alone, in every family."""
+
+import json
+
+import pytest
+
+from trainer.rehearsal.tiny_models import KINDS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_rows_are_computed_as_if_they_were_alone(kind, configure, ranks, tmp_path):
+    result = ranks("packed_rows", configure(kind, "data.packed=true", "model.mtp=false", f"paths.output={tmp_path}"))
+    assert result.code == 0, result.output[-3000:]
+    found = json.loads(result.output.splitlines()[-1])
+    assert found["loss"] <= 1e-6
+    assert found["logits"] <= 1e-5
+    assert found["changed"] == []
