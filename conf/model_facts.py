@@ -3,8 +3,7 @@
     facts_from_hf(config)    facts of a config.json; a ValueError of one line if it does not describe a model
     shapes(config, names)    shape of each released tensor, by name
 
-Counts are exact for the families in conf/families/. Others are read by the names of Llama, GLM-4.5+, DeepSeek-V3,
-Qwen-MoE and Mixtral.
+Counts are exact for the families in conf/families/. Others are read by the names in conf/families/parts/keys.py.
 """
 
 from collections.abc import Collection

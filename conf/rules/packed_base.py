@@ -39,7 +39,7 @@ class Format:
         return self.bits / 8 + self.scale_bytes / (self.block[0] * self.block[1])
 
 
-# Blocks of the releases of DeepSeek-V3 (FP8) and Kimi-K2-Thinking (4 bits), and of NVIDIA's GPUs.
+# Blocks of models released in FP8 and in 4 bits, and of NVIDIA's GPUs.
 FORMATS = {
     "fp8": Format("fp8", 8, (128, 128), 4),
     "int4": Format("int", 4, (1, 32), 2),

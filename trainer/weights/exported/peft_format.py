@@ -103,7 +103,7 @@ def _experts(adapters: Adapters) -> dict[str, dict[int, dict[str, Adapter]]]:
             for number, adapter in enumerate(of_weight):
                 by_module[stack["module"]].setdefault(number, {})[stack["leaf"]] = adapter
         elif match := EXPERT.match(name):
-            module = f"{match['layer']}.mlp.experts"  # transformers' name; Mixtral's releases use another
+            module = f"{match['layer']}.mlp.experts"  # transformers' name; some releases use another
             by_module[module].setdefault(int(match["number"]), {})[LEAVES[match["leaf"]]] = of_weight[0]
     return by_module
 
