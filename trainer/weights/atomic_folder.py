@@ -18,7 +18,7 @@ from typing import Any
 
 from contract import checkpoints, output_marks
 from contract.faults import Fault
-from contract.files import sync, write_atomically
+from contract.files import is_partial, sync, write_atomically
 from contract.output_marks import JOURNAL, PARTIAL, Kind, check_one, take
 
 # Megatron's writer processes report that they failed, but not the cause.
@@ -53,8 +53,10 @@ def write(folder: Path, facts: dict[str, Any], kind: Kind, state: str) -> Iterat
         yield partial
         barrier()
         if first:
-            for file in partial.rglob("*"):
-                if file.is_file():
+            for file in [*partial.rglob("*")]:
+                if is_partial(file.name):  # of a killed attempt
+                    file.unlink()
+                elif file.is_file():
                     sync(file)
             _put_aside(partial, journal)
             checkpoints.mark(partial, **facts)

@@ -68,6 +68,15 @@ def test_killed_behind_the_end_it_leaves_nothing_to_go_on_with(tmp_path, monkeyp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
 
 
+def test_killed_while_it_writes_a_file_it_leaves_no_part_of_it_in_the_next_output(tmp_path):
+    place = tmp_path / "base"
+    with pytest.raises(Killed), atomic_folder.write(place, FACTS, BASE, "this") as partial:
+        (partial / ".sums.json.0123abcd.partial").write_text("[")
+        raise Killed
+    assert make(place) == []
+    assert sorted(path.name for path in place.iterdir()) == ["complete.json", "weights"]
+
+
 def test_another_attempt_takes_nothing_of_it(tmp_path, monkeypatch):
     place = tmp_path / "base"
     with monkeypatch.context() as patched, pytest.raises(Killed):
