@@ -115,7 +115,7 @@ def gang(folder: Path) -> None:
     keys = ["layout.nodes=2", "train.micro_batch=8", "gang.min_nodes=1", "train.steps=1", "optimizer.warmup_steps=0"]
     run = load("tiny", [*keys, *places])
     hosts.output = run.paths.output
-    trace = Trace(lambda value: isinstance(value, Job), (Job, Run, Gang), "carry_out")
+    trace = Trace(lambda value: isinstance(value, Job | Gang), (Job, Run, Gang), "carry_out")  # a Gang has the Job
     sys.setprofile(trace)
     try:
         teller = Teller(History("gang", run.name, ""), folder / "none")
