@@ -70,7 +70,7 @@ def of_text(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(text, dict):
         return config
     whole = {key: value for key, value in config.items() if key not in PARTS}
-    return {**text, TIED: False, **whole}
+    return {**{key: value for key, value in text.items() if key != TIED}, **whole}
 
 
 def check(config: dict[str, Any]) -> None:
@@ -83,7 +83,10 @@ def check(config: dict[str, Any]) -> None:
     config = of_text(config)
     _check_keys(config, TESTS, "")
     for section in ("rope_scaling", "rope_parameters"):
-        _check_keys(config.get(section) or {}, ROPE, f"{section}.")
+        scaling = config.get(section) or {}
+        parts = {f"{section}.{kind}.": part for kind, part in scaling.items() if isinstance(part, dict)}
+        for place, part in ({f"{section}.": scaling} | parts).items():
+            _check_keys(part, ROPE, place)
     rows = config.get("vocab_size")
     for key in IDS:
         ids = config.get(key)

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from conf import families, strict_yaml
-from conf.families.parts.family import ANY, Family
+from conf.families.parts.family import ANY, Family, Rotation
 from conf.model_files import config_json
 from contract.json_object import show
 
@@ -56,7 +56,7 @@ def _unread(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, st
                 yield key, f"{show(value)}, {builds} {show(only[key][0])} only"
         elif key in OF_LAYERS and family.layer_turns:
             if value and value != [family.layer_turns[n % len(family.layer_turns)] for n in range(_layers(config))]:
-                yield key, f"{show(value)}, {builds} alternating {' and '.join(family.layer_turns)}"
+                yield key, f"{show(value)}, {builds} {_pattern(family.layer_turns)}"
         elif key in OF_LAYERS and key not in family.read:
             if value and not (isinstance(value, list) and all(kind == OF_LAYERS[key] for kind in value)):
                 yield key, f"{show(value)}, {builds} {OF_LAYERS[key]} only"
@@ -77,11 +77,26 @@ def _rotation(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, 
     scaling = config.get(key) or {}
     if not isinstance(scaling, dict):
         yield key, f"{show(scaling)}, which is not an object"
-        return
+    elif not family.local_rotations or key == "rope_scaling":
+        yield from _scaling(key, scaling, config, family, family.rotations)
+    else:
+        local, other = family.layer_turns[0], family.layer_turns[-1]
+        for name, part in scaling.items():
+            if name not in (local, other) or not isinstance(part, dict):
+                yield f"{key}.{name}", f"{show(part)}, but transformers reads objects for {local} and {other} only"
+            else:
+                right = family.local_rotations if name == local else family.rotations
+                yield from _scaling(f"{key}.{name}", part, config, family, right)
+
+
+def _scaling(
+    key: str, scaling: dict[str, Any], config: Mapping[str, Any], family: Family, rotations: Mapping[str, Rotation]
+) -> Iterator[tuple[str, str]]:
+    """Check the scaling of all layers, or of layers of one kind."""
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    rotation = family.rotations.get(kind) if isinstance(kind, str) else None
+    rotation = rotations.get(kind) if isinstance(kind, str) else None
     if rotation is None:
-        reads = f"it reads {', '.join(family.rotations)}"
+        reads = f"it reads {', '.join(rotations)}"
         yield f"{key}.rope_type", f"{show(kind)}, which Megatron-Bridge does not read for {_name(config)}; {reads}"
         return
     if scaling.get("type", kind) not in (kind, None):
@@ -122,6 +137,10 @@ def _routing(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, s
     if sizes and groups != kept and each // kept != 2:
         text = f"by their best {each // kept} experts instead of 2"
         yield "topk_group", f"{kept}, but Megatron would rank the {groups} groups {text}"
+
+
+def _pattern(turns: tuple[str, ...]) -> str:
+    return " and ".join(f"{turns.count(kind)} {kind}" for kind in dict.fromkeys(turns)) + " in turn"
 
 
 def _layers(config: Mapping[str, Any]) -> int:

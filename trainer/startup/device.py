@@ -107,6 +107,9 @@ def choose_kernels(provider, every_weight: bool = False, fp16: bool = False) -> 
     `every_weight`: the training is a full fine-tuning, not an adapter. `fp16`: the precision, which some kernels do not
     support.
     """
+    from megatron.core.activations import fast_gelu
+    from torch.nn.functional import gelu
+
     provider.gradient_accumulation_fusion = every_weight and has_gpu()
     if has_gpu():
         # Megatron's loss copies the logits twice in fp32. Transformer Engine's works in place, but not in fp16.
@@ -118,6 +121,8 @@ def choose_kernels(provider, every_weight: bool = False, fp16: bool = False) -> 
         provider.bias_dropout_fusion = biases or (provider.hidden_dropout > 0 and not provider.add_bias_linear)
         # With it a gated layer keeps only its two halves for backward. Bridge leaves it off for Qwen.
         provider.bias_activation_fusion = provider.bias_activation_fusion or provider.gated_linear_unit
+        if provider.activation_func is fast_gelu:
+            provider.activation_func = gelu  # fused, it is the same approximation
         # Bridge enables it only for Llama. Without it queries and keys are rotated by about thirteen kernels each, or
         # twenty if rows are packed. It cannot scale, as YaRN needs, and latent attention has its own kernel.
         plain = provider.position_embedding_type == "rope" and not provider.multi_latent_attention

@@ -64,6 +64,8 @@ class Family:
     stated: tuple[str, ...] = ()
     not_null: tuple[str, ...] = ()
     rotations: Mapping[str, Rotation] = field(default_factory=dict)  # empty: positions are learned
+    # Those of layers with windows, if rope_parameters has an object for each kind of layer; empty: it has one for all.
+    local_rotations: Mapping[str, Rotation] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults of transformers that rules need
     layer_turns: tuple[str, ...] = ()  # kinds of layers that alternate; empty: all are alike
 

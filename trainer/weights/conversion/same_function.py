@@ -118,7 +118,11 @@ def cut_down(run: Run) -> Cut:
     model = released.read(Path(run.paths.model))
     facts = facts_from_hf(model.config)
     lists = {k: v for k, v in model.config.items() if isinstance(v, list) and len(v) == facts.layers > 1}
-    kinds = [(kind, *(str(of_layers[layer]) for of_layers in lists.values())) for layer, kind in enumerate(facts.kinds)]
+    turns = families.of(model.config).layer_turns or [""]
+    kinds = [
+        (kind, turns[layer % len(turns)], *(str(of_layers[layer]) for of_layers in lists.values()))
+        for layer, kind in enumerate(facts.kinds)
+    ]
     layers, mtp = 1 + max(kinds.index(kind) for kind in set(kinds)), bool(run.model.mtp and facts.mtp_layers)
     experts, count = _experts(model, facts, layers, mtp), min(VOCABULARY, facts.vocab)
     config = model.config | {key: value[:layers] for key, value in lists.items()} | dict.fromkeys(TOKENS)
