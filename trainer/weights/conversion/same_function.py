@@ -275,6 +275,8 @@ def _weights(cut: Cut, types: dict[str, torch.dtype]) -> tuple[Added, Added]:
     """Return released tensors with the base's rounding, in fp32: tensors of the model, and the extra ones of MTP."""
     weights: Added = {}
     of_mtp: Added = {}
+    family = families.of(cut.model.config)
+    root = family.root(cut.model.weights)
     copies = released.repeated(cut.model).keys() | released.copied(cut.model)
     for released_name in cut.model.weights:
         name = released_name
@@ -296,7 +298,8 @@ def _weights(cut: Cut, types: dict[str, torch.dtype]) -> tuple[Added, Added]:
         if mtp and part.startswith(("enorm.", "hnorm.", "shared_head.", "eh_proj.")):
             of_mtp[part] = tensor
         else:
-            weights[f"{cut.name(cut.layers)}.{part}" if mtp else name] = tensor
+            name = f"{cut.name(cut.layers)}.{part}" if mtp else name
+            weights[f"{family.roots[-1]}{name.removeprefix(root)}" if name.startswith(root) else name] = tensor
     return weights, of_mtp
 
 

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import torch
 
+from conf import families
 from contract.faults import Fault
 from trainer.weights import new_safetensors, released
 from trainer.weights.exported.parts import READABLE
@@ -73,7 +74,7 @@ def write(trained: Trained, folder: Path, source: str) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     _write_safetensors(folder / WEIGHTS, tensors(trained))
     plain = {name for name in adapters if not _is_of_expert(name)}
-    modules = _shortest({name.removesuffix(".weight") for name in plain if not _as_parameter(name, moe)}, trained, 1)
+    modules = _shortest({module(name) for name in plain if not _as_parameter(name, moe)}, trained, 1)
     parameters = _shortest({name for name in plain if _as_parameter(name, moe)}, trained, 3)
     parameters += sorted({f"mlp.experts.{leaf}" for of_layer in experts.values() for leaf in _leaves(of_layer[0])})
     text = json.dumps(_config(next(iter(adapters.values()))[0], modules, parameters, source), indent=2)
@@ -139,7 +140,8 @@ def _module_rows(trained: Trained, name: str, adapter: Adapter) -> list[Row]:
 
 
 def module(name: str) -> str:
-    """Return the module's name in transformers. OpenAI's releases of GPT-2 omit the model's prefix."""
+    """Return the module's name in transformers. Releases of GPT-2 and of Gemma 3 with vision begin differently."""
+    name = re.sub(r"^language_model\.model\.", "model.language_model.", name)
     return re.sub(r"^h\.", "transformer.h.", name).removesuffix(".weight")
 
 
@@ -169,11 +171,16 @@ def _leaves(expert: dict[str, Adapter]) -> dict[str, tuple[str, ...]]:
 
 
 def _shortest(names: set[str], trained: Trained, parts: int) -> list[str]:
-    """Return short names that match only these by PEFT's rule (equal, or the end of the full name), else full names."""
+    """Return short names that match only these by PEFT's rule (equal, or the end of the full name), else full names.
+
+    A model with vision gets full names, as its vision tower may have modules of the same short names.
+    """
+    if families.of(trained.model.config).read_as:
+        return sorted(names)
     whole = {name for name in trained.model.weights if not _is_of_expert(name)} - released.of_mtp(trained.model)
     whole -= released.copied(trained.model)
     if not all(name.endswith(".weight") for name in names):
-        whole = {name.removesuffix(".weight") for name in whole}
+        whole = {module(name) for name in whole}
     short = {_ending(name, parts) for name in names}
     matched = {name for name in whole if any(name.endswith("." + ending) for ending in short)}
     return sorted(short if matched == names else names)
