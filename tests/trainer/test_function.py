@@ -25,7 +25,7 @@ BOUND = 1e-4  # of the largest logit; what is found is 2e-6 and less
 TOKENS = drawn_models.tokens(rows=2, length=48, vocabulary=500)
 OTHERS = {kind: KINDS[kind] for kind in ("kimi-k2", "gpt2")}  # that share few keys with the rest
 FAMILIES: dict[str, dict[str, Any]] = {
-    kind: families.as_text(config) for kind, config in KINDS.items() if kind not in ("glm4-moe-mtp", *OTHERS)
+    kind: families.as_text(config) for kind, config in KINDS.items() if kind not in ("glm4-moe-mtp", "gemma3", *OTHERS)
 }
 LATENT = ("deepseek-v3", "glm4-moe-lite")
 EXPERTS = (
@@ -56,11 +56,17 @@ def llama3(**keys: float) -> dict[str, Any]:
     return rope("llama3", **usual | keys)
 
 
+def by_layers(local: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    return {"rope_parameters": {"sliding_attention": local, "full_attention": other}}
+
+
+SCALED = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
 HEAD_DIM = ("glm4-moe", "qwen3-moe", "llama", "qwen3", "qwen2", "mixtral", "qwen2-moe", "mistral")
 WHOLE = {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0}
 LINEAR = rope("linear", factor=4.0)
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
-OWN_ROPE = ("glm4-moe", "gpt-oss")  # whose keys of rotary embeddings are not those of the rest
+WINDOWED = ("gpt-oss", "gemma3-text")
+OWN_ROPE = ("glm4-moe", *WINDOWED)  # whose keys of rotary embeddings are not those of the rest
 GPT_OSS_YARN = KINDS["gpt-oss"]["rope_parameters"]
 NORMED = {"norm_topk_prob": True}
 NO_MATTER = {"initializer_range": 0.5, "attention_dropout": 0.3, "use_cache": False, "pretraining_tp": 2}
@@ -68,7 +74,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 
 # Of a family, what is read: everything at its default, and every key away from it.
 READ = [
     *((family, {}) for family in FAMILIES),
-    *((family, NO_MATTER | {"sliding_window": None}) for family in FAMILIES if family != "gpt-oss"),
+    *((family, NO_MATTER | {"sliding_window": None}) for family in FAMILIES if family not in WINDOWED),
     *((family, rope(rope_theta=100.0)) for family in FAMILIES if family not in OWN_ROPE),
     *((family, {"rope_parameters": None, "rope_theta": 50.0}) for family in FAMILIES if family != "gpt-oss"),
     *((family, {"rope_theta": 50.0} | rope(rope_theta=100.0)) for family in FAMILIES if family not in OWN_ROPE),
@@ -117,6 +123,11 @@ READ = [
     ("gpt-oss", {"head_dim": 16}),
     # hidden_size is 128: neither shape nor size says which side is which
     *(("gpt-oss", {"intermediate_size": width}) for width in (64, 96)),
+    ("gemma3-text", NO_MATTER),
+    ("gemma3-text", {"layer_types": None, "sliding_window": 3, "query_pre_attn_scalar": 64, "head_dim": 16}),
+    ("gemma3-text", {"layer_types": [*["sliding_attention"] * 5, "full_attention", *["sliding_attention"] * 2]}),
+    ("gemma3-text", by_layers({"rope_theta": 50.0}, {"rope_theta": 70.0})),
+    ("gemma3-text", {"rope_parameters": None, "rope_local_base_freq": 50.0} | SCALED),
     *(("qwen3-5", rope(partial_rotary_factor=share)) for share in (0.25, 0.5)),
     ("qwen3-5", {"layer_types": ["full_attention", "linear_attention"] * 2}),
     ("qwen3-5", {"linear_num_value_heads": 2, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 3}),
@@ -138,7 +149,7 @@ LOST = [
     ("glm4-moe-lite", {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}),
     ("glm4-moe-lite", {"rope_interleave": False}),
     *((family, {"num_experts_per_tok": 1} | NORMED) for family in ("mixtral", "qwen2-moe")),
-    *((family, LINEAR) for family in FAMILIES if family != "llama"),
+    *((family, LINEAR) for family in FAMILIES if family not in ("llama", "gemma3-text")),
     *((family, llama3()) for family in ("qwen3-moe", "qwen3", "qwen2", "glm4-moe", "mixtral", "qwen2-moe")),
     *((family, {"partial_rotary_factor": 0.25}) for family in ("glm4-moe", "qwen3-moe", "qwen3", "qwen2", "mixtral")),
     *((family, {"norm_topk_prob": False}) for family in SIGMOID),
@@ -160,6 +171,14 @@ LOST = [
     ("gpt-oss", {"layer_types": ["full_attention", "sliding_attention"] * 2}),
     ("gpt-oss", {"attention_bias": False}),
     ("gpt-oss", {"tie_word_embeddings": True}),
+    ("gemma3-text", by_layers({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, {"rope_theta": 1e4})),
+    ("gemma3-text", {"layer_types": ["full_attention"] * 8}),
+    ("gemma3-text", {"attn_logit_softcapping": 1.0}),
+    ("gemma3-text", {"final_logit_softcapping": 1.0}),
+    ("gemma3-text", {"sliding_window_pattern": 2}),
+    ("gemma3-text", {"hidden_activation": "silu"}),
+    ("gemma3-text", {"use_bidirectional_attention": True}),
+    ("gemma3-text", {"tie_word_embeddings": False}),
     ("olmoe", {"clip_qkv": 0.3}),
     ("olmoe", {"norm_topk_prob": True}),
 ]

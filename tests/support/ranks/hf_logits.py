@@ -47,7 +47,7 @@ def draw(model) -> None:
 
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith("inv_freq"):
+            if name.endswith(("inv_freq", "embed_scale")):
                 continue
             noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
             if "norm" in name:
