@@ -29,12 +29,11 @@ FAMILY = Family(
     model_type="gemma3_text",
     read=PLAIN | {"sliding_window", "query_pre_attn_scalar", "rope_local_base_freq"},
     assumed={
-        "hidden_activation": ("gelu_pytorch_tanh",),
+        "hidden_activation": ("gelu_pytorch_tanh", "silu"),  # on a GPU Megatron's fused gelu is the first
         "attention_bias": (False,),
         "use_bidirectional_attention": (False,),
         "sliding_window_pattern": (6,),
         "_sliding_window_pattern": (6,),
-        "attn_logit_softcapping": (None,),
         "final_logit_softcapping": (None,),
     },
     fixed={"tie_word_embeddings": True},

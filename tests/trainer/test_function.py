@@ -124,6 +124,7 @@ READ = [
     # hidden_size is 128: neither shape nor size says which side is which
     *(("gpt-oss", {"intermediate_size": width}) for width in (64, 96)),
     ("gemma3-text", NO_MATTER),
+    ("gemma3-text", {"hidden_activation": "silu"}),
     ("gemma3-text", {"layer_types": None, "sliding_window": 3, "query_pre_attn_scalar": 64, "head_dim": 16}),
     ("gemma3-text", {"layer_types": [*["sliding_attention"] * 5, "full_attention", *["sliding_attention"] * 2]}),
     ("gemma3-text", by_layers({"rope_theta": 50.0}, {"rope_theta": 70.0})),
@@ -173,10 +174,8 @@ LOST = [
     ("gpt-oss", {"tie_word_embeddings": True}),
     ("gemma3-text", by_layers({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, {"rope_theta": 1e4})),
     ("gemma3-text", {"layer_types": ["full_attention"] * 8}),
-    ("gemma3-text", {"attn_logit_softcapping": 1.0}),
     ("gemma3-text", {"final_logit_softcapping": 1.0}),
     ("gemma3-text", {"sliding_window_pattern": 2}),
-    ("gemma3-text", {"hidden_activation": "silu"}),
     ("gemma3-text", {"use_bidirectional_attention": True}),
     ("gemma3-text", {"tie_word_embeddings": False}),
     ("olmoe", {"clip_qkv": 0.3}),
