@@ -15,14 +15,19 @@ from conf import families
 from conf.families.parts.keys import Keys, check, check_rotations
 from conf.families.parts.sizes import ModelFacts as ModelFacts
 from conf.model_files import config_json, quantization
+from conf.model_files.config_json import TIED
+from contract.json_object import show
 
 MODELS = Path(__file__).parent / "models"  # NAME.json: {"source": its origin, "config": its config.json, trimmed}
 
 
 def facts_from_hf(config: dict[str, Any]) -> ModelFacts:
     config_json.check(config)
-    config = config_json.of_text(config)
     family, architecture = families.of(config), config_json.architecture(config)
+    tied = config.get(TIED, family.defaults.get(TIED, False))
+    if (text := config.get("text_config", {}).get(TIED, tied)) != tied:
+        raise ValueError(f"config.json: {TIED} is {show(tied)}, but {show(text)} in text_config")
+    config = config_json.of_text(config)
     for key, value in family.fixed.items():
         if config.get(key, value) not in (value, None):
             builds = f"Megatron-Bridge builds {architecture} only with {value!r}"

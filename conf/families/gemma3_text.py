@@ -27,7 +27,8 @@ def layer(facts: ModelFacts, kind: str) -> Tensors:
 FAMILY = Family(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
-    read=PLAIN | {"sliding_window", "query_pre_attn_scalar", "rope_local_base_freq"},
+    # transformers does not use attn_logit_softcapping
+    read=PLAIN | {"sliding_window", "query_pre_attn_scalar", "rope_local_base_freq", "attn_logit_softcapping"},
     assumed={
         "hidden_activation": ("gelu_pytorch_tanh", "silu"),  # on a GPU Megatron's fused gelu is the first
         "attention_bias": (False,),
@@ -37,15 +38,15 @@ FAMILY = Family(
         "final_logit_softcapping": (None,),
     },
     fixed={"tie_word_embeddings": True},
-    rotations=DEFAULT | {"linear": Rotation({"factor": ANY}, ("factor",))},
+    rotations=DEFAULT | {"linear": Rotation({"factor": ANY}, ("factor", "rope_type"))},  # transformers ignores type
     local_rotations=DEFAULT,
     stated=("sliding_window",),
-    not_null=("sliding_window", *DEFAULTS, "query_pre_attn_scalar"),
+    not_null=("sliding_window", *DEFAULTS, "query_pre_attn_scalar", "hidden_activation"),
     defaults=DEFAULTS,
     layer_turns=(*[LOCAL] * 5, GLOBAL),
     facts=facts,
     layer=layer,
     megatron="trainer.megatron.bridges.gemma3",
     constants={"norm.weight": 0.0},
-    releases={"google/gemma-3-1b-it": 1.0},
+    releases={"google/gemma-3-270m-it": 0.27, "google/gemma-3-1b-it": 1.0},
 )

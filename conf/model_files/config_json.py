@@ -75,11 +75,9 @@ def of_text(config: dict[str, Any]) -> dict[str, Any]:
 
 def check(config: dict[str, Any]) -> None:
     architecture(config)
-    text, tied = config.get("text_config", {}), config.get(TIED, False)
+    text = config.get("text_config", {})
     if not isinstance(text, dict):
         raise ValueError(f"{NAME}: text_config is {show(text)}, which is not an object")
-    if text.get(TIED, tied) != tied:
-        raise ValueError(f"{NAME}: {TIED} is {show(tied)}, but {show(text[TIED])} in text_config")
     config = of_text(config)
     _check_keys(config, TESTS, "")
     for section in ("rope_scaling", "rope_parameters"):

@@ -82,11 +82,11 @@ def _rotation(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, 
     else:
         local, other = family.layer_turns[0], family.layer_turns[-1]
         for name, part in scaling.items():
-            if name not in (local, other) or not isinstance(part, dict):
-                yield f"{key}.{name}", f"{show(part)}, but transformers reads objects for {local} and {other} only"
-            else:
+            if name in (local, other) and isinstance(part, dict):
                 right = family.local_rotations if name == local else family.rotations
                 yield from _scaling(f"{key}.{name}", part, config, family, right)
+            elif not _says_nothing(part):
+                yield f"{key}.{name}", f"{show(part)}, but transformers reads objects for {local} and {other} only"
 
 
 def _scaling(

@@ -29,13 +29,13 @@ def test_a_release_is_the_closest_to_itself_and_has_the_size_of_the_table(name):
 
 
 def test_a_model_of_270_million_is_not_sent_to_one_of_30_billion():
-    line = not_converted({"architectures": ["Gemma3ForCausalLM"], **SMALL})
+    line = not_converted({"architectures": ["Gemma2ForCausalLM"], **SMALL})
     assert line.endswith(
         "it has about 0.27 billion parameters, "
-        "and the closest supported model is Qwen/Qwen2.5-0.5B-Instruct, which has 0.49 billion"
+        "and the closest supported model is google/gemma-3-270m-it, which has 0.27 billion"
     )
-    within = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": SMALL}
-    assert "Qwen/Qwen2.5-0.5B-Instruct" in not_converted(within)
+    within = {"architectures": ["PaliGemmaForConditionalGeneration"], "text_config": SMALL}
+    assert "google/gemma-3-270m-it" in not_converted(within)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"hidden_size": "x"}, {"n_embd": 8}, {"text_config": 7}])

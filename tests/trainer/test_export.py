@@ -48,6 +48,7 @@ CASES = {
     "dora, biases": Case("glm4-moe", ("adapter.kind=dora", "adapter.targets=[linear_qkv,linear_proj]")),
     "full, tied": Case("qwen3", ("adapter.kind=none",), "pp=2 gpus_per_node=2"),
     "lora, stacked experts": Case("gpt-oss", (), "ep=2 gpus_per_node=2", bridge=False),
+    "lora, norms after layers": Case("gemma3-text", (), "tp=2 sp=true gpus_per_node=2"),
     "full, stacked experts": Case("gpt-oss", ("adapter.kind=none",), "pp=2 gpus_per_node=2"),
     "full": Case("glm4-moe-mtp", ("adapter.kind=none",), "tp=2 sp=true ep=2 gpus_per_node=2"),
 }

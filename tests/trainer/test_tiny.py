@@ -62,7 +62,7 @@ def test_transformers_loads_every_tensor(folders, kind):
     loaded: Any = AutoModelForCausalLM.from_pretrained(folders[kind], output_loading_info=True)
     model, info = loaded
     architecture = KINDS[kind]["architectures"][0]
-    assert type(model).__name__ == architecture.replace("ForConditionalGeneration", "ForCausalLM")
+    assert type(model).__name__ in (architecture, architecture.replace("ForConditionalGeneration", "ForCausalLM"))
     assert not info["missing_keys"] and not info["mismatched_keys"]
     assert all(name.startswith("model.layers.4.") for name in info["unexpected_keys"])
     # the layer that transformers does not build
