@@ -70,8 +70,8 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
     dtype = precision.dtype(train.precision)
     provider.bf16, provider.fp16 = train.precision == "bf16", train.precision == "fp16"
     provider.params_dtype = provider.autocast_dtype = provider.pipeline_dtype = dtype
-    if train.precision == "fp32":
-        provider.attention_backend = AttnBackend.unfused  # flash attention and cuDNN have no fp32
+    # cuDNN has no fp32. For some families Megatron-Bridge demands flash-attn, which is not installed.
+    provider.attention_backend = AttnBackend.unfused if train.precision == "fp32" else AttnBackend.auto
 
     provider.seq_length = run.data.seq_length
     # Every sequence is padded or packed to seq_length. Pipeline stages do not expect two sequences per row.

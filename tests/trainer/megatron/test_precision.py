@@ -44,3 +44,10 @@ def test_refused_without_a_gpu(changes, says, configure, ranks, base, work):
     result = ranks("train", configure("glm4-moe", f"paths.output={work}/refused", *BF16, *changes))
     assert result.code == 2 and says in result.output and "Traceback" not in result.output
     assert not (Path(f"{work}/refused") / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("precision, backend", [("bf16", "auto"), ("fp32", "unfused")])
+def test_transformer_engine_chooses_attention_except_in_fp32(precision, backend, configure, ranks):
+    """Megatron-Bridge would demand flash-attn for this family, which is not installed."""
+    done = ranks("attention_of", configure("gemma3-text", f"train.precision={precision}"))
+    assert done.output.split()[-1] == backend
