@@ -86,8 +86,10 @@ def compare_counts(ask, model: str, share: range) -> None:
     moe = "num_experts_per_tok" in text_model
     # experts need sp under tp
     layouts = [text for text in DENSE if "tp" not in text or "sp" in text] + list(MOE) if moe else DENSE
-    if model == "gpt-oss":  # has biases in experts, and sinks
-        layouts = [text for text in layouts if "etp" not in text and "cp" not in text]
+    if model == "gpt-oss":  # has biases in experts
+        layouts = [text for text in layouts if "etp" not in text]
+    if facts_from_hf(config).windows:
+        layouts = [text for text in layouts if "cp" not in text]
     key_heads = text_model.get("linear_num_key_heads", 0)  # tp * cp divides those of gated delta nets
     layouts = [text for text in layouts if key_heads % (cut(text).get("tp", 1) * cut(text).get("cp", 1)) == 0]
     for (first, text), (second, adapter) in product(enumerate(layouts), enumerate(ADAPTERS)):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors import SafetensorError, safe_open
 
+from conf import families
 from conf.model_files import config_json
 from trainer import tiny
 from trainer.patches.families import kimi_k2
@@ -63,7 +64,8 @@ def test_transformers_loads_every_tensor(folders, kind):
     model, info = loaded
     architecture = KINDS[kind]["architectures"][0]
     assert type(model).__name__ in (architecture, architecture.replace("ForConditionalGeneration", "ForCausalLM"))
-    assert not info["missing_keys"] and not info["mismatched_keys"]
+    copied = families.of(KINDS[kind]).copied  # a tiny model has no vision tower
+    assert not [name for name in info["missing_keys"] if not name.startswith(copied)] and not info["mismatched_keys"]
     assert all(name.startswith("model.layers.4.") for name in info["unexpected_keys"])
     # the layer that transformers does not build
     assert bool(info["unexpected_keys"]) == bool(KINDS[kind].get("num_nextn_predict_layers"))
