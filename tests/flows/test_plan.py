@@ -67,6 +67,8 @@ PRESETS = {
     "minimax-m21-8xh200": (0, 8, 1),
     "qwen3-next-80b-4xh100": (0, 4, 1),
     "qwen35-35b-1xh100": (0, 1, 1),
+    "gemma3-27b-1xh100": (0, 1, 1),
+    "gemma3-12b-1xl40s": (0, 1, 1),
     "glm47": (0, 8, 2),
     "glm47-as-documented": (1, 16, 2),
     "glm47-b200": (0, 8, 1),
