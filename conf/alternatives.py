@@ -53,10 +53,10 @@ def _size(config: dict[str, Any]) -> tuple[float, bool]:
     of_text = config.get("text_config")  # a multimodal model keeps the sizes of its text model here
     of_text = config | of_text if isinstance(of_text, dict) else config
     try:  # transformers omits this key if the embedding is also the output layer
-        facts = facts_from_hf({"tie_word_embeddings": True} | of_text | {"architectures": None})
+        facts = facts_from_hf({"tie_word_embeddings": True} | of_text)
     except (ValueError, TypeError, AttributeError):
         return 0.0, False
     attention = 2 * facts.hidden * (facts.heads + facts.kv_heads) * (facts.head_dim or facts.v_head)
     mlps = {"dense": facts.ffn, "moe": facts.experts * facts.expert_ffn + facts.shared_ffn}
-    layers = sum(attention + 3 * facts.hidden * mlps[kind] for kind in facts.kinds)
+    layers = sum(attention + 3 * facts.hidden * mlps[kind.removeprefix("delta_")] for kind in facts.kinds)
     return (layers + facts.vocab * facts.hidden * (1 if facts.tied else 2)) / 1e9, facts.experts > 0
