@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from conf import families
 from conf.model_facts import MODELS, ModelFacts, facts_from_hf
 from tests.support.known_models import known
 
@@ -93,6 +94,16 @@ def test_every_model_that_is_shipped_can_be_read():
     assert len(list(MODELS.glob("*.json"))) >= 8
     for path in MODELS.glob("*.json"):
         assert known(path.stem).layers
+
+
+def test_tied_embeddings_of_a_text_model_agree_with_the_whole_model_s():
+    """In transformers an absent key is true for one family with vision, and false for the other."""
+    for kind, tied in ("gemma3", True), ("qwen3-5-moe", False):
+        config = {key: value for key, value in families.tiny()[kind].items() if key != "tie_word_embeddings"}
+        text = config.get("text_config", {})
+        assert facts_from_hf(config | {"text_config": text | {"tie_word_embeddings": tied}}).tied == tied
+        with pytest.raises(ValueError, match=f"is {str(tied).lower()}, but {str(not tied).lower()} in text_config"):
+            facts_from_hf(config | {"text_config": text | {"tie_word_embeddings": not tied}})
 
 
 def test_an_unknown_name_is_told_the_known_ones():

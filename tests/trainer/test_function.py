@@ -124,7 +124,7 @@ READ = [
     # hidden_size is 128: neither shape nor size says which side is which
     *(("gpt-oss", {"intermediate_size": width}) for width in (64, 96)),
     ("gemma3-text", NO_MATTER | {"attn_logit_softcapping": 1.0}),
-    ("gemma3-text", {"hidden_activation": "silu"}),
+    *(("gemma3-text", {key: "silu"}) for key in ("hidden_act", "hidden_activation")),
     ("gemma3-text", {"layer_types": None, "num_hidden_layers": 3}),
     ("gemma3-text", by_layers({"rope_theta": 50.0}, {}) | {"num_hidden_layers": 7}),
     ("gemma3-text", {"layer_types": None, "sliding_window": 3, "query_pre_attn_scalar": 64, "head_dim": 16}),

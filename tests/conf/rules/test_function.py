@@ -54,6 +54,9 @@ RELEASES["gpt-oss"] = (
     {"rope_scaling": GPT_OSS_YARN, "attention_bias": True, "initial_context_length": 4096, "experts_per_token": 2}
     | {"output_router_logits": False, "router_aux_loss_coef": 0.9, "swiglu_limit": 7.0, "head_dim": 64},
 )
+GEMMA = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 10000, "sliding_window": 1024}
+GEMMA |= {"attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": 168}
+RELEASES["Gemma 3"] = ("gemma3-text", GEMMA | {"sliding_window_pattern": 6, "cache_implementation": "hybrid"})
 OLMOE = {"architectures": ["OlmoeForCausalLM"], "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 64}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 YARN_OF_QWEN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -157,6 +160,16 @@ LOST = [
     (KINDS["gpt-oss"], {"rope_parameters": GPT_OSS_YARN | {"factor": 8.0}}, "rope_parameters.factor is 8.0, but"),
     (KINDS["gpt-oss"], {"rope_parameters": None}, 'rope_parameters.rope_type is "default", which'),
     (KINDS["gpt-oss"], {"num_experts_per_tok": 1}, "num_experts_per_tok is 1, but Megatron makes the weights"),
+    (
+        KINDS["gemma3-text"],
+        {"rope_parameters": LINEAR},
+        "rope_parameters.factor is 4.0, but transformers reads objects",
+    ),
+    (
+        KINDS["gemma3-text"],
+        {"rope_scaling": {"type": "linear", "factor": 8.0}},
+        "rope_scaling.rope_type is absent, but the defaults",
+    ),
     (KINDS["llama"], {"use_new_trick": True}, "use_new_trick is true, which"),
     (KINDS["llama"], {"trick": {"kind": 1}}, 'trick is {"kind": 1}, which'),
 ]

@@ -64,6 +64,7 @@ class Bridge(gemma3_bridge.Gemma3ModelBridge):
         config = hf_pretrained.config
         text = config.get_text_config()
         text.dtype = text.dtype or config.dtype
+        text.hidden_act = text.hidden_activation  # Megatron-Bridge prefers hidden_act, which transformers ignores
         provider = super().provider_bridge(SimpleNamespace(config=text))
         provider.transformer_layer_spec = layer_spec
         return provider
