@@ -6,6 +6,7 @@ embedding's factor is rounded to the embedding's type, as in transformers.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
 from functools import partial
 from pathlib import Path
