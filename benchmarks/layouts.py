@@ -100,6 +100,8 @@ TABLE = (
     *(Case(model, cut) for model in ("qwen2", "mistral", "qwen3-5") for cut in ("tp=2 sp=true", "pp=2", "cp=2")),
     *(Case(model, cut) for model in ("gemma3-text", "gemma3") for cut in ("tp=2 sp=true", "pp=2 vpp=2", "dp=2")),
     Case("gemma3-text", "pp=2", packed=True),
+    *(Case("gemma4-text", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "tp=2 sp=true", "dp=2", "ep=4")),
+    Case("gemma4-text", "ep=2", packed=True),
     *(Case("gpt-oss", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "tp=2 sp=true", "dp=2", "ep=4")),
     Case("gpt-oss", "ep=2", packed=True),
     *(Case("glm4-moe", cut, base="fp8") for cut in ("dp=2", "tp=2 sp=true etp=2", "pp=2 vpp=2 ep=2", "cp=2")),

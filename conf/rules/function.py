@@ -23,6 +23,7 @@ BRIDGE = "0.6.2"  # the release of Megatron-Bridge that the tables were read fro
 LEFT = {key for keys in strict_yaml.table("keys_without_effect").values() for key in keys}
 PREFIXES = ("_", "unsloth_")  # of keys that tools add for their own use
 OF_LAYERS = {"layer_types": "full_attention", "attn_type_list": 1}  # the only kind of layer that Megatron-Bridge builds
+LOCAL = "sliding_attention"
 WINDOWS = {"sliding_window", "max_window_layers"}  # without effect while use_sliding_window is false
 OF_ALL: Mapping[str, tuple[Any, ...]] = {"is_causal": (True,)}  # false: every token attends to later ones
 FIRST_DENSE = "mlp_layer_types"  # of GLM-4.7-Flash
@@ -54,10 +55,12 @@ def _unread(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, st
         elif key in only:
             if value is not None and not _among(value, only[key]):
                 yield key, f"{show(value)}, {builds} {show(only[key][0])} only"
+        elif key in OF_LAYERS and key in family.read:
+            continue
         elif key in OF_LAYERS and family.layer_turns:
             if value and value != [family.layer_turns[n % len(family.layer_turns)] for n in range(_layers(config))]:
                 yield key, f"{show(value)}, {builds} {_pattern(family.layer_turns)}"
-        elif key in OF_LAYERS and key not in family.read:
+        elif key in OF_LAYERS:
             if value and not (isinstance(value, list) and all(kind == OF_LAYERS[key] for kind in value)):
                 yield key, f"{show(value)}, {builds} {OF_LAYERS[key]} only"
         elif key == FIRST_DENSE:
@@ -80,7 +83,7 @@ def _rotation(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, 
     elif not family.local_rotations or key == "rope_scaling":
         yield from _scaling(key, scaling, config, family, family.rotations)
     else:
-        local, other = family.layer_turns[0], family.layer_turns[-1]
+        local, other = LOCAL, OF_LAYERS["layer_types"]
         for name, part in scaling.items():
             if name in (local, other) and isinstance(part, dict):
                 right = family.local_rotations if name == local else family.rotations

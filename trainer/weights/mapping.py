@@ -16,7 +16,7 @@ from megatron.bridge.models.conversion import param_mapping
 from megatron.bridge.models.conversion.param_mapping import split_qkv_biases, split_qkv_weights
 
 from contract.faults import Fault
-from trainer.megatron.bridges.mappings import PaddedVocabularyMapping
+from trainer.megatron.bridges.mappings import GroupsMapping, PaddedVocabularyMapping, of_group
 from trainer.weights import released_tensors
 from trainer.weights.released import Model
 
@@ -54,6 +54,7 @@ class Part:
     role: str | None
     turned: bool = False  # the release stores the matrix transposed
     expert: int | None = None  # number in a stack
+    groups: tuple[int, ...] = ()  # number of groups and heads in each, if they differ from those of other layers
 
     def rows(self, whole: torch.Tensor, config) -> torch.Tensor:
         if self.role is None:
@@ -64,6 +65,8 @@ class Part:
             return whole.chunk(2)[("gate", "up").index(self.role)]
         if self.role.startswith(DELTA_NET):
             return whole[_delta_rows(self.role.removeprefix(DELTA_NET), len(whole), config)]
+        if self.groups:
+            return of_group(whole, self.groups, "qkv".index(self.role))
         if whole.ndim == 1:
             parts = split_qkv_biases(config, whole)
         else:
@@ -133,4 +136,6 @@ def parts(registry, name: str) -> list[Part] | None:
     if type(mapping) in SPLIT and isinstance(mapping.hf_param, dict):
         prefix = DELTA_NET if type(mapping) in SPLIT[2:] else ""
         return [Part(released, prefix + role) for role, released in mapping.hf_param.items()]
+    if isinstance(mapping, GroupsMapping):
+        return [Part(released, role, groups=mapping.groups) for role, released in mapping.hf_param.items()]
     raise Fault(f"{name}: export does not support the mapping {type(mapping).__name__}")

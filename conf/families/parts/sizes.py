@@ -1,6 +1,6 @@
 """Facts of a model that the planner, the rules and the list of tensors need: sizes, and kinds of layers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 
@@ -21,6 +21,15 @@ class DeltaNet:
     @property
     def values(self) -> int:
         return self.value_heads * self.value
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of keys and values that differ from those of other layers. All layers have as many heads of queries."""
+
+    kv_heads: int
+    head_dim: int
+    values: bool = True
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,9 @@ class ModelFacts:
     linear_bias: bool = False  # on every linear layer, including routers
     sinks: bool = False  # each head has one more score, in addition to the scores of the keys
     windows: bool = False  # some layers, or all, attend to a limited number of earlier tokens
+    values: bool = True  # values have a weight; False: a value is the key before its norm
+    wide: Heads | None = None  # those of wide_layers; None: all layers have the same heads
+    wide_layers: tuple[int, ...] = ()  # counted from 0
     layernorm: bool = False  # norms have a bias as well as a weight
     expert_bias: bool = False  # added to routing scores; the trainer adjusts it without gradients: not a parameter
     shared_gate: bool = False  # a gate weights the shared experts for each token
@@ -68,10 +80,17 @@ class ModelFacts:
     packed_experts: bool = False  # only routed experts are quantised
 
     def kind(self, layer: int) -> str:
-        """Return the kind of a layer: dense or moe, with the prefix delta_ if a gated delta net replaces attention."""
+        """Return the kind of a layer: dense or moe.
+
+        The prefix delta_ means a gated delta net instead of attention, wide_ other heads.
+        """
         every = layer >= self.dense_layers and layer not in self.dense_too and (layer + 1) % self.moe_step == 0
         mlp = "moe" if self.experts and every else "dense"
-        return f"delta_{mlp}" if layer in self.delta_layers else mlp
+        return f"delta_{mlp}" if layer in self.delta_layers else f"wide_{mlp}" if layer in self.wide_layers else mlp
+
+    def of(self, kind: str) -> "ModelFacts":
+        """Return the facts with the heads of layers of this kind."""
+        return self._wide if kind.startswith("wide") else self
 
     def routed(self, kind: str) -> bool:
         """Whether layers of this kind have experts; mtp layers are like the last ordinary layer."""
@@ -84,6 +103,16 @@ class ModelFacts:
     @cached_property
     def kinds(self) -> tuple[str, ...]:
         return tuple(self.kind(layer) for layer in range(self.layers))
+
+    @cached_property
+    def _wide(self) -> "ModelFacts":
+        assert self.wide
+        return replace(self, kv_heads=self.wide.kv_heads, head_dim=self.wide.head_dim, values=self.wide.values)
+
+    @property
+    def qkv(self) -> int:
+        """Width of queries, keys and values, and of the gates that the query's matrix gives, of all heads together."""
+        return (self.heads * (1 + self.output_gate) + (1 + self.values) * self.kv_heads) * self.head_dim
 
     def padded_vocab(self, tp: int) -> int:
         multiple = self.vocab_pad * tp or 1

@@ -65,7 +65,7 @@ def layer(
     describes gated delta nets.
     """
     base = facts.kinds[-1] if kind == "mtp" else kind
-    found = norms(facts) + (delta_net(facts, fused) if facts.delta_of(base) else attention(facts))
+    found = norms(facts) + (delta_net(facts, fused) if facts.delta_of(base) else attention(facts.of(base)))
     dense = base.endswith("dense")
     found += gated_mlp("mlp", facts.hidden, facts.ffn) if dense else experts(facts, mlp, leaves, shared, bias)
     return found + (mtp(facts) if kind == "mtp" else [])
@@ -90,7 +90,8 @@ def attention(facts: ModelFacts) -> Tensors:
 def grouped_attention(facts: ModelFacts) -> Tensors:
     hidden, heads, width = facts.hidden, facts.heads, facts.head_dim
     tensors = [_attention("o_proj.weight", (hidden, heads * width), "linear_proj")]
-    for name, count in ("q", heads * (1 + facts.output_gate)), ("k", facts.kv_heads), ("v", facts.kv_heads):
+    values = [("v", facts.kv_heads)] if facts.values else []
+    for name, count in ("q", heads * (1 + facts.output_gate)), ("k", facts.kv_heads), *values:
         tensors.append(_attention(f"{name}_proj.weight", (count * width, hidden), "linear_qkv"))
         if facts.attention_bias or facts.linear_bias:
             tensors.append(_attention(f"{name}_proj.bias", (count * width,), "linear_qkv"))

@@ -1,9 +1,10 @@
-"""Mappings that Megatron-Bridge lacks: for transposed matrices, and for a vocabulary that Megatron pads."""
+"""Mappings that Megatron-Bridge lacks: for transposed matrices, for a vocabulary that Megatron pads, and for layers whose
+heads differ from those of other layers."""
 
 # pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
 
 import torch
-from megatron.bridge.models.conversion.param_mapping import AutoMapping, ConcatenatedQKVMapping
+from megatron.bridge.models.conversion.param_mapping import AutoMapping, ConcatenatedQKVMapping, MegatronParamMapping
 
 
 class TransposedQKVMapping(ConcatenatedQKVMapping):
@@ -26,3 +27,31 @@ class PaddedVocabularyMapping(AutoMapping):
         lacking = megatron_module.weight.shape[0] * self.tp_size - hf_weights.shape[0]
         pads = torch.zeros(lacking, *hf_weights.shape[1:], dtype=hf_weights.dtype, device=hf_weights.device)
         return super().hf_to_megatron(torch.cat([hf_weights, pads]), megatron_module)
+
+
+class GroupsMapping(MegatronParamMapping):
+    """Mapping of queries, keys and values of a layer with its own number of groups; without v if values are the keys."""
+
+    def __init__(self, megatron_param: str, groups: int, queries: int, **names: str):
+        super().__init__(megatron_param, names)
+        self.groups = (groups, queries, *[1] * (len(names) - 1))
+        self.whole = AutoMapping(megatron_param, megatron_param)
+
+    def hf_to_megatron(self, hf_weights, megatron_module):
+        parts = [weight.unflatten(0, (self.groups[0], -1)) for weight in hf_weights.values()]
+        return self.whole.hf_to_megatron(torch.cat(parts, 1).flatten(0, 1), megatron_module)
+
+    def megatron_to_hf(self, megatron_weights, megatron_module):
+        gathered = self.whole.megatron_to_hf(megatron_weights, megatron_module).values()
+        return {
+            name: of_group(whole, self.groups, number)
+            for whole in gathered
+            for number, name in enumerate(self.hf_param.values())
+        }
+
+
+def of_group(whole: torch.Tensor, groups: tuple[int, ...], number: int) -> torch.Tensor:
+    """Return the rows of queries (0), keys (1) or values (2). `groups` are the number of groups, and heads in each."""
+    count, *heads = groups
+    width = len(whole) // count // sum(heads)
+    return whole.unflatten(0, (count, -1)).split([width * each for each in heads], 1)[number].flatten(0, 1)

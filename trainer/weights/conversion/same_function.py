@@ -340,7 +340,7 @@ def _fill(cut: Cut, chunks, stored: torch_dist.Stored) -> None:
             tensor.data[: len(cut.rows)] = torch_dist.some_rows(stored, place.name, cut.rows.tolist())
         else:
             whole = torch_dist.read(stored, place)
-            tensor.data.copy_(whole[[*cut.experts]] if ".router." in name else whole)
+            tensor.data.copy_(whole if whole.shape == tensor.shape else whole[[*cut.experts]])
 
 
 def _hook(added: Added, name: str, turned: bool = False):

@@ -37,7 +37,7 @@ from trainer.weights.trained import Trained
 EXPERT = re.compile(
     r"(?P<layer>.+)\.(mlp|block_sparse_moe)\.experts\.(?P<number>\d+)\.(?P<leaf>(gate|up|down)_proj|w[123])\.weight$"
 )
-STACK = re.compile(r"(?P<module>.+\.mlp\.experts)\.(?P<leaf>gate_up|down)_proj$")  # gpt-oss's tensor of all experts
+STACK = re.compile(r"(?P<module>.+\.experts)\.(?P<leaf>gate_up|down)_proj$")  # gpt-oss's tensor of all experts
 LEAVES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"} | {"w1": "gate", "w3": "up", "w2": "down"}
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -76,7 +76,8 @@ def write(trained: Trained, folder: Path, source: str) -> list[str]:
     plain = {name for name in adapters if not _is_of_expert(name)}
     modules = _shortest({module(name) for name in plain if not _as_parameter(name, moe)}, trained, 1)
     parameters = _shortest({name for name in plain if _as_parameter(name, moe)}, trained, 3)
-    parameters += sorted({f"mlp.experts.{leaf}" for of_layer in experts.values() for leaf in _leaves(of_layer[0])})
+    stacks = {_ending(f"{name}.{leaf}", 3) for name, of_layer in experts.items() for leaf in _leaves(of_layer[0])}
+    parameters += sorted(stacks)
     text = json.dumps(_config(next(iter(adapters.values()))[0], modules, parameters, source), indent=2)
     (folder / SETTINGS).write_text(text + "\n")
     for path in folder.iterdir():

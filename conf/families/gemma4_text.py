@@ -1,0 +1,92 @@
+"""Gemma 4, the text model: dense, or with a dense MLP and experts next to each other in each layer.
+
+Layers without a window have wider heads, of which a part is rotated, and can use keys as values. Norms follow attention,
+each MLP and their sum. The output of a layer is scaled by a number that is not trained.
+"""
+
+from dataclasses import replace
+
+from conf.families.gemma3_text import GLOBAL, LOCAL
+from conf.families.parts import tensors
+from conf.families.parts.family import ANY, DEFAULT, PLAIN, Balance, Family, Rotation
+from conf.families.parts.keys import Keys, llama_facts
+from conf.families.parts.sizes import Heads, ModelFacts
+from conf.families.parts.tensors import BUFFER, Tensor, Tensors
+
+NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+OF_EXPERTS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+WIDE = {"global_head_dim", "num_global_key_value_heads", "attention_k_eq_v"}
+EXPERTS = {"enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"}
+DEFAULTS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262144}
+DEFAULTS |= {"tie_word_embeddings": True, "global_head_dim": 512, "sliding_window": 512}
+
+
+def facts(keys: Keys) -> ModelFacts:
+    keys = Keys(DEFAULTS | keys.config)
+    config, moe = keys.config, bool(keys.config.get("enable_moe_block"))
+    renamed = {"num_experts": config.get("num_experts"), "num_experts_per_tok": config.get("top_k_experts")}
+    shared = {"shared_expert_intermediate_size": config.get("intermediate_size")}
+    routed = Keys(config | (renamed | shared if moe else {"num_experts": None}))
+    found = llama_facts(routed, qk_norm=True, windows=True)
+    alike = bool(config.get("attention_k_eq_v"))
+    wide = Heads(
+        kv_heads=keys.size("num_global_key_value_heads", least=1) if alike else found.kv_heads,
+        head_dim=keys.size("global_head_dim") or found.head_dim,
+        values=not alike,
+    )
+    return replace(found, wide=wide, wide_layers=_wide_layers(config, found.layers))
+
+
+def _wide_layers(config: dict, count: int) -> tuple[int, ...]:
+    """Return the layers without a window. transformers leaves the last layer without one, whatever config.json says."""
+    turns = [GLOBAL if layer % 6 == 5 else LOCAL for layer in range(count)]
+    kinds = config.get("layer_types") or turns
+    if not isinstance(kinds, list) or len(kinds) != count or not {*map(str, kinds)} <= {LOCAL, GLOBAL}:
+        raise ValueError(f"config.json: layer_types is not a list of {count} of {LOCAL} and {GLOBAL}")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == GLOBAL or layer == count - 1)
+
+
+def layer(facts: ModelFacts, kind: str) -> Tensors:
+    norms = [Tensor(f"{name}_layernorm.weight", (facts.hidden,), "norms") for name in NORMS]
+    found = [*norms, *tensors.attention(facts.of(kind)), Tensor("layer_scalar", (1,), BUFFER)]
+    if not facts.routed(kind):
+        return [*found, *tensors.gated_mlp("mlp", facts.hidden, facts.ffn)]
+    return [*found, *tensors.gated_mlp("mlp", facts.hidden, facts.shared_ffn, "shared_experts"), *_experts(facts)]
+
+
+def _experts(facts: ModelFacts) -> Tensors:
+    hidden, width, count = facts.hidden, facts.expert_ffn, facts.experts
+    router = {"proj.weight": (count, hidden), "scale": (hidden,), "per_expert_scale": (count,)}
+    stacks = {"gate_up_proj": (count, 2 * width, hidden), "down_proj": (count, hidden, width)}
+    layers = ("linear_fc1", "linear_fc2")
+    return [
+        *(Tensor(f"{name}.weight", (hidden,), "norms") for name in OF_EXPERTS),
+        *(Tensor(f"router.{name}", shape, "router") for name, shape in router.items()),
+        *(
+            Tensor(f"experts.{name}", shape, "experts", part, experts=count, stacked=True)
+            for (name, shape), part in zip(stacks.items(), layers, strict=True)
+        ),
+    ]
+
+
+FAMILY = Family(
+    architecture="Gemma4ForCausalLM",
+    model_type="gemma4_text",
+    read=PLAIN | WIDE | EXPERTS | {"sliding_window", "layer_types", "final_logit_softcapping"},
+    assumed={
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "attention_bias": (False,),
+        "use_bidirectional_attention": (None, "vision"),  # of the tokens of images
+    },
+    fixed={"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False},
+    rotations={"proportional": Rotation({"partial_rotary_factor": ANY, "factor": ANY})},
+    local_rotations=DEFAULT,
+    stated=("hidden_size_per_layer_input",),
+    not_null=("sliding_window", *DEFAULTS),
+    defaults=DEFAULTS | {"norm_topk_prob": True},
+    facts=facts,
+    layer=layer,
+    balance=Balance(),
+    megatron="trainer.megatron.bridges.gemma4",
+    constants={"k_norm.weight": 0.2, "norm.weight": 1.0, "layer_scalar": 1.0, "router.scale": 1.0, "per_expert_scale": 1.0},
+)

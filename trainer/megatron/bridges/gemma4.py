@@ -1,0 +1,272 @@
+"""Bridge of Gemma 4, the text model: norms outside the layers that adapters wrap, as in Gemma 3.
+
+Layers without a window have wider heads. If a value there is the key, linear_qkv has no rows for it. The MLP next to the
+experts is Megatron's shared experts. Each of the two, and the router, has its own norm of the layer's input.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportIncompatibleMethodOverride=false
+
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.models.conversion.param_mapping import (
+    AutoMapping,
+    FusedExpertMapping,
+    FusedGatedExpertMapping,
+    GatedMLPMapping,
+    ReplicatedMapping,
+)
+from megatron.bridge.models.gemma.modeling_gemma4 import Gemma4RotaryEmbedding
+from megatron.bridge.models.gpt_provider import GPTModelProvider, transformer_engine_layer_spec
+from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from torch.nn.functional import rms_norm
+from transformers import Gemma4ForCausalLM, Gemma4ForConditionalGeneration
+
+from conf import families
+from conf.model_facts import facts_from_hf
+from conf.model_files import weights
+from trainer.megatron.bridges import gemma3
+from trainer.megatron.bridges.mappings import GroupsMapping
+
+NAMES = {
+    "embedding.word_embeddings.weight": "embed_tokens.weight",
+    "decoder.final_layernorm.weight": "norm.weight",
+}
+OF_LAYER = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "post_self_attn_layernorm.weight": "post_attention_layernorm.weight",
+    "post_mlp_layernorm.weight": "post_feedforward_layernorm.weight",
+}
+OF_MLP = {
+    "linear_fc1.layer_norm_weight": "pre_feedforward_layernorm.weight",
+    "linear_fc2.weight": "mlp.down_proj.weight",
+}
+OF_EXPERTS = {
+    "mlp.router.weight": "router.proj.weight",
+    "mlp.pre_experts_layernorm.weight": "pre_feedforward_layernorm_2.weight",
+    "mlp.post_experts_layernorm.weight": "post_feedforward_layernorm_2.weight",
+    "mlp.post_shared_experts_layernorm.weight": "post_feedforward_layernorm_1.weight",
+}
+WHOLE = ("layer_scalar", "mlp.router.scale", "mlp.router.per_expert_scale")  # by both names, apart from mlp.
+
+
+@dataclass
+class Provider(GPTModelProvider):
+    """Settings of the model, with those that Megatron lacks."""
+
+    wide: dict[int, tuple[int, int, bool]] = field(default_factory=dict)  # groups, width, values; by layer, from 1
+    local_rotation: dict = field(default_factory=dict)
+    wide_rotation: dict = field(default_factory=dict)
+    logit_cap: float | None = None
+
+    def provide(self, *args, **kwargs):
+        model = super().provide(*args, **kwargs)
+        model.rotary_pos_emb = _rotations(self)
+        if model.pre_process:
+            model.embedding.__class__ = gemma3.Embedding
+        if model.post_process and self.logit_cap:
+            model.output_layer.register_forward_hook(partial(_cap, self.logit_cap))
+        return model
+
+
+def _cap(most: float, _layer, _inputs, outputs):
+    logits, bias = outputs
+    return torch.tanh(logits / most) * most, bias
+
+
+def _rotations(provider: Provider) -> Gemma4RotaryEmbedding:
+    """Return the tables of rotations of both kinds of layers; the wide ones rotate a part of each head."""
+    wide = provider.wide_rotation
+    table = Gemma4RotaryEmbedding(
+        rotary_base=wide["rope_theta"],
+        rotary_base_local=provider.local_rotation["rope_theta"],
+        global_kv_channels=max(width for _, width, _ in provider.wide.values()),
+        global_rotary_percent=wide.get("partial_rotary_factor", 1.0),
+        kv_channels=provider.kv_channels,
+        use_cpu_initialization=provider.use_cpu_initialization,
+    )
+    table.inv_freq /= wide.get("factor", 1.0)
+    return table
+
+
+class Attention(SelfAttention):
+    """Attention with a norm of values, and with wider heads in layers without a window."""
+
+    def __init__(self, config, submodules, layer_number, *args, **kwargs):
+        self.wide = config.wide.get(layer_number)
+        if self.wide:
+            config = copy(config)
+            config.num_query_groups, config.kv_channels, _ = self.wide
+        self.values = not self.wide or self.wide[2]
+        if not self.values:
+            values = config.num_query_groups * config.kv_channels
+            submodules = replace(submodules, linear_qkv=partial(_without, values, submodules.linear_qkv))
+        super().__init__(config, submodules, layer_number, *args, **kwargs)
+
+    def forward(self, *args, rotary_pos_emb, **kwargs):
+        return super().forward(*args, rotary_pos_emb=rotary_pos_emb[bool(self.wide)], **kwargs)
+
+    def get_query_key_value_tensors(self, hidden_states, key_value_states=None, **options):
+        if self.values:
+            query, key, value = super().get_query_key_value_tensors(hidden_states, key_value_states, **options)
+            return query, key, _normed(value, self.config)
+        mixed, _ = self.linear_qkv(hidden_states)
+        heads = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head))
+        query, key = heads[..., :-1, :].flatten(2, 3), heads[..., -1, :]
+        return self.q_layernorm(query), self.k_layernorm(key), _normed(key, self.config)
+
+
+def _without(values: int, linear, inputs, outputs, **options):
+    return linear(inputs, outputs - values, **options)
+
+
+def _normed(tensor, config):
+    return rms_norm(tensor, tensor.shape[-1:], eps=config.layernorm_epsilon)
+
+
+class Layer(gemma3.Layer):
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        self.register_buffer("layer_scalar", torch.ones(1, dtype=config.params_dtype))
+
+    def forward(self, *args, **kwargs):
+        output, context = super().forward(*args, **kwargs)
+        return output * self.layer_scalar, context
+
+
+class Router(TopKRouter):
+    """A router of normed and scaled tokens, whose weights of experts are scaled again."""
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        self.scale = _parameter(config.hidden_size, config)
+        self.per_expert_scale = _parameter(config.num_moe_experts, config)
+
+    def gating(self, input):
+        return super().gating(_normed(input, self.config) * self.scale * self.config.hidden_size**-0.5)
+
+    def routing(self, *args, **kwargs):
+        weights, routes = super().routing(*args, **kwargs)
+        return weights * self.per_expert_scale, routes
+
+
+def _parameter(size: int, config) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+    parameter.sequence_parallel = config.sequence_parallel
+    return parameter
+
+
+class Experts(MoELayer):
+    """Experts and an MLP next to each other, with a norm before and after each."""
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        norm = partial(TENorm, config, config.hidden_size, eps=config.layernorm_epsilon)
+        self.pre_experts_layernorm, self.post_experts_layernorm = norm(), norm()
+        self.post_shared_experts_layernorm = norm()
+
+    def preprocess(self, hidden_states, probs, routing_map):
+        return super().preprocess(self.pre_experts_layernorm(hidden_states), probs, routing_map)
+
+    def postprocess(self, output, shared_expert_output):
+        routed = self.post_experts_layernorm(super().postprocess(output, None))
+        return routed + self.post_shared_experts_layernorm(shared_expert_output)
+
+
+def layer_spec(config):
+    spec = transformer_engine_layer_spec(config)
+    spec.module, parts = Layer, spec.submodules
+    parts.self_attention.module = Attention
+    if config.num_moe_experts:
+        experts = parts.mlp.keywords["submodules"]
+        shared = experts.shared_experts
+        mlp = replace(shared.keywords["submodules"], linear_fc1=TELayerNormColumnParallelLinear)
+        experts = replace(experts, router=Router, shared_experts=partial(shared.func, submodules=mlp))
+        parts.mlp, parts.pre_mlp_layernorm = partial(Experts, submodules=experts), IdentityOp
+    return spec
+
+
+class Bridge(MegatronModelBridge):
+    def provider_bridge(self, hf_pretrained):
+        config = hf_pretrained.config
+        text = config.get_text_config()
+        text.dtype = text.dtype or config.dtype
+        facts = facts_from_hf(config.to_dict())
+        settings = self.hf_config_to_provider_kwargs(text) | {"rotary_percent": 1.0}
+        moe = {
+            "num_moe_experts": facts.experts,
+            "moe_router_topk": facts.top_k,
+            "moe_ffn_hidden_size": facts.expert_ffn,
+            "moe_shared_expert_intermediate_size": facts.shared_ffn,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_permute_fusion": True,
+        }
+        rotations = text.rope_parameters
+        settings |= moe if facts.experts else dict.fromkeys(("num_moe_experts", "moe_ffn_hidden_size"))
+        assert facts.wide
+        heads = (facts.wide.kv_heads, facts.wide.head_dim, facts.wide.values)
+        return Provider(
+            **settings,
+            normalization="RMSNorm",
+            gated_linear_unit=True,
+            add_bias_linear=False,
+            hidden_dropout=0.0,
+            position_embedding_type="rope",
+            qk_layernorm=True,
+            softmax_scale=1.0,
+            window_size=(text.sliding_window - 1, 0),
+            window_attn_skip_freq=[int(layer not in facts.wide_layers) for layer in range(facts.layers)],
+            hetereogenous_dist_checkpoint=True,
+            transformer_layer_spec=layer_spec,
+            wide=dict.fromkeys((layer + 1 for layer in facts.wide_layers), heads),
+            local_rotation=rotations["sliding_attention"],
+            wide_rotation=rotations["full_attention"],
+            logit_cap=text.final_logit_softcapping,
+        )
+
+    def mapping_registry(self):
+        family = families.named(self.hf_config.architectures[0])
+        facts = facts_from_hf(self.hf_config.to_dict())
+        root = family.root(weights.names(Path(self.hf_config._name_or_path)))
+        mapped = [AutoMapping(name, root + released) for name, released in NAMES.items()]
+        mapped += [AutoMapping("output_layer.weight", "lm_head.weight")]
+        mapped += _of_layer("decoder.layers.*.", f"{root}layers.*.", facts.experts > 0)
+        for layer, kind in enumerate(facts.kinds):
+            heads, released = facts.of(kind), f"{root}layers.{layer}.self_attn"
+            names = {part: f"{released}.{part}_proj.weight" for part in ("qkv" if heads.values else "qk")}
+            own = f"decoder.layers.{layer}.self_attention.linear_qkv.weight"
+            mapped.append(GroupsMapping(own, heads.kv_heads, heads.heads // heads.kv_heads, **names))
+        return MegatronMappingRegistry(*mapped)
+
+
+def _of_layer(layer: str, released: str, moe: bool) -> list:
+    mlp = "mlp.shared_experts." if moe else "mlp."
+    plain = OF_LAYER | {mlp + name: of for name, of in OF_MLP.items()} | (OF_EXPERTS if moe else {})
+    mapped = [AutoMapping(layer + name, released + of) for name, of in plain.items()]
+    whole = WHOLE if moe else WHOLE[:1]
+    mapped += [ReplicatedMapping(layer + name, released + name.removeprefix("mlp.")) for name in whole]
+    gate, up = (f"{released}mlp.{part}_proj.weight" for part in ("gate", "up"))
+    mapped.append(GatedMLPMapping(f"{layer}{mlp}linear_fc1.weight", gate=gate, up=up))
+    for prefix, suffix in (("", "*"), ("local_experts.*.", "")) if moe else ():
+        fc1, fc2 = (f"{layer}mlp.experts.{prefix}linear_{name}.weight{suffix}" for name in ("fc1", "fc2"))
+        mapped.append(FusedGatedExpertMapping(fc1, f"{released}experts.gate_up_proj"))
+        mapped.append(FusedExpertMapping(fc2, f"{released}experts.down_proj"))
+    return mapped
+
+
+for model in (Gemma4ForCausalLM, Gemma4ForConditionalGeneration):
+    MegatronModelBridge.register_bridge(source=model, target=GPTModel)(Bridge)
