@@ -102,6 +102,8 @@ TABLE = (
     Case("gemma3-text", "pp=2", packed=True),
     *(Case("gemma4-text", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "tp=2 sp=true", "dp=2", "ep=4")),
     Case("gemma4-text", "ep=2", packed=True),
+    *(Case("gemma4", cut) for cut in ("tp=2 sp=true", "tp=2", "dp=2")),
+    Case("gemma4", "dp=2", packed=True),
     *(Case("gpt-oss", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "tp=2 sp=true", "dp=2", "ep=4")),
     Case("gpt-oss", "ep=2", packed=True),
     *(Case("glm4-moe", cut, base="fp8") for cut in ("dp=2", "tp=2 sp=true etp=2", "pp=2 vpp=2 ep=2", "cp=2")),

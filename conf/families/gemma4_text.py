@@ -1,17 +1,18 @@
 """Gemma 4, the text model: dense, or with a dense MLP and experts next to each other in each layer.
 
 Layers without a window have wider heads, of which a part is rotated, and can use keys as values. Norms follow attention,
-each MLP and their sum. The output of a layer is scaled by a number that is not trained.
+each MLP and their sum. The output of a layer is scaled by a number that is not trained. In small models the last layers
+have the keys and values of earlier layers, and each layer has a second embedding.
 """
 
 from dataclasses import replace
 
 from conf.families.gemma3_text import GLOBAL, LOCAL
 from conf.families.parts import tensors
-from conf.families.parts.family import ANY, DEFAULT, PLAIN, Balance, Family, Rotation
+from conf.families.parts.family import ANY, DEFAULT, PLAIN, Balance, Config, Family, Rotation
 from conf.families.parts.keys import Keys, llama_facts
 from conf.families.parts.sizes import Heads, ModelFacts
-from conf.families.parts.tensors import BUFFER, Tensor, Tensors
+from conf.families.parts.tensors import BUFFER, ROOT, Tensor, Tensors
 
 NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 OF_EXPERTS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
@@ -19,6 +20,9 @@ WIDE = {"global_head_dim", "num_global_key_value_heads", "attention_k_eq_v"}
 EXPERTS = {"enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"}
 DEFAULTS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262144}
 DEFAULTS |= {"tie_word_embeddings": True, "global_head_dim": 512, "sliding_window": 512}
+DEFAULTS |= {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
+BORROWING = "num_kv_shared_layers"
+SMALL = {BORROWING, "use_double_wide_mlp", "hidden_size_per_layer_input", "vocab_size_per_layer_input"}
 
 
 def facts(keys: Keys) -> ModelFacts:
@@ -34,10 +38,42 @@ def facts(keys: Keys) -> ModelFacts:
         head_dim=keys.size("global_head_dim") or found.head_dim,
         values=not alike,
     )
-    return replace(found, wide=wide, wide_layers=_wide_layers(config, found.layers))
+    borrowing = keys.size(BORROWING, default=0)
+    found = replace(
+        found,
+        wide=wide,
+        wide_layers=_wide_layers(config, found.layers),
+        borrowing=borrowing,
+        borrowing_ffn=found.ffn * (2 if config.get("use_double_wide_mlp") else 1),
+        per_layer=keys.size("hidden_size_per_layer_input"),
+    )
+    own = {kind.replace("borrowing_", "") for kind in found.kinds if "borrowing" in kind}
+    if not own <= {*found.kinds}:
+        raise ValueError(f"config.json: {BORROWING} is {borrowing}, which leaves no layer with keys of one kind")
+    if found.per_layer and config["vocab_size_per_layer_input"] != found.vocab:
+        other = config["vocab_size_per_layer_input"]
+        raise ValueError(f"config.json: vocab_size_per_layer_input is {other}, but vocab_size is {found.vocab}")
+    return found
 
 
-def _wide_layers(config: dict, count: int) -> tuple[int, ...]:
+def cut(config: Config, layers: int) -> Config:
+    own = config["num_hidden_layers"] - (config.get(BORROWING) or 0)
+    return {BORROWING: max(0, layers - own)}
+
+
+def ends(facts: ModelFacts) -> tuple[Tensors, Tensors]:
+    first, last = tensors.ends(facts)
+    width = facts.layers * facts.per_layer
+    if width:
+        first += [
+            Tensor(f"{ROOT}embed_tokens_per_layer.weight", (facts.vocab, width), "embedding"),
+            Tensor(f"{ROOT}per_layer_model_projection.weight", (width, facts.hidden), "per_layer"),
+            Tensor(f"{ROOT}per_layer_projection_norm.weight", (facts.per_layer,), "per_layer"),
+        ]
+    return first, last
+
+
+def _wide_layers(config: Config, count: int) -> tuple[int, ...]:
     """Return the layers without a window. transformers leaves the last layer without one, whatever config.json says."""
     turns = [GLOBAL if layer % 6 == 5 else LOCAL for layer in range(count)]
     kinds = config.get("layer_types") or turns
@@ -47,8 +83,15 @@ def _wide_layers(config: dict, count: int) -> tuple[int, ...]:
 
 
 def layer(facts: ModelFacts, kind: str) -> Tensors:
+    facts = facts.of(kind)
     norms = [Tensor(f"{name}_layernorm.weight", (facts.hidden,), "norms") for name in NORMS]
-    found = [*norms, *tensors.attention(facts.of(kind)), Tensor("layer_scalar", (1,), BUFFER)]
+    found = [*norms, *tensors.attention(facts), Tensor("layer_scalar", (1,), BUFFER)]
+    if facts.per_layer:
+        found += [
+            Tensor("per_layer_input_gate.weight", (facts.per_layer, facts.hidden), "per_layer"),
+            Tensor("per_layer_projection.weight", (facts.hidden, facts.per_layer), "per_layer"),
+            Tensor("post_per_layer_input_norm.weight", (facts.hidden,), "per_layer"),
+        ]
     if not facts.routed(kind):
         return [*found, *tensors.gated_mlp("mlp", facts.hidden, facts.ffn)]
     return [*found, *tensors.gated_mlp("mlp", facts.hidden, facts.shared_ffn, "shared_experts"), *_experts(facts)]
@@ -72,20 +115,20 @@ def _experts(facts: ModelFacts) -> Tensors:
 FAMILY = Family(
     architecture="Gemma4ForCausalLM",
     model_type="gemma4_text",
-    read=PLAIN | WIDE | EXPERTS | {"sliding_window", "layer_types", "final_logit_softcapping"},
+    read=PLAIN | WIDE | EXPERTS | SMALL | {"sliding_window", "layer_types", "final_logit_softcapping"},
     assumed={
         "hidden_activation": ("gelu_pytorch_tanh",),
         "attention_bias": (False,),
         "use_bidirectional_attention": (None, "vision"),  # of the tokens of images
     },
-    fixed={"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False},
     rotations={"proportional": Rotation({"partial_rotary_factor": ANY, "factor": ANY})},
     local_rotations=DEFAULT,
-    stated=("hidden_size_per_layer_input",),
     not_null=("sliding_window", *DEFAULTS),
     defaults=DEFAULTS | {"norm_topk_prob": True},
+    cut=cut,
     facts=facts,
     layer=layer,
+    ends=ends,
     balance=Balance(),
     megatron="trainer.megatron.bridges.gemma4",
     constants={"k_norm.weight": 0.2, "norm.weight": 1.0, "layer_scalar": 1.0, "router.scale": 1.0, "per_expert_scale": 1.0},

@@ -34,7 +34,7 @@ from conf.schema.sections import Adapter
 
 MLPS = ("mlp", "shared_experts")  # kinds that are cut over tp
 # An mtp layer has the kinds of an ordinary layer; "mtp" counts its additional parameters.
-KINDS = ("embedding", "output", "attention", *MLPS, "router", "experts", "norms", "mtp")
+KINDS = ("embedding", "output", "attention", *MLPS, "router", "experts", "norms", "mtp", "per_layer")
 ADAPTERS = ("adapters_dense", "adapters_experts")
 
 
@@ -85,6 +85,9 @@ def held(run: Run, facts: ModelFacts, stage: Stage) -> dict[str, int]:
     vocabulary = facts.padded_vocab(tp) // tp * facts.hidden
     if stage.embedding:
         found["embedding"] += vocabulary + facts.positions * facts.hidden
+        width = facts.layers * facts.per_layer
+        found["embedding"] += facts.padded_vocab(tp) // tp * width
+        found["per_layer"] += width * facts.hidden + facts.per_layer
     if stage.output:
         first = stage.rank == stage.virtual == 0
         found["output"] += 0 if facts.tied and first else vocabulary
@@ -175,7 +178,7 @@ def _layer(run: Run, facts: ModelFacts, kind: str) -> Counter[str]:
 def _weights(facts: ModelFacts, kind: str, tp: int) -> dict[str, int]:
     """Return the parameters of one layer on a rank of tp, without its routed experts."""
     found = {}
-    for of in ("attention", "norms", "router", "mtp", *MLPS):
+    for of in ("attention", "norms", "router", "mtp", "per_layer", *MLPS):
         whole = sum(tensor.size for tensor in families.layer(facts, kind, of) if not tensor.part)
         found[of] = whole + sum(_size(linear, tp) for linear in _linears(facts, kind, of))
     return found

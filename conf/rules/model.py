@@ -62,7 +62,6 @@ def _widths(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     mtp = facts.mtp_layers if run.model.mtp else 0
     cut_by_tp = {
         "attention heads": facts.heads,
-        "width of query, key and value": (facts.heads + 2 * facts.kv_heads) * facts.head_dim,
         "vocabulary": facts.padded_vocab(layout.tp),
         "dense layers' width": facts.ffn,
         "shared experts' width": facts.shared_ffn,

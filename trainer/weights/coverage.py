@@ -16,7 +16,7 @@ from trainer.weights import released
 from trainer.weights.atomic_folder import gather
 from trainer.weights.mapping import released_names
 
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+VOCABULARY = ("embedding.word_embeddings.weight", "embedding.per_layer.table.weight", "output_layer.weight")
 
 
 def check(bridge, chunks: list, model: released.Model, sums: dict[str, str], left_out: set[str]) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from conf import families
+from conf import families, model_facts
 from conf.model_files import config_json, quantization, weights
 from conf.model_files.quantization import Packed
 from conf.model_files.weights import Entry
@@ -124,7 +124,9 @@ def of_mtp(model: Model) -> set[str]:
 
 def copied(model: Model) -> set[str]:
     """Return the names of tensors that are not trained; an export copies them."""
-    return {name for name in model.weights if name.startswith(families.of(model.config).copied)}
+    family = families.of(model.config)
+    prefixes = family.copied + family.unused(model_facts.facts_from_hf(model.config), family.root(model.weights))
+    return {name for name in model.weights if name.startswith(prefixes)}
 
 
 def checksums(

@@ -67,6 +67,8 @@ class Family:
     # Those of layers with windows, if rope_parameters has an object for each kind of layer; empty: it has one for all.
     local_rotations: Mapping[str, Rotation] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults of transformers that rules need
+    # Further changes of a config.json that is cut to this number of layers.
+    cut: Callable[[Config, int], Config] = lambda config, layers: {}
     layer_turns: tuple[str, ...] = ()  # kinds of layers that alternate; empty: all are alike
 
     facts: Callable[[Keys], ModelFacts] = llama_facts
@@ -97,6 +99,11 @@ class Family:
     def constant(self, name: str) -> float | None:
         """Return the initial value of a weight that is not drawn, by its name; None for other weights."""
         return next((value for ending, value in self.constants.items() if name.endswith(ending)), None)
+
+    def unused(self, facts: ModelFacts, root: str) -> tuple[str, ...]:
+        """Return the beginnings of names of keys and values that layers have, but take from earlier layers instead."""
+        layers = range(facts.layers - facts.borrowing, facts.layers)
+        return tuple(f"{root}{self.layers_in}.{layer}.self_attn.{part}_" for layer in layers for part in "kv")
 
     def root(self, names: Container[str]) -> str:
         """Return the beginning of the names of a release."""

@@ -1,7 +1,7 @@
 """Facts of a model that the planner, the rules and the list of tensors need: sizes, and kinds of layers."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,13 @@ class ModelFacts:
     linear_bias: bool = False  # on every linear layer, including routers
     sinks: bool = False  # each head has one more score, in addition to the scores of the keys
     windows: bool = False  # some layers, or all, attend to a limited number of earlier tokens
+    keys: bool = True  # keys have a weight; False: keys and values are those of an earlier layer
     values: bool = True  # values have a weight; False: a value is the key before its norm
     wide: Heads | None = None  # those of wide_layers; None: all layers have the same heads
     wide_layers: tuple[int, ...] = ()  # counted from 0
+    borrowing: int = 0  # number of last layers that have the keys and values of an earlier layer of their kind
+    borrowing_ffn: int = 0  # inner width of their MLP
+    per_layer: int = 0  # width of a token's vector for each layer, in addition to its embedding; 0 = there are none
     layernorm: bool = False  # norms have a bias as well as a weight
     expert_bias: bool = False  # added to routing scores; the trainer adjusts it without gradients: not a parameter
     shared_gate: bool = False  # a gate weights the shared experts for each token
@@ -82,15 +86,18 @@ class ModelFacts:
     def kind(self, layer: int) -> str:
         """Return the kind of a layer: dense or moe.
 
-        The prefix delta_ means a gated delta net instead of attention, wide_ other heads.
+        The prefix delta_ means a gated delta net instead of attention, wide_ other heads, borrowing_ keys and values of
+        an earlier layer.
         """
         every = layer >= self.dense_layers and layer not in self.dense_too and (layer + 1) % self.moe_step == 0
         mlp = "moe" if self.experts and every else "dense"
-        return f"delta_{mlp}" if layer in self.delta_layers else f"wide_{mlp}" if layer in self.wide_layers else mlp
+        borrows = layer >= self.layers - self.borrowing
+        is_so = {"delta": layer in self.delta_layers, "wide": layer in self.wide_layers, "borrowing": borrows, mlp: True}
+        return "_".join(name for name, so in is_so.items() if so)
 
     def of(self, kind: str) -> "ModelFacts":
-        """Return the facts with the heads of layers of this kind."""
-        return self._wide if kind.startswith("wide") else self
+        """Return the facts with the sizes of layers of this kind."""
+        return _of(self, kind) if "_" in kind else self
 
     def routed(self, kind: str) -> bool:
         """Whether layers of this kind have experts; mtp layers are like the last ordinary layer."""
@@ -104,16 +111,22 @@ class ModelFacts:
     def kinds(self) -> tuple[str, ...]:
         return tuple(self.kind(layer) for layer in range(self.layers))
 
-    @cached_property
-    def _wide(self) -> "ModelFacts":
-        assert self.wide
-        return replace(self, kv_heads=self.wide.kv_heads, head_dim=self.wide.head_dim, values=self.wide.values)
-
     @property
     def qkv(self) -> int:
-        """Width of queries, keys and values, and of the gates that the query's matrix gives, of all heads together."""
-        return (self.heads * (1 + self.output_gate) + (1 + self.values) * self.kv_heads) * self.head_dim
+        """Outputs of the layer's matrices of queries, keys and values; the query's can also give gates."""
+        return (self.heads * (1 + self.output_gate) + (self.keys + self.values) * self.kv_heads) * self.head_dim
 
     def padded_vocab(self, tp: int) -> int:
         multiple = self.vocab_pad * tp or 1
         return -(-self.vocab // multiple) * multiple
+
+
+@cache
+def _of(facts: ModelFacts, kind: str) -> ModelFacts:
+    names = kind.split("_")
+    if facts.wide and "wide" in names:
+        wide = facts.wide
+        facts = replace(facts, kv_heads=wide.kv_heads, head_dim=wide.head_dim, values=wide.values)
+    if "borrowing" in names:
+        facts = replace(facts, keys=False, values=False, ffn=facts.borrowing_ffn)
+    return facts

@@ -90,8 +90,9 @@ def attention(facts: ModelFacts) -> Tensors:
 def grouped_attention(facts: ModelFacts) -> Tensors:
     hidden, heads, width = facts.hidden, facts.heads, facts.head_dim
     tensors = [_attention("o_proj.weight", (hidden, heads * width), "linear_proj")]
-    values = [("v", facts.kv_heads)] if facts.values else []
-    for name, count in ("q", heads * (1 + facts.output_gate)), ("k", facts.kv_heads), *values:
+    counts = {"q": heads * (1 + facts.output_gate)}
+    counts |= {name: facts.kv_heads for name, there in (("k", facts.keys), ("v", facts.values)) if there}
+    for name, count in counts.items():
         tensors.append(_attention(f"{name}_proj.weight", (count * width, hidden), "linear_qkv"))
         if facts.attention_bias or facts.linear_bias:
             tensors.append(_attention(f"{name}_proj.bias", (count * width,), "linear_qkv"))

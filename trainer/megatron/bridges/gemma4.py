@@ -1,7 +1,8 @@
 """Bridge of Gemma 4, the text model: norms outside the layers that adapters wrap, as in Gemma 3.
 
-Layers without a window have wider heads. If a value there is the key, linear_qkv has no rows for it. The MLP next to the
-experts is Megatron's shared experts. Each of the two, and the router, has its own norm of the layer's input.
+The MLP next to the experts is Megatron's shared experts. Each of the two, and the router, has its own norm of the layer's
+input. Layers pass keys, values and the vectors of PerLayer to later layers in a dict, so these models need pp 1, and
+recomputation of whole layers would lose gradients.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportIncompatibleMethodOverride=false
@@ -25,11 +26,13 @@ from megatron.bridge.models.gemma.modeling_gemma4 import Gemma4RotaryEmbedding
 from megatron.bridge.models.gpt_provider import GPTModelProvider, transformer_engine_layer_spec
 from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
-from torch.nn.functional import rms_norm
+from torch.nn.functional import gelu, rms_norm
 from transformers import Gemma4ForCausalLM, Gemma4ForConditionalGeneration
 
 from conf import families
@@ -40,7 +43,15 @@ from trainer.megatron.bridges.mappings import GroupsMapping
 
 NAMES = {
     "embedding.word_embeddings.weight": "embed_tokens.weight",
+    "embedding.per_layer.table.weight": "embed_tokens_per_layer.weight",
     "decoder.final_layernorm.weight": "norm.weight",
+}
+PER_LAYER = {
+    "embedding.per_layer.projection.weight": "per_layer_model_projection.weight",
+    "embedding.per_layer.norm.weight": "per_layer_projection_norm.weight",
+    "decoder.layers.*.per_layer_gate.weight": "layers.*.per_layer_input_gate.weight",
+    "decoder.layers.*.per_layer_projection.weight": "layers.*.per_layer_projection.weight",
+    "decoder.layers.*.per_layer_norm.weight": "layers.*.post_per_layer_input_norm.weight",
 }
 OF_LAYER = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -67,16 +78,25 @@ WHOLE = ("layer_scalar", "mlp.router.scale", "mlp.router.per_expert_scale")  # b
 class Provider(GPTModelProvider):
     """Settings of the model, with those that Megatron lacks."""
 
-    wide: dict[int, tuple[int, int, bool]] = field(default_factory=dict)  # groups, width, values; by layer, from 1
+    heads: dict[int, tuple[bool, int, int, int]] = field(default_factory=dict)  # of each layer, from 1; see Attention
     local_rotation: dict = field(default_factory=dict)
     wide_rotation: dict = field(default_factory=dict)
     logit_cap: float | None = None
+    borrowing: int = 0  # last layers with the keys and values of earlier ones
+    borrowing_ffn: int = 0
+    per_layer: int = 0
 
     def provide(self, *args, **kwargs):
         model = super().provide(*args, **kwargs)
         model.rotary_pos_emb = _rotations(self)
+        shared: dict = {}
+        for layer in model.decoder.layers:
+            layer.shared = layer.self_attention.shared = shared
         if model.pre_process:
-            model.embedding.__class__ = gemma3.Embedding
+            model.embedding.__class__ = Embedding
+            model.embedding.shared = shared
+            if self.per_layer:
+                model.embedding.per_layer = PerLayer(self, model.pg_collection.tp)
         if model.post_process and self.logit_cap:
             model.output_layer.register_forward_hook(partial(_cap, self.logit_cap))
         return model
@@ -93,7 +113,7 @@ def _rotations(provider: Provider) -> Gemma4RotaryEmbedding:
     table = Gemma4RotaryEmbedding(
         rotary_base=wide["rope_theta"],
         rotary_base_local=provider.local_rotation["rope_theta"],
-        global_kv_channels=max(width for _, width, _ in provider.wide.values()),
+        global_kv_channels=max(width for _, _, width, _ in provider.heads.values()),
         global_rotary_percent=wide.get("partial_rotary_factor", 1.0),
         kv_channels=provider.kv_channels,
         use_cpu_initialization=provider.use_cpu_initialization,
@@ -102,35 +122,79 @@ def _rotations(provider: Provider) -> Gemma4RotaryEmbedding:
     return table
 
 
+class Embedding(gemma3.Embedding):
+    def forward(self, input_ids, *args, **kwargs):
+        embeddings = super().forward(input_ids, *args, **kwargs)
+        if self.config.per_layer:
+            self.shared[PerLayer] = self.per_layer(input_ids, embeddings)
+        return embeddings
+
+
+class PerLayer(MegatronModule):
+    """A vector of each token for each layer: from a table, and from the token's embedding."""
+
+    def __init__(self, config, group):
+        super().__init__(config)
+        width = config.num_layers * config.per_layer
+        cut = {"reduce_scatter_embeddings": config.sequence_parallel, "tp_group": group}
+        self.table = VocabParallelEmbedding(
+            config.vocab_size, width, init_method=config.embedding_init_method, config=config, **cut
+        )
+        self.projection = _linear(config.hidden_size, width, config)
+        self.norm = TENorm(config, config.per_layer, eps=config.layernorm_epsilon)
+
+    def forward(self, input_ids, embeddings):
+        of_tokens = self.table(input_ids) * torch.tensor(self.config.per_layer**0.5, dtype=embeddings.dtype)
+        of_tokens = of_tokens if self.config.sequence_parallel else of_tokens.transpose(0, 1)
+        projected = self.projection(embeddings) * self.config.hidden_size**-0.5
+        by_layer = (-1, self.config.per_layer)
+        return (self.norm(projected.unflatten(-1, by_layer)) + of_tokens.unflatten(-1, by_layer)) * 2**-0.5
+
+
+def _linear(inputs: int, outputs: int, config) -> torch.nn.Linear:
+    linear = torch.nn.Linear(inputs, outputs, bias=False, dtype=config.params_dtype)
+    linear.weight.sequence_parallel = config.sequence_parallel
+    return linear
+
+
 class Attention(SelfAttention):
-    """Attention with a norm of values, and with wider heads in layers without a window."""
+    """Attention with a norm of values.
+
+    config.heads says for each layer whether its heads are wide, its groups, their width, and its weights: 3 with keys
+    and values; 2 if values are keys without their norm; 1 with the keys and values of an earlier layer of its kind.
+    """
 
     def __init__(self, config, submodules, layer_number, *args, **kwargs):
-        self.wide = config.wide.get(layer_number)
-        if self.wide:
-            config = copy(config)
-            config.num_query_groups, config.kv_channels, _ = self.wide
-        self.values = not self.wide or self.wide[2]
-        if not self.values:
-            values = config.num_query_groups * config.kv_channels
-            submodules = replace(submodules, linear_qkv=partial(_without, values, submodules.linear_qkv))
+        config = copy(config)
+        self.wide, config.num_query_groups, config.kv_channels, self.weights = config.heads[layer_number]
+        lacking = (3 - self.weights) * config.num_query_groups * config.kv_channels
+        submodules = replace(submodules, linear_qkv=partial(_without, lacking, submodules.linear_qkv))
         super().__init__(config, submodules, layer_number, *args, **kwargs)
+        if self.weights == 1:
+            self.k_layernorm = None
 
     def forward(self, *args, rotary_pos_emb, **kwargs):
-        return super().forward(*args, rotary_pos_emb=rotary_pos_emb[bool(self.wide)], **kwargs)
+        return super().forward(*args, rotary_pos_emb=rotary_pos_emb[self.wide], **kwargs)
 
     def get_query_key_value_tensors(self, hidden_states, key_value_states=None, **options):
-        if self.values:
+        if self.weights == 3:
             query, key, value = super().get_query_key_value_tensors(hidden_states, key_value_states, **options)
-            return query, key, _normed(value, self.config)
-        mixed, _ = self.linear_qkv(hidden_states)
-        heads = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head))
-        query, key = heads[..., :-1, :].flatten(2, 3), heads[..., -1, :]
-        return self.q_layernorm(query), self.k_layernorm(key), _normed(key, self.config)
+        else:
+            mixed, _ = self.linear_qkv(hidden_states)
+            heads = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head))
+            query = self.q_layernorm(heads[..., : heads.shape[-2] + 1 - self.weights, :].flatten(2, 3))
+            if self.weights == 1:
+                return query, *self.shared[self.wide]
+            value = heads[..., -1, :]
+            key = self.k_layernorm(value)
+        value = _normed(value, self.config)
+        if self.config.borrowing:
+            self.shared[self.wide] = key, value
+        return query, key, value
 
 
-def _without(values: int, linear, inputs, outputs, **options):
-    return linear(inputs, outputs - values, **options)
+def _without(lacking: int, linear, inputs, outputs, **options):
+    return linear(inputs, outputs - lacking, **options)
 
 
 def _normed(tensor, config):
@@ -138,12 +202,24 @@ def _normed(tensor, config):
 
 
 class Layer(gemma3.Layer):
-    def __init__(self, config, *args, **kwargs):
-        super().__init__(config, *args, **kwargs)
+    def __init__(self, config, submodules, layer_number=1, *args, **kwargs):
+        own = config
+        if config.borrowing and layer_number > config.num_layers - config.borrowing:
+            own = copy(config)
+            own.ffn_hidden_size = config.borrowing_ffn
+        super().__init__(own, submodules, layer_number, *args, **kwargs)
         self.register_buffer("layer_scalar", torch.ones(1, dtype=config.params_dtype))
+        if config.per_layer:
+            self.per_layer_gate = _linear(config.hidden_size, config.per_layer, config)
+            self.per_layer_projection = _linear(config.per_layer, config.hidden_size, config)
+            self.per_layer_norm = TENorm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, *args, **kwargs):
         output, context = super().forward(*args, **kwargs)
+        if self.config.per_layer:
+            gate = gelu(self.per_layer_gate(output), approximate="tanh")
+            gated = gate * self.shared[PerLayer][..., self.layer_number - 1, :]
+            output = output + self.per_layer_norm(self.per_layer_projection(gated))
         return output * self.layer_scalar, context
 
 
@@ -217,8 +293,7 @@ class Bridge(MegatronModelBridge):
         }
         rotations = text.rope_parameters
         settings |= moe if facts.experts else dict.fromkeys(("num_moe_experts", "moe_ffn_hidden_size"))
-        assert facts.wide
-        heads = (facts.wide.kv_heads, facts.wide.head_dim, facts.wide.values)
+        layers = [facts.of(kind) for kind in facts.kinds]
         return Provider(
             **settings,
             normalization="RMSNorm",
@@ -232,10 +307,16 @@ class Bridge(MegatronModelBridge):
             window_attn_skip_freq=[int(layer not in facts.wide_layers) for layer in range(facts.layers)],
             hetereogenous_dist_checkpoint=True,
             transformer_layer_spec=layer_spec,
-            wide=dict.fromkeys((layer + 1 for layer in facts.wide_layers), heads),
+            heads={
+                number + 1: (number in facts.wide_layers, of.kv_heads, of.head_dim, 1 + of.keys + of.values)
+                for number, of in enumerate(layers)
+            },
             local_rotation=rotations["sliding_attention"],
             wide_rotation=rotations["full_attention"],
             logit_cap=text.final_logit_softcapping,
+            borrowing=facts.borrowing,
+            borrowing_ffn=facts.borrowing_ffn,
+            per_layer=facts.per_layer,
         )
 
     def mapping_registry(self):
@@ -245,9 +326,10 @@ class Bridge(MegatronModelBridge):
         mapped = [AutoMapping(name, root + released) for name, released in NAMES.items()]
         mapped += [AutoMapping("output_layer.weight", "lm_head.weight")]
         mapped += _of_layer("decoder.layers.*.", f"{root}layers.*.", facts.experts > 0)
+        mapped += [ReplicatedMapping(name, root + released) for name, released in PER_LAYER.items()]
         for layer, kind in enumerate(facts.kinds):
             heads, released = facts.of(kind), f"{root}layers.{layer}.self_attn"
-            names = {part: f"{released}.{part}_proj.weight" for part in ("qkv" if heads.values else "qk")}
+            names = {part: f"{released}.{part}_proj.weight" for part in "qkv"[: 1 + heads.keys + heads.values]}
             own = f"decoder.layers.{layer}.self_attention.linear_qkv.weight"
             mapped.append(GroupsMapping(own, heads.kv_heads, heads.heads // heads.kv_heads, **names))
         return MegatronMappingRegistry(*mapped)

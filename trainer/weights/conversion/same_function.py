@@ -32,6 +32,7 @@ import psutil
 import torch
 
 from conf import families
+from conf import model_facts
 from conf.model_facts import ModelFacts, facts_from_hf
 from conf.model_files import config_json
 from conf.model_files.weights import LAYER, layer_of
@@ -46,7 +47,9 @@ from trainer.weights.mapping import released_names
 BOUND = 1e-4  # correct layers differ by 2e-6; with queries and keys swapped, by at least 0.1
 ROWS, LENGTH = 4, 64  # of the tokens
 VOCABULARY = 256  # rows of the embedding that are used
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "lm_head.weight")  # with a row for each token
+# Tensors with a row for each token, and the keys of config.json for the number of rows.
+EMBEDDINGS = ("embed_tokens.weight", "embed_tokens_per_layer.weight", "wte.weight", "lm_head.weight")
+VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
 LOGITS = "the logits"
 SKIP = "model.compare=false converts it without a comparison"
 SPARE = 1.2  # factor on the memory that the layers need
@@ -126,7 +129,8 @@ def cut_down(run: Run) -> Cut:
     layers, mtp = 1 + max(kinds.index(kind) for kind in set(kinds)), bool(run.model.mtp and facts.mtp_layers)
     experts, count = _experts(model, facts, layers, mtp), min(VOCABULARY, facts.vocab)
     config = model.config | {key: value[:layers] for key, value in lists.items()} | dict.fromkeys(TOKENS)
-    config |= {families.of(model.config).key("num_hidden_layers"): layers, "vocab_size": count, "dtype": "float32"}
+    config |= {families.of(model.config).key("num_hidden_layers"): layers, "dtype": "float32"}
+    config |= {key: count for key in VOCABULARIES if key in config} | families.of(model.config).cut(config, layers)
     config.pop("quantization_config", None)
     config |= {key: len(experts) for key in EXPERTS if facts.experts and config.get(key) == facts.experts}
     if facts.mtp_layers:
@@ -278,6 +282,7 @@ def _weights(cut: Cut, types: dict[str, torch.dtype]) -> tuple[Added, Added]:
     family = families.of(cut.model.config)
     root = family.root(cut.model.weights)
     copies = released.repeated(cut.model).keys() | released.copied(cut.model)
+    shapes = model_facts.shapes(cut.config, cut.model.weights)
     for released_name in cut.model.weights:
         name = released_name
         if released.COMPUTED.search(name) or name in copies or not _is_taken(name, cut.facts, cut.layers, cut.mtp):
@@ -293,6 +298,7 @@ def _weights(cut: Cut, types: dict[str, torch.dtype]) -> tuple[Added, Added]:
             name = EXPERT.sub(f".experts.{cut.experts.index(int(expert[1]))}.", name)
         elif OF_ALL_EXPERTS.search(name) and len(tensor) == cut.facts.experts:
             tensor = tensor[[*cut.experts]]
+        tensor = tensor[tuple(map(slice, shapes.get(released_name, ())))]  # some have rows or columns of each layer
         tensor = tensor.to(types.get(released_name, tensor.dtype)).float()
         part = name.split(".", 3)[-1]
         if mtp and part.startswith(("enorm.", "hnorm.", "shared_head.", "eh_proj.")):
@@ -336,11 +342,13 @@ def _fill(cut: Cut, chunks, stored: torch_dist.Stored) -> None:
         if place is None:
             raise Fault(f"{stored.folder}: holds no {name}")
         if name in coverage.VOCABULARY:
+            some = torch_dist.some_rows(stored, place.name, cut.rows.tolist())
             tensor.data.zero_()
-            tensor.data[: len(cut.rows)] = torch_dist.some_rows(stored, place.name, cut.rows.tolist())
+            tensor.data[: len(cut.rows)] = some[:, : tensor.shape[1]]
         else:
             whole = torch_dist.read(stored, place)
-            tensor.data.copy_(whole if whole.shape == tensor.shape else whole[[*cut.experts]])
+            some = whole[[*cut.experts]] if len(whole) == cut.facts.experts else whole
+            tensor.data.copy_(some[tuple(map(slice, tensor.shape))])
 
 
 def _hook(added: Added, name: str, turned: bool = False):
