@@ -12,7 +12,7 @@ from conf.families.parts import tensors
 from conf.families.parts.family import ANY, DEFAULT, PLAIN, Balance, Config, Family, Rotation
 from conf.families.parts.keys import Keys, llama_facts
 from conf.families.parts.sizes import Heads, ModelFacts
-from conf.families.parts.tensors import BUFFER, ROOT, Tensor, Tensors
+from conf.families.parts.tensors import BUFFER, COPY, ROOT, Tensor, Tensors
 
 NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 OF_EXPERTS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
@@ -86,6 +86,9 @@ def layer(facts: ModelFacts, kind: str) -> Tensors:
     facts = facts.of(kind)
     norms = [Tensor(f"{name}_layernorm.weight", (facts.hidden,), "norms") for name in NORMS]
     found = [*norms, *tensors.attention(facts), Tensor("layer_scalar", (1,), BUFFER)]
+    if not facts.keys:  # releases have keys and values that are not used, and vLLM needs their norm
+        unused = tensors.attention(replace(facts, keys=True, values=True))
+        found += [replace(tensor, kind=COPY, part="") for tensor in unused if tensor not in found]
     if facts.per_layer:
         found += [
             Tensor("per_layer_input_gate.weight", (facts.per_layer, facts.hidden), "per_layer"),
