@@ -28,6 +28,7 @@ DoRA's norm, and attention dropout without a fused kernel (fp32).
 
 from dataclasses import dataclass
 
+from conf import families
 from conf.families.parts.sizes import DeltaNet
 from conf.model_facts import ModelFacts
 from conf.rules import objectives, precision, reinforcement
@@ -93,7 +94,7 @@ def parts(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
     mtp = kind == "mtp"
     if mtp:
         kind = facts.kind(facts.layers - 1)
-    t = tokens(run, facts)
+    facts, t = facts.of(kind), tokens(run, facts)
     net = facts.delta_of(kind)
     mixing = _delta_net(run, facts, net, t) if net else _attention(run, facts, t)
     found = {"norms": _norms(run.train, facts, t, kind), "attention": mixing}
@@ -102,6 +103,8 @@ def parts(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
         found["mlp"] += _returned(run, "linear_fc1", found["mlp"] and t.whole * facts.hidden)
     else:
         found |= _moe(run, facts, t)
+    if facts.per_layer:  # two gates and two projections; and this layer's part of three tensors of all layers
+        found["per_layer"] = t.local * (2 * facts.hidden + 6 * facts.per_layer) * t.byte
     if run.model.dropout:
         found["dropout"] = 2 * t.local * facts.hidden
     if run.train.cuda_graphs:  # a graph reads its input at a fixed address
@@ -124,7 +127,7 @@ def working(run: Run, facts: ModelFacts, kind: str, whole: int) -> dict[str, int
         bare = run.changed(train={"recompute_modules": ()})
         again = sum(parts(bare, facts, kind).values()) - whole
     gate = 2 if facts.gated else 1
-    width = t.whole * max(attention_width(facts), facts.ffn * gate) // run.layout.tp
+    width = t.whole * max(attention_width(facts.of(kind)), facts.of(kind).ffn * gate) // run.layout.tp
     dense = t.local * facts.hidden * 2 + width
     # A gradient in FP8; if weights are trained, in both layouts.
     low = LOW.get(run.train.fp8 or "", 0.0) * (2 if run.adapter.kind == "none" else 1)
@@ -219,20 +222,21 @@ def _lora(run: Run, t: Tokens, name: str, rows: int, out: int) -> int:
 
 
 def _norms(train: Train, facts: ModelFacts, t: Tokens, kind: str) -> int:
-    """Return the bytes that norms keep: the layer's input and the sum after attention.
+    """Return the bytes that norms keep: their inputs, such as the layer's input and the sum after attention.
 
     Before experts, they keep the norm's output too.
     """
+    inputs = sum(tensor.shape == (facts.hidden,) for tensor in families.layer(facts, kind, "norms"))
     drops = "layernorm" in train.recompute_modules or "moe" in train.recompute_modules
     out = 0 if not facts.routed(kind) or drops else 1
-    return t.local * facts.hidden * t.byte * (2 + out)
+    return t.local * facts.hidden * t.byte * (inputs + out)
 
 
 def attention_width(facts: ModelFacts) -> int:
     """Return the width of q, k and v of all heads together."""
     if facts.kv_rank:
         return facts.heads * (2 * (facts.qk_nope + facts.qk_rope) + facts.v_head)
-    return (facts.heads * (1 + facts.output_gate) + 2 * facts.kv_heads) * facts.head_dim
+    return facts.qkv
 
 
 def _attention(run: Run, facts: ModelFacts, t: Tokens) -> int:
@@ -251,13 +255,13 @@ def _attention(run: Run, facts: ModelFacts, t: Tokens) -> int:
             total += _lora(run, t, name, t.whole, 0)
     else:
         query = t.whole * facts.heads * facts.head_dim // layout.tp
-        keys = t.whole * facts.kv_heads * facts.head_dim // kv_cut
+        keys = t.whole * facts.kv_heads * facts.head_dim // kv_cut if facts.keys else 0
         out = query
         # norms of q and k keep their inputs
         inner = (query + 2 * keys) + (query + keys if facts.qk_norm else 0)
         total = inner * t.byte + _input(run, t, "linear_qkv", gathered * facts.hidden)
         total += _returned(run, "linear_qkv", gathered * facts.hidden)
-        total += _lora(run, t, "linear_qkv", t.whole, (facts.heads + 2 * facts.kv_heads) * facts.head_dim // layout.tp)
+        total += _lora(run, t, "linear_qkv", t.whole, facts.qkv // layout.tp)
     # attention keeps its output for its backward pass, unless it is recomputed
     total += 0 if "core_attn" in again and not _input(run, t, "linear_proj", out) else out * t.byte
     total += _input(run, t, "linear_proj", out, held=True) + _lora(run, t, "linear_proj", t.whole, facts.hidden)

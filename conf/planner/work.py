@@ -76,11 +76,12 @@ def attention(run: Run, facts: ModelFacts, kind: str) -> float:
     if net := facts.delta_of(kind):  # products of a chunk's tokens, and of tokens and a head's state
         each = 3 * net.key * net.value + DELTA_CHUNK * 2 * (net.key + net.value)
         return 2.0 * t.whole * net.value_heads * each / run.layout.tp
-    width = facts.qk_nope + facts.qk_rope + facts.v_head if facts.kv_rank else 2 * facts.head_dim
+    width = facts.qk_nope + facts.qk_rope + facts.v_head if facts.kv_rank else 2 * facts.of(kind).head_dim
     return 2.0 * t.whole * run.data.seq_length * facts.heads * width / run.layout.tp / 2
 
 
 def moved(run: Run, facts: ModelFacts, kind: str) -> list[Move]:
+    facts = facts.of(kind)
     t, tp = tokens(run, facts), run.layout.tp
     gate = 2 if facts.gated else 1
     row = t.local * facts.hidden

@@ -85,10 +85,12 @@ def _widths(run: Run, facts: ModelFacts) -> Iterator[Broken]:
                 others = {"adapter.rank": sorted(multiples(size, degree), key=lambda n: abs(n - size))}
                 ranked = others if name.startswith("adapter.rank") else {}
                 yield Broken(f"{key} {name}", f"layout.{key}", text, divisors(layout.world), ranked)
-    if facts.kv_heads % layout.tp and layout.tp % facts.kv_heads:
-        text = f"{layout.tp} is neither divisor nor multiple of the {facts.kv_heads} key-value heads"
-        yield Broken("kv heads", "layout.tp", text, divisors(layout.world))
-    elif facts.norm_over_heads and facts.kv_heads % layout.tp:
+    for of in facts.variants:
+        if of.kv_heads % layout.tp and (layout.tp % of.kv_heads or (of.keys and not of.values)):
+            only = "is neither divisor nor multiple of" if of.values else "does not divide"
+            text = f"{layout.tp} {only} the {of.kv_heads} key-value heads"
+            yield Broken("kv heads", "layout.tp", text, divisors(layout.world))
+    if facts.norm_over_heads and facts.kv_heads % layout.tp:
         text = f"{layout.tp}, but keys are normed over all {facts.kv_heads} heads, which it does not divide"
         yield Broken("norms over all heads", "layout.tp", text, divisors(layout.world))
     yield from _delta_nets(run, facts, there)
@@ -248,6 +250,12 @@ def _biases_and_windows(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     if facts.experts and facts.linear_bias and run.reinforce.steps:
         text = f"{run.reinforce.steps}, but Megatron-Bridge cannot merge adapters of stacked experts to send them"
         yield Broken("rewards of stacks", "reinforce.steps", text, [0])
+    if (facts.borrowing or facts.per_layer) and layout.pp > 1:
+        text = f"{layout.pp}, but layers use keys, values or embeddings of the first pipeline stage"
+        yield Broken("layers that share", "layout.pp", text, [1])
+    if run.train.recompute == "full" and (facts.borrowing or (facts.per_layer and run.adapter.kind == "none")):
+        text = "full, but gradients of keys, values or embeddings that layers share would be lost"
+        yield Broken("layers that share", "train.recompute", text, ["none", "selective"])
     if facts.windows and layout.cp > 1:
         text = f"{layout.cp}, but keys that pass through a ring of ranks meet neither sinks nor windows"
         yield Broken("windows over cp", "layout.cp", text, [1])

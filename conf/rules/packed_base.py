@@ -134,9 +134,11 @@ def widths(run: Run, facts: ModelFacts) -> Iterator[tuple[str, str, int, int]]:
     form = format_of(run)
     if form is None or form.bits != 4:
         return
-    layout, heads = run.layout, facts.heads * (facts.v_head if facts.kv_rank else facts.head_dim)
-    sizes = [("attention", "layout.tp", "attention's output over tp", heads // layout.tp)]
-    sizes += [("dense", "layout.tp", "dense layers' width over tp", facts.ffn // layout.tp)]
+    layout, sizes = run.layout, []
+    for of in facts.variants:
+        heads = of.heads * (of.v_head if of.kv_rank else of.head_dim)
+        sizes += [("attention", "layout.tp", "attention's output over tp", heads // layout.tp)]
+        sizes += [("dense", "layout.tp", "dense layers' width over tp", of.ffn // layout.tp)]
     sizes += [("dense", "layout.tp", "shared experts' width over tp", facts.shared_ffn // layout.tp)]
     sizes += [("experts", "layout.etp", "experts' width over etp", facts.expert_ffn // layout.etp)]
     sizes += [(parts(run)[0], "model.base", "hidden size", facts.hidden)]  # not cut over ranks

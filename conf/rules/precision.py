@@ -65,17 +65,17 @@ def widths(run: Run, facts: ModelFacts) -> Iterator[tuple[str, str, int, int]]:
     if not fp8:
         return
     hidden, tp, etp = facts.hidden, layout.tp, layout.etp
-    by_tp = {"hidden size": hidden, "dense layers' width over tp": facts.ffn // tp}
-    by_tp["shared experts' width over tp"] = facts.shared_ffn // tp
+    by_tp = [("hidden size", hidden), ("shared experts' width over tp", facts.shared_ffn // tp)]
+    by_tp += [("dense layers' width over tp", of.ffn // tp) for of in facts.variants]
     if facts.kv_rank:
-        by_tp |= {"width of the low-rank key-value": facts.kv_rank + facts.qk_rope, "its rank": facts.kv_rank}
-        by_tp |= {"width of the low-rank query": facts.q_rank, "attention's output": facts.heads * facts.v_head // tp}
+        by_tp += [("width of the low-rank key-value", facts.kv_rank + facts.qk_rope), ("its rank", facts.kv_rank)]
+        by_tp += [("width of the low-rank query", facts.q_rank), ("attention's output", facts.heads * facts.v_head // tp)]
     else:
-        by_tp["width of query, key and value over tp"] = (facts.heads + 2 * facts.kv_heads) * facts.head_dim // tp
-        by_tp["attention's output over tp"] = facts.heads * facts.head_dim // tp
-    experts = {"experts' width over etp": facts.expert_ffn // etp} if facts.experts else {}
+        by_tp += [("width of query, key and value over tp", of.qkv // tp) for of in facts.variants]
+        by_tp += [("attention's output over tp", of.heads * of.head_dim // tp) for of in facts.variants]
+    experts = [("experts' width over etp", facts.expert_ffn // etp)] if facts.experts else []
     for key, sizes in (("layout.tp", by_tp), ("layout.etp", experts)):
-        for what, size in sizes.items():
+        for what, size in sizes:
             if size % MULTIPLE[fp8]:
                 yield key, what, size, MULTIPLE[fp8]
     rows = run.train.micro_batch * run.data.seq_length // layout.cp // (tp if layout.sp else 1)

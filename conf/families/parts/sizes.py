@@ -111,6 +111,11 @@ class ModelFacts:
     def kinds(self) -> tuple[str, ...]:
         return tuple(self.kind(layer) for layer in range(self.layers))
 
+    @cached_property
+    def variants(self) -> tuple["ModelFacts", ...]:
+        """The facts of all kinds of layers."""
+        return tuple(dict.fromkeys(self.of(kind) for kind in self.kinds))
+
     @property
     def qkv(self) -> int:
         """Outputs of the layer's matrices of queries, keys and values; the query's can also give gates."""
