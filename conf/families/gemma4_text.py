@@ -120,7 +120,7 @@ FAMILY = Family(
     model_type="gemma4_text",
     read=PLAIN | WIDE | EXPERTS | SMALL | {"sliding_window", "layer_types", "final_logit_softcapping"},
     assumed={
-        "hidden_activation": ("gelu_pytorch_tanh",),
+        "hidden_activation": ("gelu_pytorch_tanh", "silu"),  # on a GPU Megatron's fused gelu is the first
         "attention_bias": (False,),
         "use_bidirectional_attention": (None, "vision"),  # of the tokens of images
     },

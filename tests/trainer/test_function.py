@@ -25,7 +25,9 @@ BOUND = 1e-4  # of the largest logit; what is found is 2e-6 and less
 TOKENS = drawn_models.tokens(rows=2, length=48, vocabulary=500)
 OTHERS = {kind: KINDS[kind] for kind in ("kimi-k2", "gpt2")}  # that share few keys with the rest
 FAMILIES: dict[str, dict[str, Any]] = {
-    kind: families.as_text(config) for kind, config in KINDS.items() if kind not in ("glm4-moe-mtp", "gemma3", *OTHERS)
+    kind: families.as_text(config)
+    for kind, config in KINDS.items()
+    if kind not in ("glm4-moe-mtp", "gemma3", "gemma4", *OTHERS)
 }
 LATENT = ("deepseek-v3", "glm4-moe-lite")
 EXPERTS = (
@@ -60,12 +62,15 @@ def by_layers(local: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": {"sliding_attention": local, "full_attention": other}}
 
 
+LOCAL, WIDE = KINDS["gemma4-text"]["rope_parameters"].values()
+# What the small models of Gemma 4 have.
+SMALL = {"enable_moe_block": False, "hidden_size_per_layer_input": 16, "attention_k_eq_v": False}
 SCALED = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
 HEAD_DIM = ("glm4-moe", "qwen3-moe", "llama", "qwen3", "qwen2", "mixtral", "qwen2-moe", "mistral")
 WHOLE = {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0}
 LINEAR = rope("linear", factor=4.0)
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
-WINDOWED = ("gpt-oss", "gemma3-text")
+WINDOWED = ("gpt-oss", "gemma3-text", "gemma4-text")
 OWN_ROPE = ("glm4-moe", *WINDOWED)  # whose keys of rotary embeddings are not those of the rest
 GPT_OSS_YARN = KINDS["gpt-oss"]["rope_parameters"]
 NORMED = {"norm_topk_prob": True}
@@ -131,6 +136,16 @@ READ = [
     ("gemma3-text", {"layer_types": [*["sliding_attention"] * 5, "full_attention", *["sliding_attention"] * 2]}),
     ("gemma3-text", by_layers({"rope_theta": 50.0}, {"rope_theta": 70.0})),
     ("gemma3-text", {"rope_parameters": None, "rope_local_base_freq": 50.0} | SCALED),
+    ("gemma4-text", NO_MATTER | {"use_bidirectional_attention": "vision"}),
+    ("gemma4-text", {"final_logit_softcapping": 1.0, "sliding_window": 3, "tie_word_embeddings": False}),
+    ("gemma4-text", {"final_logit_softcapping": None, "num_global_key_value_heads": 1, "top_k_experts": 1}),
+    ("gemma4-text", {"attention_k_eq_v": False, "num_global_key_value_heads": None, "global_head_dim": 48}),
+    ("gemma4-text", {"layer_types": ["full_attention", *["sliding_attention"] * 3], "top_k_experts": 3}),
+    ("gemma4-text", {"layer_types": None, "num_hidden_layers": 7, "moe_intermediate_size": 96}),
+    ("gemma4-text", by_layers(LOCAL | {"rope_theta": 50.0}, WIDE | {"partial_rotary_factor": 0.5, "factor": 4.0})),
+    ("gemma4-text", SMALL | {"hidden_activation": "silu"}),
+    ("gemma4-text", SMALL | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
+    ("gemma4-text", {"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 1}),
     *(("qwen3-5", rope(partial_rotary_factor=share)) for share in (0.25, 0.5)),
     ("qwen3-5", {"layer_types": ["full_attention", "linear_attention"] * 2}),
     ("qwen3-5", {"linear_num_value_heads": 2, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 3}),
@@ -152,7 +167,7 @@ LOST = [
     ("glm4-moe-lite", {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}),
     ("glm4-moe-lite", {"rope_interleave": False}),
     *((family, {"num_experts_per_tok": 1} | NORMED) for family in ("mixtral", "qwen2-moe")),
-    *((family, LINEAR) for family in FAMILIES if family not in ("llama", "gemma3-text")),
+    *((family, LINEAR) for family in FAMILIES if family not in ("llama", "gemma3-text", "gemma4-text")),
     *((family, llama3()) for family in ("qwen3-moe", "qwen3", "qwen2", "glm4-moe", "mixtral", "qwen2-moe")),
     *((family, {"partial_rotary_factor": 0.25}) for family in ("glm4-moe", "qwen3-moe", "qwen3", "qwen2", "mixtral")),
     *((family, {"norm_topk_prob": False}) for family in SIGMOID),
@@ -181,6 +196,9 @@ LOST = [
     ("gemma3-text", {"sliding_window_pattern": 2}),
     ("gemma3-text", {"use_bidirectional_attention": True}),
     ("gemma3-text", {"tie_word_embeddings": False}),
+    ("gemma4-text", {"use_bidirectional_attention": "all"}),
+    ("gemma4-text", {"attention_bias": True}),
+    ("gemma4-text", by_layers(LOCAL | {"rope_type": "linear", "factor": 4.0}, WIDE)),
     ("olmoe", {"clip_qkv": 0.3}),
     ("olmoe", {"norm_topk_prob": True}),
 ]

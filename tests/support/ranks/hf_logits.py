@@ -45,13 +45,16 @@ def draw(model) -> None:
     """Draw norms around 1, biases around 0, all else with a spread that gives logits of about 1 at a width of 128."""
     import torch
 
+    unscaled = any(getattr(module, "scaling", 0) == 1 for module in model.modules())
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith(("inv_freq", "embed_scale")):
                 continue
             noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
             if "norm" in name:
-                tensor.copy_(1 + 0.2 * noise)
+                # without a factor of scores, keys of this size keep attention from taking one token only
+                small = name.endswith("k_norm.weight") and unscaled
+                tensor.copy_((0.2 if small else 1) + (0.04 if small else 0.2) * noise)
             else:
                 tensor.copy_((0.2 if name.endswith("bias") else 0.08) * noise)
 

@@ -32,7 +32,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
-from torch.nn.functional import gelu, rms_norm
+from torch.nn.functional import gelu, rms_norm, silu
 from transformers import Gemma4ForCausalLM, Gemma4ForConditionalGeneration
 
 from conf import families
@@ -66,12 +66,15 @@ OF_MLP = {
     "linear_fc2.weight": "mlp.down_proj.weight",
 }
 OF_EXPERTS = {
-    "mlp.router.weight": "router.proj.weight",
     "mlp.pre_experts_layernorm.weight": "pre_feedforward_layernorm_2.weight",
     "mlp.post_experts_layernorm.weight": "post_feedforward_layernorm_2.weight",
     "mlp.post_shared_experts_layernorm.weight": "post_feedforward_layernorm_1.weight",
 }
-WHOLE = ("layer_scalar", "mlp.router.scale", "mlp.router.per_expert_scale")  # by both names, apart from mlp.
+OF_ROUTER = {
+    "mlp.router.weight": "router.proj.weight",
+    "mlp.router.scale": "router.scale",
+    "mlp.router.per_expert_scale": "router.per_expert_scale",
+}
 
 
 @dataclass
@@ -217,7 +220,8 @@ class Layer(gemma3.Layer):
     def forward(self, *args, **kwargs):
         output, context = super().forward(*args, **kwargs)
         if self.config.per_layer:
-            gate = gelu(self.per_layer_gate(output), approximate="tanh")
+            gate = self.per_layer_gate(output)
+            gate = silu(gate) if self.config.activation_func is silu else gelu(gate, approximate="tanh")
             gated = gate * self.shared[PerLayer][..., self.layer_number - 1, :]
             output = output + self.per_layer_norm(self.per_layer_projection(gated))
         return output * self.layer_scalar, context
@@ -236,6 +240,8 @@ class Router(TopKRouter):
 
     def routing(self, *args, **kwargs):
         weights, routes = super().routing(*args, **kwargs)
+        if self.topk == 1:  # core would keep the only expert's share of all experts
+            weights = routes.to(weights.dtype)
         return weights * self.per_expert_scale, routes
 
 
@@ -285,6 +291,7 @@ class Bridge(MegatronModelBridge):
         moe = {
             "num_moe_experts": facts.experts,
             "moe_router_topk": facts.top_k,
+            "moe_router_pre_softmax": facts.top_k == 1,
             "moe_ffn_hidden_size": facts.expert_ffn,
             "moe_shared_expert_intermediate_size": facts.shared_ffn,
             "moe_router_load_balancing_type": "none",
@@ -339,8 +346,8 @@ def _of_layer(layer: str, released: str, moe: bool) -> list:
     mlp = "mlp.shared_experts." if moe else "mlp."
     plain = OF_LAYER | {mlp + name: of for name, of in OF_MLP.items()} | (OF_EXPERTS if moe else {})
     mapped = [AutoMapping(layer + name, released + of) for name, of in plain.items()]
-    whole = WHOLE if moe else WHOLE[:1]
-    mapped += [ReplicatedMapping(layer + name, released + name.removeprefix("mlp.")) for name in whole]
+    whole = {"layer_scalar": "layer_scalar"} | (OF_ROUTER if moe else {})
+    mapped += [ReplicatedMapping(layer + name, released + of) for name, of in whole.items()]
     gate, up = (f"{released}mlp.{part}_proj.weight" for part in ("gate", "up"))
     mapped.append(GatedMLPMapping(f"{layer}{mlp}linear_fc1.weight", gate=gate, up=up))
     for prefix, suffix in (("", "*"), ("local_experts.*.", "")) if moe else ():
