@@ -51,6 +51,10 @@ CASES = {
     "lora, norms after layers": Case("gemma3-text", (), "tp=2 sp=true gpus_per_node=2"),
     "dora, norms after layers": Case("gemma3-text", ("adapter.kind=dora",), "tp=2 sp=true gpus_per_node=2"),
     "full, norms after layers": Case("gemma3-text", ("adapter.kind=none",), "pp=2 gpus_per_node=2"),
+    "lora, experts next to an mlp": Case("gemma4-text", (), "tp=2 sp=true ep=2 gpus_per_node=2", bridge=False),
+    "full, experts next to an mlp": Case("gemma4-text", ("adapter.kind=none",), "pp=2 gpus_per_node=2"),
+    "lora, layers that share": Case("gemma4", (), "tp=2 sp=true gpus_per_node=2", bridge=False),
+    "full, layers that share": Case("gemma4", ("adapter.kind=none",), "tp=2 sp=true gpus_per_node=2"),
     "full, stacked experts": Case("gpt-oss", ("adapter.kind=none",), "pp=2 gpus_per_node=2"),
     "full": Case("glm4-moe-mtp", ("adapter.kind=none",), "tp=2 sp=true ep=2 gpus_per_node=2"),
 }

@@ -121,7 +121,10 @@ def choose_kernels(provider, every_weight: bool = False, fp16: bool = False) -> 
         provider.bias_dropout_fusion = biases or (provider.hidden_dropout > 0 and not provider.add_bias_linear)
         # With it a gated layer keeps only its two halves for backward. Bridge leaves it off for Qwen.
         provider.bias_activation_fusion = provider.bias_activation_fusion or provider.gated_linear_unit
-        if provider.activation_func is fast_gelu:
+        if provider.activation_func is fast_gelu and provider.num_moe_experts:  # core has no fused one for experts
+            provider.bias_activation_fusion = False
+            provider.activation_func = functools.partial(gelu, approximate="tanh")
+        elif provider.activation_func is fast_gelu:
             provider.activation_func = gelu  # fused, it is the same approximation
         # Bridge enables it only for Llama. Without it queries and keys are rotated by about thirteen kernels each, or
         # twenty if rows are packed. It cannot scale, as YaRN needs, and latent attention has its own kernel.
