@@ -9,20 +9,21 @@ from dataclasses import replace
 
 from conf.families.gemma3_text import GLOBAL, LOCAL
 from conf.families.parts import tensors
-from conf.families.parts.family import ANY, DEFAULT, PLAIN, Balance, Config, Family, Rotation
+from conf.families.parts.family import ANY, DEFAULT, HEADS, PLAIN, Balance, Config, Family, Rotation
 from conf.families.parts.keys import Keys, llama_facts
 from conf.families.parts.sizes import Heads, ModelFacts
 from conf.families.parts.tensors import BUFFER, COPY, ROOT, Tensor, Tensors
 
 NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 OF_EXPERTS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
-WIDE = {"global_head_dim", "num_global_key_value_heads", "attention_k_eq_v"}
-EXPERTS = {"enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"}
-DEFAULTS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262144}
-DEFAULTS |= {"tie_word_embeddings": True, "global_head_dim": 512, "sliding_window": 512}
-DEFAULTS |= {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
+WIDE = {"global_head_dim", "num_global_key_value_heads"}
+EXPERTS = {"num_experts", "top_k_experts", "moe_intermediate_size"}
+DEFAULTS = {"tie_word_embeddings": True, "vocab_size_per_layer_input": 262144}
+STATED = ("intermediate_size", "num_attention_heads", *HEADS, "vocab_size", "global_head_dim", "sliding_window")
+STATED += ("hidden_size_per_layer_input",)
 BORROWING = "num_kv_shared_layers"
-SMALL = {BORROWING, "use_double_wide_mlp", "hidden_size_per_layer_input", "vocab_size_per_layer_input"}
+FLAGS = ("enable_moe_block", "attention_k_eq_v", "use_double_wide_mlp")
+SMALL = {BORROWING, *FLAGS, "hidden_size_per_layer_input", "vocab_size_per_layer_input"}
 
 
 def facts(keys: Keys) -> ModelFacts:
@@ -126,7 +127,8 @@ FAMILY = Family(
     },
     rotations={"proportional": Rotation({"partial_rotary_factor": ANY, "factor": ANY})},
     local_rotations=DEFAULT,
-    not_null=("sliding_window", *DEFAULTS),
+    stated=STATED,
+    not_null=(*DEFAULTS, *STATED, BORROWING, *FLAGS),
     defaults=DEFAULTS | {"norm_topk_prob": True},
     cut=cut,
     facts=facts,

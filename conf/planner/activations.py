@@ -226,7 +226,8 @@ def _norms(train: Train, facts: ModelFacts, t: Tokens, kind: str) -> int:
 
     Before experts, they keep the norm's output too.
     """
-    inputs = sum(tensor.shape == (facts.hidden,) for tensor in families.layer(facts, kind, "norms"))
+    norms = {tensor.name for tensor in families.layer(facts, kind, "norms") if tensor.shape == (facts.hidden,)}
+    inputs = sum(name.endswith("weight") and not name.startswith("self_attn") for name in norms)
     drops = "layernorm" in train.recompute_modules or "moe" in train.recompute_modules
     out = 0 if not facts.routed(kind) or drops else 1
     return t.local * facts.hidden * t.byte * (inputs + out)

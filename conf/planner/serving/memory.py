@@ -159,8 +159,7 @@ def _layer(facts: ModelFacts, kind: str, way: Way) -> float:
         plain += facts.kv_rank * facts.heads * (facts.qk_nope + facts.v_head) // way.tp
     else:
         own = facts.of(kind)
-        each = own.keys + own.values
-        keys = 0 if facts.delta_of(kind) else each * facts.hidden * own.kv_heads * own.head_dim
+        keys = 0 if facts.delta_of(kind) else (own.keys + own.values) * facts.hidden * own.kv_heads * own.head_dim
         cut = (matrices - keys) / way.tp + keys / min(way.tp, own.kv_heads)
     return cut * each + plain * way.byte
 
