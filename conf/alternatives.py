@@ -57,6 +57,6 @@ def _size(config: dict[str, Any]) -> tuple[float, bool]:
     except (ValueError, TypeError, AttributeError):
         return 0.0, False
     attention = 2 * facts.hidden * (facts.heads + facts.kv_heads) * (facts.head_dim or facts.v_head)
-    mlps = {"dense": facts.ffn, "moe": facts.experts * facts.expert_ffn + facts.shared_ffn}
-    layers = sum(attention + 3 * facts.hidden * mlps[kind.removeprefix("delta_")] for kind in facts.kinds)
+    moe = facts.experts * facts.expert_ffn + facts.shared_ffn
+    layers = sum(attention + 3 * facts.hidden * (moe if facts.routed(kind) else facts.ffn) for kind in facts.kinds)
     return (layers + facts.vocab * facts.hidden * (1 if facts.tied else 2)) / 1e9, facts.experts > 0

@@ -13,5 +13,5 @@ FAMILY = replace(
     read_as="gemma4_text",
     roots=("model.language_model.", "model."),
     copied=tuple(f"model.{tower}." for tower in TOWERS),
-    releases={"google/gemma-4-31B-it": 31.3, "google/gemma-4-26B-A4B-it": 25.8},
+    releases={"google/gemma-4-26B-A4B-it": 25.2},
 )

@@ -1,8 +1,10 @@
 """Gemma 4, the text model: dense, or with a dense MLP and experts next to each other in each layer.
 
-Layers without a window have wider heads, of which a part is rotated, and can use keys as values. Norms follow attention,
-each MLP and their sum. The output of a layer is scaled by a number that is not trained. In small models the last layers
-have the keys and values of earlier layers, and each layer has a second embedding.
+Layers without a window have wider heads, of which a part is rotated, and can use keys as values. Norms follow
+attention, each MLP and their sum. The output of a layer is scaled by a number that is not trained. In small models the
+last layers have the keys and values of earlier layers, and each layer has a second embedding.
+
+Scores of attention are not scaled. Drawn norms of keys are therefore small, or attention would take one token only.
 """
 
 from dataclasses import replace
@@ -20,8 +22,8 @@ WIDE = {"global_head_dim", "num_global_key_value_heads"}
 EXPERTS = {"num_experts", "top_k_experts", "moe_intermediate_size"}
 DEFAULTS = {"tie_word_embeddings": True, "vocab_size_per_layer_input": 262144}
 STATED = ("intermediate_size", "num_attention_heads", *HEADS, "vocab_size", "global_head_dim", "sliding_window")
-STATED += ("hidden_size_per_layer_input",)
 BORROWING = "num_kv_shared_layers"
+STATED += ("hidden_size_per_layer_input", BORROWING)
 FLAGS = ("enable_moe_block", "attention_k_eq_v", "use_double_wide_mlp")
 SMALL = {BORROWING, *FLAGS, "hidden_size_per_layer_input", "vocab_size_per_layer_input"}
 
@@ -29,10 +31,12 @@ SMALL = {BORROWING, *FLAGS, "hidden_size_per_layer_input", "vocab_size_per_layer
 def facts(keys: Keys) -> ModelFacts:
     keys = Keys(DEFAULTS | keys.config)
     config, moe = keys.config, bool(keys.config.get("enable_moe_block"))
-    renamed = {"num_experts": config.get("num_experts"), "num_experts_per_tok": config.get("top_k_experts")}
-    shared = {"shared_expert_intermediate_size": config.get("intermediate_size")}
-    routed = Keys(config | (renamed | shared if moe else {"num_experts": None}))
-    found = llama_facts(routed, qk_norm=True, windows=True)
+    renamed: Config = {"num_experts": None}
+    if moe:
+        renamed = {key: keys.size(key, least=1) for key in EXPERTS}
+        renamed["num_experts_per_tok"] = renamed["top_k_experts"]
+        renamed["shared_expert_intermediate_size"] = config.get("intermediate_size")
+    found = llama_facts(Keys(config | renamed), qk_norm=True, windows=True)
     alike = bool(config.get("attention_k_eq_v"))
     wide = Heads(
         kv_heads=keys.size("num_global_key_value_heads", least=1) if alike else found.kv_heads,
@@ -128,13 +132,14 @@ FAMILY = Family(
     rotations={"proportional": Rotation({"partial_rotary_factor": ANY, "factor": ANY})},
     local_rotations=DEFAULT,
     stated=STATED,
-    not_null=(*DEFAULTS, *STATED, BORROWING, *FLAGS),
+    not_null=(*DEFAULTS, *STATED, *FLAGS, "hidden_activation"),
     defaults=DEFAULTS | {"norm_topk_prob": True},
     cut=cut,
     facts=facts,
     layer=layer,
     ends=ends,
     balance=Balance(),
+    by_name=True,
     megatron="trainer.megatron.bridges.gemma4",
-    constants={"k_norm.weight": 0.2, "norm.weight": 1.0, "layer_scalar": 1.0, "router.scale": 1.0, "per_expert_scale": 1.0},
+    constants={"k_norm.weight": 0.2, "norm.weight": 1.0, "layer_scalar": 1.0, "scale": 1.0},
 )

@@ -4,6 +4,7 @@ broken(run, facts) yields the broken rules. conf/rules/layout.py has the rules t
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from math import gcd
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -62,6 +63,7 @@ def _widths(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     mtp = facts.mtp_layers if run.model.mtp else 0
     cut_by_tp = {
         "attention heads": facts.heads,
+        "width of query, key and value": gcd(*(of.qkv for of in facts.variants)),
         "vocabulary": facts.padded_vocab(layout.tp),
         "dense layers' width": facts.ffn,
         "shared experts' width": facts.shared_ffn,

@@ -69,7 +69,8 @@ def widths(run: Run, facts: ModelFacts) -> Iterator[tuple[str, str, int, int]]:
     by_tp += [("dense layers' width over tp", of.ffn // tp) for of in facts.variants]
     if facts.kv_rank:
         by_tp += [("width of the low-rank key-value", facts.kv_rank + facts.qk_rope), ("its rank", facts.kv_rank)]
-        by_tp += [("width of the low-rank query", facts.q_rank), ("attention's output", facts.heads * facts.v_head // tp)]
+        by_tp += [("width of the low-rank query", facts.q_rank)]
+        by_tp += [("attention's output", facts.heads * facts.v_head // tp)]
     else:
         by_tp += [("width of query, key and value over tp", of.qkv // tp) for of in facts.variants]
         by_tp += [("attention's output over tp", of.heads * of.head_dim // tp) for of in facts.variants]

@@ -137,5 +137,5 @@ def parts(registry, name: str) -> list[Part] | None:
         prefix = DELTA_NET if type(mapping) in SPLIT[2:] else ""
         return [Part(released, prefix + role) for role, released in mapping.hf_param.items()]
     if isinstance(mapping, GroupsMapping):
-        return [Part(released, role, groups=mapping.groups) for role, released in mapping.hf_param.items()]
+        return [Part(released, role, groups=mapping.groups) for role, released in mapping.names.items()]
     raise Fault(f"{name}: export does not support the mapping {type(mapping).__name__}")

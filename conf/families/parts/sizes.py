@@ -91,9 +91,9 @@ class ModelFacts:
         """
         every = layer >= self.dense_layers and layer not in self.dense_too and (layer + 1) % self.moe_step == 0
         mlp = "moe" if self.experts and every else "dense"
-        borrows = layer >= self.layers - self.borrowing
-        is_so = {"delta": layer in self.delta_layers, "wide": layer in self.wide_layers, "borrowing": borrows, mlp: True}
-        return "_".join(name for name, so in is_so.items() if so)
+        found = {"delta": layer in self.delta_layers, "wide": layer in self.wide_layers}
+        found |= {"borrowing": layer >= self.layers - self.borrowing, mlp: True}
+        return "_".join(name for name, there in found.items() if there)
 
     def of(self, kind: str) -> "ModelFacts":
         """Return the facts with the sizes of layers of this kind."""

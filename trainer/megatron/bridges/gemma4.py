@@ -1,11 +1,13 @@
 """Bridge of Gemma 4, the text model: norms outside the layers that adapters wrap, as in Gemma 3.
 
-The MLP next to the experts is Megatron's shared experts. Each of the two, and the router, has its own norm of the layer's
-input. Layers pass keys, values and the vectors of PerLayer to later layers in a dict, so these models need pp 1, and
-recomputation of whole layers would lose gradients.
+The MLP next to the experts is Megatron's shared experts. Each of the two, and the router, has its own norm of the
+layer's input. Layers pass keys, values and the vectors of PerLayer to later layers in a dict, so these models need
+layout.pp 1, and recomputation of whole layers would lose gradients.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportIncompatibleMethodOverride=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalCall=false
+# pyright: reportCallIssue=false, reportIndexIssue=false
 
 from copy import copy
 from dataclasses import dataclass, field, replace

@@ -1,5 +1,7 @@
-"""Mappings that Megatron-Bridge lacks: for transposed matrices, for a vocabulary that Megatron pads, and for layers whose
-heads differ from those of other layers."""
+"""Mappings that Megatron-Bridge lacks.
+
+They are for transposed matrices, for a vocabulary that Megatron pads, and for layers with other heads than the rest.
+"""
 
 # pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
 
@@ -30,10 +32,11 @@ class PaddedVocabularyMapping(AutoMapping):
 
 
 class GroupsMapping(MegatronParamMapping):
-    """Mapping of queries, keys and values of a layer with its own number of groups; without v if values are the keys."""
+    """Mapping of queries, keys and values of a layer with its own number of groups. Some lack v, or k and v."""
 
     def __init__(self, megatron_param: str, groups: int, queries: int, **names: str):
         super().__init__(megatron_param, names)
+        self.names = names  # by role
         self.groups = (groups, queries, *[1] * (len(names) - 1))
         self.whole = AutoMapping(megatron_param, megatron_param)
 
@@ -46,7 +49,7 @@ class GroupsMapping(MegatronParamMapping):
         return {
             name: of_group(whole, self.groups, number)
             for whole in gathered
-            for number, name in enumerate(self.hf_param.values())
+            for number, name in enumerate(self.names.values())
         }
 
 

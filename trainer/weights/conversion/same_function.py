@@ -31,8 +31,7 @@ from unittest import mock
 import psutil
 import torch
 
-from conf import families
-from conf import model_facts
+from conf import families, model_facts
 from conf.model_facts import ModelFacts, facts_from_hf
 from conf.model_files import config_json
 from conf.model_files.weights import LAYER, layer_of
