@@ -7,7 +7,7 @@ layout.pp 1, and recomputation of whole layers would lose gradients.
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportIncompatibleMethodOverride=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalCall=false
-# pyright: reportCallIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportAssignmentType=false, reportOperatorIssue=false
 
 from copy import copy
 from dataclasses import dataclass, field, replace
