@@ -1,8 +1,8 @@
 """Qwen3.5 and 3.6 with experts: the text model of a model that also reads images. Its layers are those of Qwen3-Next.
 
-config.json has the keys of the text model in text_config. An export copies the vision tower and the
-multi-token-prediction layers of a release. Releases have one tensor for all experts of a layer; transformers 5 writes
-one for each expert.
+config.json has the keys of the text model in text_config. An export copies the vision tower of a release. Releases have
+one tensor for all experts of a layer; transformers 5 writes one for each expert. The multi-token-prediction layer of
+Qwen3.5 has one for each expert too, that of Qwen3.6 one for all.
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ from functools import partial
 from conf.families.parts import tensors
 from conf.families.parts.family import ANY, EXPERTS, HEADS, PLAIN, SILU, Balance, Family, Rotation, Serving
 from conf.families.parts.keys import delta_facts
-from conf.families.qwen3_next import NETS, SHARED
+from conf.families.qwen3_next import CONSTANTS, NETS, SHARED
 
 GATED = {"layer_types", "full_attention_interval", "partial_rotary_factor", "attention_bias", "mtp_num_hidden_layers"}
 # Sections are of positions in images; those of text are all alike.
@@ -30,13 +30,15 @@ FAMILY = Family(
     not_null=(*STATED, "full_attention_interval"),
     defaults={"partial_rotary_factor": 0.25, "norm_topk_prob": True},
     facts=partial(delta_facts, shared_gate=True),
-    layer=partial(tensors.layer, shared="shared_expert", fused=False),
+    layer=partial(tensors.layer, shared="shared_expert", fused=False, ahead=tensors.AHEAD),
     roots=("model.language_model.", "model."),
     balance=Balance("router_aux_loss_coef"),
     serving=Serving(on_cpu="vLLM computes gated delta nets on a CPU in bf16 alone"),
     megatron="trainer.megatron.bridges.qwen3_5",
-    copied=("mtp.", "model.visual."),
-    constants={"linear_attn.norm.weight": 1.0, "norm.weight": 0.0, "dt_bias": 1.0},
+    names={"num_nextn_predict_layers": "mtp_num_hidden_layers"},
+    ahead="mtp.",
+    copied=("model.visual.",),
+    constants=CONSTANTS,
     releases={"Qwen/Qwen3.5-35B-A3B": 34.7},
 )
 

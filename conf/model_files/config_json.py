@@ -8,16 +8,19 @@
 conf/model_facts.py checks sizes and their limits. Keys without an entry here may have any value.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from conf import strict_yaml
+from conf.model_files import weights
 from contract import json_object
 from contract.faults import Fault
 from contract.json_object import show
 
 NAME = "config.json"
+AHEAD, OF_AHEAD = "mtp_num_hidden_layers", re.compile(r"mtp\.")  # MTP layers, and their names in the files
 LONGEST = 200  # characters of an architecture's name
 
 Test = Callable[[Any], bool]
@@ -62,7 +65,10 @@ def read(path: Path) -> dict[str, Any]:
         check(config)
     except ValueError as error:
         raise Fault(f"{path.parent}/{error}") from None
-    return of_text(config)
+    config = of_text(config)
+    if config.get(AHEAD) and (names := weights.names(path.parent)) and not any(map(OF_AHEAD.match, names)):
+        return config | {AHEAD: 0}  # transformers saves the number of these layers, but not the layers
+    return config
 
 
 def of_text(config: dict[str, Any]) -> dict[str, Any]:

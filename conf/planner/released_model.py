@@ -62,7 +62,7 @@ def _check_sizes(place: Path, facts: ModelFacts, config: dict[str, Any], tensors
     if not layers or not facts.layers <= max(layers) + 1 <= most:
         text = f"{family.key('num_hidden_layers')} is {facts.layers}"
         if facts.mtp_layers:
-            text += f" and num_nextn_predict_layers {facts.mtp_layers}"
+            text += f" and {family.key('num_nextn_predict_layers')} {facts.mtp_layers}"
         raise Fault(f"{place}: {text}, but the weights have {max(layers, default=-1) + 1} layers")
     experts = {int(match[1]) for match in map(EXPERT.search, tensors) if match}
     if experts and max(experts) + 1 != facts.experts:

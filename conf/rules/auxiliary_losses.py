@@ -27,7 +27,7 @@ def identity(run: Run, config: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 def looks_ahead(run: Run, config: dict[str, Any]) -> bool:
     learned = run.model.mtp_loss_scale > 0 and objectives.of(run).next_token
-    return run.model.mtp and learned and bool(config.get("num_nextn_predict_layers"))
+    return run.model.mtp and learned and bool(config.get(families.of(config).key("num_nextn_predict_layers")))
 
 
 def is_balanced(run: Run, config: dict[str, Any]) -> bool:

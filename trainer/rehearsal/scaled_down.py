@@ -41,7 +41,7 @@ def train(
     if not family.tiny:
         raise Fault(f"--steps: there is no tiny model of {config['architectures'][0]}; there are {', '.join(kinds)}")
     kind = family.model_type.replace("_", "-")
-    if run.model.mtp and config.get("num_nextn_predict_layers") and f"{kind}-mtp" in kinds:
+    if run.model.mtp and config.get(family.key("num_nextn_predict_layers")) and f"{kind}-mtp" in kinds:
         kind += "-mtp"
     with tempfile.TemporaryDirectory(prefix="twin-") as name:
         folder = Path(name)

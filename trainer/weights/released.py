@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from conf import families, model_facts
+from conf import families
+from conf.families.parts import tensors
 from conf.model_files import config_json, quantization, weights
 from conf.model_files.quantization import Packed
 from conf.model_files.weights import Entry
@@ -114,19 +115,26 @@ def repeated(model: Model) -> dict[str, str]:
 
 def mtp_layers(model: Model) -> range:
     layers = model.config.get("num_hidden_layers", 0)  # GPT-2 has another name for it, and no such layers
-    return range(layers, layers + (model.config.get("num_nextn_predict_layers") or 0))
+    key = families.of(model.config).key("num_nextn_predict_layers")
+    return range(layers, layers + (model.config.get(key) or 0))
 
 
-def of_mtp(model: Model) -> set[str]:
-    prefixes = tuple(f"model.layers.{layer}." for layer in mtp_layers(model))
-    return {name for name in model.weights if prefixes and name.startswith(prefixes)}
+def of_mtp(model: Model) -> dict[str, tuple[int, str]]:
+    """Return the tensors of MTP layers by name: the number of the layer, and the name within it as in DeepSeek-V3."""
+    ahead, layers, found = families.of(model.config).ahead, mtp_layers(model), {}
+    for name in model.weights:
+        if layers and ahead and name.startswith(ahead):
+            found[name] = layers[0], tensors.within_ahead(name.removeprefix(ahead))
+        elif (layer := weights.layer_of(name)) in layers:
+            found[name] = layer, name.split(".", 3)[-1]
+    return found
 
 
 def copied(model: Model) -> set[str]:
     """Return the names of tensors that are not trained; an export copies them."""
     family = families.of(model.config)
-    prefixes = family.copied + family.unused(model_facts.facts_from_hf(model.config), family.root(model.weights))
-    return {name for name in model.weights if name.startswith(prefixes)}
+    beginnings = (*family.copied, *([family.ahead] if family.ahead and not mtp_layers(model) else []))
+    return {name for name in model.weights if name.startswith(beginnings)}
 
 
 def checksums(

@@ -77,7 +77,8 @@ class Family:
     roots: tuple[str, ...] = ("model.",)  # names of a release begin with one of these, by default with the first
     embedding: str = "embed_tokens.weight"  # name without the root
     layers_in: str = "layers"  # module that contains the layers, without the root
-    names: Mapping[str, str] = field(default_factory=dict)  # the family's names for Llama's keys
+    names: Mapping[str, str] = field(default_factory=dict)  # the family's names for Llama's and DeepSeek-V3's keys
+    ahead: str = ""  # beginning of the names of the MTP layer; empty: it is numbered after the ordinary layers
 
     read_as: str = ""  # model_type of transformers' text model, if it differs
     by_name: bool = False  # Megatron-Bridge registers it by class name, so releases may have code for their model
@@ -109,9 +110,9 @@ class Family:
         """Return the beginning of the names of a release."""
         return next((root for root in self.roots if root + self.embedding in names), self.roots[0])
 
-    def stacks(self, names: Collection[str]) -> bool:
-        """Return whether a release has one tensor for all experts of a layer. Layers of mtp.* do not count."""
-        layers = f"{self.root(names)}{self.layers_in}."
+    def stacks(self, names: Collection[str], kind: str = "") -> bool:
+        """Return whether a release has one tensor for all experts of a layer. MTP layers can differ from the others."""
+        layers = self.ahead if kind == "mtp" and self.ahead else f"{self.root(names)}{self.layers_in}."
         return any(name.startswith(layers) and name.endswith(tensors.STACK) for name in names)
 
     def tensors(self, facts: ModelFacts, names: Collection[str] = ()) -> dict[str, tensors.Tensor]:
@@ -119,14 +120,15 @@ class Family:
 
         `names` are those of a release, which may have another root, or one tensor for all experts of a layer.
         """
-        root, stacks = self.root(names), self.stacks(names)
+        root = self.root(names)
+        stacks = {kind: self.stacks(names, kind) for kind in (*facts.kinds, "mtp")}
         first, last = self.ends(facts)
         every = dict(tensors.named(first, root))
         for number in range(facts.layers + facts.mtp_layers):
             kind = facts.kinds[number] if number < facts.layers else "mtp"
-            of_layer = self.layer(facts, kind)
-            for name, tensor in tensors.named(tensors.stacked(of_layer) if stacks else of_layer):
-                every[f"{root}{self.layers_in}.{number}.{name}"] = tensor
+            of_layer, numbered = self.layer(facts, kind), f"{root}{self.layers_in}.{number}."
+            for name, tensor in tensors.named(tensors.stacked(of_layer) if stacks[kind] else of_layer):
+                every[(kind == "mtp" and self.ahead or numbered) + name] = tensor
         return every | dict(tensors.named(last, root))
 
 

@@ -15,6 +15,7 @@ from contract.json_object import show
 LIMIT = 2**24  # larger than any size of any model
 # Smaller limits, because the planner visits each layer.
 LIMITS = {"num_hidden_layers": 1024, "n_layer": 1024, "num_nextn_predict_layers": 64}
+LIMITS |= {"mtp_num_hidden_layers": 64}
 LIMITS |= dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts", "num_experts_per_tok"), 2**14)
 LIMITS |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "n_shared_experts"), 2**14)
 
@@ -80,7 +81,7 @@ def llama_facts(keys: Keys, **unsaid: Any) -> ModelFacts:
         dense_layers=dense_layers,
         moe_step=moe_step,
         dense_too=dense_too,
-        mtp_layers=size("num_nextn_predict_layers", default=0),
+        mtp_layers=size("mtp_num_hidden_layers", "num_nextn_predict_layers", default=0),
         q_rank=size("q_lora_rank", default=0) if latent else 0,
         kv_rank=size("kv_lora_rank", least=1) if latent else 0,
         qk_nope=size("qk_nope_head_dim", least=1) if latent else 0,
@@ -120,6 +121,9 @@ def delta_facts(keys: Keys, **unsaid: Any) -> ModelFacts:
             f"{net.value_heads}"
         )
     layers = tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    if facts.mtp_layers and (facts.mtp_layers > 1 or kinds[-1] == "linear_attention"):
+        text = f"{facts.mtp_layers} multi-token-prediction layers after a layer with {kinds[-1]}"
+        raise ValueError(f"config.json: {text}, but Megatron builds only one, after a layer with full_attention")
     return replace(facts, delta=net, delta_layers=layers)
 
 

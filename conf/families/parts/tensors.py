@@ -7,7 +7,7 @@ A family with different layers defines both functions from the parts below. The 
 tensors, the check of a released model compares them with its files, and tiny models consist of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
@@ -18,6 +18,10 @@ EXPERT = "{expert}"  # stands for the number of an expert in a name
 ROOT = "{root}"  # stands for the beginning of names outside the layers
 STACK = ".experts.gate_up_proj"  # ending of a tensor of all experts of a layer
 GATED = ("gate_proj", "up_proj", "down_proj")
+LAYER_AHEAD = "layers.0."  # the layer's own tensors, after Family.ahead
+# By DeepSeek-V3's names, the names of Qwen's releases after Family.ahead.
+AHEAD = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
+AHEAD = {f"{name}.weight": f"{other}.weight" for name, other in AHEAD.items()}
 # Kinds that Megatron has no parameter for: a buffer of the router, and a second copy of the embedding or output layer.
 BUFFER, COPY = "buffer", "copy"
 
@@ -58,17 +62,20 @@ def layer(
     shared: str = "shared_experts",
     bias: str = "gate.e_score_correction_bias",
     fused: bool = True,
+    ahead: Mapping[str, str] | None = None,
 ) -> Tensors:
     """Return the tensors of a dense, moe or mtp layer.
 
     `mlp` is the module of experts, `leaves` are the matrices of an expert, `bias` is added to routing scores. `fused`
-    describes gated delta nets.
+    describes gated delta nets, `ahead` the names of an mtp layer.
     """
     base = facts.kinds[-1] if kind == "mtp" else kind
     found = norms(facts) + (delta_net(facts, fused) if facts.delta_of(base) else attention(facts.of(base)))
     dense = base.endswith("dense")
     found += gated_mlp("mlp", facts.hidden, facts.ffn) if dense else experts(facts, mlp, leaves, shared, bias)
-    return found + (mtp(facts) if kind == "mtp" else [])
+    if kind != "mtp":
+        return found
+    return found + mtp(facts) if ahead is None else renamed(found + mtp(facts), ahead)
 
 
 def ends(facts: ModelFacts) -> tuple[Tensors, Tensors]:
@@ -182,6 +189,20 @@ def mtp(facts: ModelFacts) -> Tensors:
     copies = ("embed_tokens.weight", "shared_head.head.weight")
     tensors += [Tensor(name, (facts.vocab, hidden), COPY) for name in copies]
     return [*tensors, Tensor("eh_proj.weight", (hidden, 2 * hidden), "mtp", "eh_proj")]
+
+
+def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
+    """Return the tensors of an mtp layer by other names, without its copies of the embedding and the output layer."""
+    return [
+        replace(tensor, name=names.get(tensor.name, LAYER_AHEAD + tensor.name))
+        for tensor in tensors
+        if tensor.kind != COPY
+    ]
+
+
+def within_ahead(name: str) -> str:
+    """Return DeepSeek-V3's name of a renamed tensor."""
+    return next((usual for usual, other in AHEAD.items() if other == name), name.removeprefix(LAYER_AHEAD))
 
 
 def stacked(tensors: Tensors) -> Tensors:

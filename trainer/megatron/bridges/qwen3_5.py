@@ -27,20 +27,21 @@ class TextBridge:
         text.dtype = text.dtype or config.dtype
         provider = super().provider_bridge(SimpleNamespace(config=text))
         provider.share_embeddings_and_output_weights = config.tie_word_embeddings
-        provider.mtp_num_layers = None  # an export copies them
+        if (names := self._names()) and not any(name.startswith(self._family().ahead) for name in names):
+            provider.mtp_num_layers = None  # transformers saves the key, but not the layer
         return provider
 
-    def _names(self) -> tuple[str, bool]:
-        """Return the beginning of the release's names, and whether one tensor has all experts of a layer."""
-        names = weights.names(Path(self.hf_config._name_or_path))
-        family = families.named(self.hf_config.architectures[0])
-        return family.root(names), family.stacks(names)
+    def _family(self) -> families.Family:
+        return families.named(self.hf_config.architectures[0])
+
+    def _names(self) -> set[str]:
+        return weights.names(Path(self.hf_config._name_or_path))
 
 
 class DenseBridge(TextBridge, qwen35_bridge.Qwen35Bridge):
     def mapping_registry(self):
-        root, _ = self._names()
-        return MegatronMappingRegistry(*self._get_dense_lm_mappings(root))
+        root = self._family().root(self._names())
+        return MegatronMappingRegistry(*self._get_dense_lm_mappings(root), *self._get_dense_mtp_mappings())
 
 
 class ExpertsBridge(TextBridge, qwen35_bridge.Qwen35MoEBridge):
@@ -51,8 +52,10 @@ class ExpertsBridge(TextBridge, qwen35_bridge.Qwen35MoEBridge):
         return provider
 
     def mapping_registry(self):
-        root, stacks = self._names()
-        return MegatronMappingRegistry(*self._get_moe_lm_mappings(root, experts_packed=stacks))
+        family, names = self._family(), self._names()
+        of_model = self._get_moe_lm_mappings(family.root(names), experts_packed=family.stacks(names))
+        of_mtp = self._get_moe_mtp_mappings(mtp_experts_packed=family.stacks(names, "mtp"))
+        return MegatronMappingRegistry(*of_model, *of_mtp)
 
 
 delta_nets.use_kernels(qwen35_bridge)

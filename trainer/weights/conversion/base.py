@@ -40,7 +40,7 @@ class Conversion:
         if model.packed:  # give Bridge the names of weights; the release stores codes under other names
             bridge.hf_pretrained._state_dict_accessor = StateDict(dict.fromkeys(model.weights))
         self.chunks = megatron_tensors.build(_provider(run, bridge))
-        left_out = released.copied(model) | (set() if run.model.mtp else released.of_mtp(model))
+        left_out = released.copied(model) | (set() if run.model.mtp else {*released.of_mtp(model)})
         coverage.check(bridge, self.chunks, model, known or _sums_of_copies(model), left_out)
         self.left_out = sorted(left_out)
         tasks = self.tasks = megatron_tensors.tasks(bridge, self.chunks)

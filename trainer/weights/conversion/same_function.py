@@ -82,7 +82,8 @@ class Cut:
 
     @property
     def mtp_name(self) -> str:
-        return self.name(self.facts.layers)
+        ahead = families.of(self.model.config).ahead
+        return f"{ahead}layers.0" if ahead else self.name(self.facts.layers)
 
 
 def compare(run: Run, checkpoint: Path, is_new: bool = False) -> dict[str, float]:
@@ -126,6 +127,8 @@ def cut_down(run: Run) -> Cut:
         for layer, kind in enumerate(facts.kinds)
     ]
     layers, mtp = 1 + max(kinds.index(kind) for kind in set(kinds)), bool(run.model.mtp and facts.mtp_layers)
+    while mtp and kinds[layers - 1] != kinds[-1]:  # its block is a layer like the last one
+        layers += 1
     experts, count = _experts(model, facts, layers, mtp), min(VOCABULARY, facts.vocab)
     config = model.config | {key: value[:layers] for key, value in lists.items()} | dict.fromkeys(TOKENS)
     config |= {families.of(model.config).key("num_hidden_layers"): layers, "dtype": "float32"}
@@ -133,7 +136,7 @@ def cut_down(run: Run) -> Cut:
     config.pop("quantization_config", None)
     config |= {key: len(experts) for key in EXPERTS if facts.experts and config.get(key) == facts.experts}
     if facts.mtp_layers:
-        config["num_nextn_predict_layers"] = int(mtp)
+        config[families.of(model.config).key("num_nextn_predict_layers")] = int(mtp)
     train = {"precision": "fp32", "fp8": None, "fp8_weights": False, "recompute": "none"}
     moe = {"grouped_gemm": True, "dispatcher": "alltoall", "force_balance": False}
     changed = run.model_copy(update={"layout": Layout()}).changed(train=train, moe=moe)
@@ -145,10 +148,10 @@ def cut_down(run: Run) -> Cut:
 
 def _experts(model: released.Model, facts: ModelFacts, layers: int, mtp: bool) -> tuple[int, ...]:
     """Return the numbers of the experts to compare, evenly spaced, and as many as fit into little memory."""
-    needed = [name for name in model.weights.keys() - released.repeated(model) if _is_taken(name, facts, layers, mtp)]
+    needed = _taken(model, layers, mtp)
     taken = [(name, math.prod(model.weights[name].shape)) for name in needed]
     of_experts = sum(size for name, size in taken if ".experts." in name)
-    rest = sum(size for name, size in taken if layer_of(name) is not None) - of_experts
+    rest = sum(size for name, size in taken if needed[name][0] is not None) - of_experts
     groups, free, need = model.config.get("n_group") or 1, available(), 0.0
     for count in (facts.experts // parts for parts in (1, 2, 4, 8, 16, 32)):
         need = 4 * SPARE * (rest + (of_experts * count / facts.experts if facts.experts else 0))
@@ -167,9 +170,14 @@ def available() -> int:
     return psutil.virtual_memory().available
 
 
-def _is_taken(name: str, facts: ModelFacts, layers: int, mtp: bool) -> bool:
-    layer = layer_of(name)
-    return layer is None or layer < layers or (mtp and layer == facts.layers)
+def _taken(model: released.Model, layers: int, mtp: bool) -> dict[str, tuple[int | None, str]]:
+    """Return the tensors to compare by name: the number of the layer, and an MTP layer's name as in DeepSeek-V3."""
+    of_mtp, left_out = released.of_mtp(model), released.repeated(model).keys() | released.copied(model)
+    places = {name: of_mtp.get(name, (layer_of(name), "")) for name in model.weights if name not in left_out}
+    wanted = (None, *range(layers), *released.mtp_layers(model)[: int(mtp)])
+    return {
+        name: place for name, place in places.items() if place[0] in wanted and not released.COMPUTED.search(name)
+    }
 
 
 def difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
@@ -214,11 +222,11 @@ def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> A
     with no_init_weights():  # touches no memory
         kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=own))
     weights, of_mtp = _weights(cut, types)
-    if cut.mtp:  # its block is a layer like the last one
+    kinds = {key: of_layers for key in OF_LAYERS if cut.mtp and (of_layers := getattr(config, key, None))}
+    if cut.mtp:
         config.num_hidden_layers += 1
-        for key in OF_LAYERS:
-            if kinds := getattr(config, key, None):
-                setattr(config, key, [*kinds, kinds[-1]])
+        for key, of_layers in kinds.items():
+            setattr(config, key, [*of_layers, of_layers[-1]])
     options = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
     with _made_on_cpu(kind):
         model, loaded = kind.from_pretrained(None, config=config, state_dict=weights, **options)
@@ -244,6 +252,8 @@ def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> A
             _norm(norm, config, of_mtp["hnorm.weight"])(last["hidden"]),
         )
         decoder.layers = blocks[cut.layers :]
+        for key in kinds:  # transformers chooses the mask by the layer's place
+            setattr(decoder.config, key, kinds[key][-1:])
         decoder.norm = _norm(norm, config, of_mtp["shared_head.norm.weight"])
         mixed = torch.nn.functional.linear(torch.cat(parts, -1), of_mtp["eh_proj.weight"])
         # The last token has no next token.
@@ -280,14 +290,9 @@ def _weights(cut: Cut, types: dict[str, torch.dtype]) -> tuple[Added, Added]:
     of_mtp: Added = {}
     family = families.of(cut.model.config)
     root = family.root(cut.model.weights)
-    copies = released.repeated(cut.model).keys() | released.copied(cut.model)
-    shapes = model_facts.shapes(cut.config, cut.model.weights)
-    for released_name in cut.model.weights:
-        name = released_name
-        if released.COMPUTED.search(name) or name in copies or not _is_taken(name, cut.facts, cut.layers, cut.mtp):
-            continue
-        layer, expert = layer_of(name), EXPERT.search(name)
-        mtp = cut.mtp and layer == cut.facts.layers
+    for released_name, (_, part) in _taken(cut.model, cut.layers, cut.mtp).items():
+        expert = EXPERT.search(released_name)
+        name = f"{cut.name(cut.layers)}.{part}" if part else released_name
         if expert and int(expert[1]) not in cut.experts:
             continue
         tensor = released_tensors.read(cut.model, released_name)
@@ -299,11 +304,9 @@ def _weights(cut: Cut, types: dict[str, torch.dtype]) -> tuple[Added, Added]:
             tensor = tensor[[*cut.experts]]
         tensor = tensor[tuple(map(slice, shapes.get(released_name, ())))]  # some have rows or columns of each layer
         tensor = tensor.to(types.get(released_name, tensor.dtype)).float()
-        part = name.split(".", 3)[-1]
-        if mtp and part.startswith(("enorm.", "hnorm.", "shared_head.", "eh_proj.")):
+        if part.startswith(("enorm.", "hnorm.", "shared_head.", "eh_proj.")):
             of_mtp[part] = tensor
         else:
-            name = f"{cut.name(cut.layers)}.{part}" if mtp else name
             weights[f"{family.roots[-1]}{name.removeprefix(root)}" if name.startswith(root) else name] = tensor
     return weights, of_mtp
 

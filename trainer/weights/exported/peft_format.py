@@ -178,7 +178,7 @@ def _shortest(names: set[str], trained: Trained, parts: int) -> list[str]:
     """
     if families.of(trained.model.config).read_as:
         return sorted(names)
-    whole = {name for name in trained.model.weights if not _is_of_expert(name)} - released.of_mtp(trained.model)
+    whole = {name for name in trained.model.weights if not _is_of_expert(name)} - released.of_mtp(trained.model).keys()
     whole -= released.copied(trained.model)
     if not all(name.endswith(".weight") for name in names):
         whole = {module(name) for name in whole}
