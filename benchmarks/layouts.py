@@ -96,7 +96,7 @@ TABLE = (
         for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "cp=2")
     ),
     *(Case(model, cut) for model in ("qwen3-next-mtp", "qwen3-5-moe-mtp") for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2")),
-    *(Case("qwen3-5-mtp", cut) for cut in ("tp=2 sp=true", "pp=2", "dp=2", "cp=2")),
+    *(Case("qwen3-5-mtp", cut) for cut in ("tp=2 sp=true", "dp=2", "cp=2")),
     Case("qwen3-next-mtp", "dp=2", packed=True),
     # the tiny model has an MTP layer, like the releases
     *(Case("glm4-moe-lite", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "ep=2", "cp=2")),

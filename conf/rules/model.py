@@ -209,6 +209,9 @@ def _stages(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     if facts.mtp_layers and run.model.mtp and run.train.recompute == "full" and run.train.recompute_layers > 1:
         text = f"{run.train.recompute_layers}, but multi-token-prediction layers are recomputed one by one"
         yield Broken("mtp recompute", "train.recompute_layers", text, [1])
+    if facts.mtp_layers and run.model.mtp and facts.tied and layout.pp > 1:
+        text = f"{layout.pp}, but core cannot save a tied output layer on a stage with multi-token prediction"
+        yield Broken("tied mtp", "layout.pp", text, [1], {"model.mtp": [False]})
 
 
 def _fp8(run: Run, facts: ModelFacts) -> Iterator[Broken]:

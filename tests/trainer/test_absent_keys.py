@@ -12,7 +12,7 @@ from conf.rules.conversion import obstacles
 from trainer.rehearsal.tiny_models import KINDS
 
 # transformers draws no layers of multi-token prediction, and one model by every name for its kind.
-LEFT = ("architectures", "model_type", "num_nextn_predict_layers")
+LEFT = ("architectures", "model_type", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 def drawn(config: dict[str, Any]) -> int:

@@ -365,11 +365,12 @@ NEXT = "layout.gpus_per_node=1 layout.ep=1 train.global_batch=4"
         (LLAMA, None, "data.seq_length=4096 data.packed=false train.micro_batch=8 train.recompute=full", 46.18),
         ("qwen3-8b-1xh100", None, "", 43.11),
         ("glm45-air-1xh100", None, "train.global_batch=4", 74.96),
-        ("qwen35-35b-1xh100", None, "", 62.48),
+        ("qwen35-35b-1xh100", None, "model.mtp=false", 62.48),
         (
             "qwen35-35b-1xh100",
             None,
-            "adapter.rank=32 data.packed=false data.seq_length=4096 train.global_batch=6 train.micro_batch=6",
+            "adapter.rank=32 data.packed=false data.seq_length=4096 train.global_batch=6 train.micro_batch=6 "
+            "model.mtp=false",
             74.62,
         ),
         ("llama31-8b-full-8xh100", 8, f"{FULL_LLAMA} layout.gpus_per_node=1", 64.02),

@@ -217,6 +217,11 @@ OF_MODEL = [
 ]
 OF_MODEL += [
     (
+        NEXT | {"num_nextn_predict_layers": 1, "tie_word_embeddings": True},
+        run(8, pp=2),
+        "layout.pp: 2, but core cannot save a tied output layer on a stage with multi-token prediction; nearest legal:",
+    ),
+    (
         LATENT,
         run(8, tp=8, sp=True, targets=["linear_q_down_proj"]),
         "layout.tp: 8 does not divide the width of the low-",

@@ -28,6 +28,7 @@ SOUND = {
     "llama": ["model.layers.0", "the logits"],
     "glm4-moe-mtp": ["model.layers.0", "model.layers.1", "model.layers.4", "the logits"],
     "qwen3-moe": ["model.layers.0", "the logits"],
+    "qwen3-next-mtp": [*(f"model.layers.{layer}" for layer in range(4)), "mtp.layers.0", "the logits"],
     "gpt2": ["transformer.h.0", "the logits"],
 }
 # Keys of config.json that Bridge reads, or drops, which conf/rules/function.py refuses beforehand.
