@@ -68,13 +68,14 @@ def test_there_and_back_is_the_same_to_the_last_byte(kind, precision, layout, st
     assert same_files(tmp_path / "model", tmp_path / "export/merged")
 
 
-def test_mtp_that_is_not_trained_comes_back_from_the_release(start, tmp_path):
-    converted = start("convert", "glm4-moe-mtp", "model.mtp=false")
+@pytest.mark.parametrize(("kind", "layer"), [("glm4-moe-mtp", "model.layers.4."), ("qwen3-next-mtp", "mtp.")])
+def test_mtp_that_is_not_trained_comes_back_from_the_release(kind, layer, start, tmp_path):
+    converted = start("convert", kind, "model.mtp=false")
     assert converted.code == 0, converted.output
     left_out = checkpoints.require(tmp_path / "base", "", "")["left_out"]
     assert left_out
-    assert all(name.startswith("model.layers.4.") for name in left_out)
-    exported = start("export", "glm4-moe-mtp", "model.mtp=false")
+    assert all(name.startswith(layer) for name in left_out)
+    exported = start("export", kind, "model.mtp=false")
     assert exported.code == 0, exported.output
     assert same_files(tmp_path / "model", tmp_path / "export/merged")
 
@@ -109,40 +110,50 @@ def test_gpt2_of_openai_names_is_converted_and_compared_and_comes_back(start, tm
     assert found.keys() == released.keys() and all(found[name].equal(released[name]) for name in found)
 
 
+def stack_experts(tensors, layer):
+    module = f"{layer}.mlp.experts"
+    gates, ups, downs = (
+        torch.stack([tensors.pop(f"{module}.{expert}.{leaf}_proj.weight") for expert in range(8)])
+        for leaf in ("gate", "up", "down")
+    )
+    tensors |= {f"{module}.gate_up_proj": torch.cat((gates, ups), 1), f"{module}.down_proj": downs}
+
+
 def as_qwen_releases_them(tensors):
-    """One tensor for all experts of a layer, a vision tower and a layer of multi-token prediction."""
+    """One tensor for all experts of a layer, but not in the layer of multi-token prediction, and a vision tower."""
     for layer in range(4):
-        module = f"model.language_model.layers.{layer}.mlp.experts"
-        gates, ups, downs = (
-            torch.stack([tensors.pop(f"{module}.{expert}.{leaf}_proj.weight") for expert in range(8)])
-            for leaf in ("gate", "up", "down")
-        )
-        tensors |= {f"{module}.gate_up_proj": torch.cat((gates, ups), 1), f"{module}.down_proj": downs}
+        stack_experts(tensors, f"model.language_model.layers.{layer}")
     tensors["model.visual.merger.norm.weight"] = torch.randn(16)
-    tensors["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.randn(8, 4, 4)
 
 
 def as_a_text_model(tensors):
     """Separate experts, although the layer of multi-token prediction has one tensor for all of its experts."""
     for name in [*tensors]:
         tensors[name.replace(".language_model.", ".")] = tensors.pop(name)
-    tensors["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.randn(8, 4, 4)
+    stack_experts(tensors, "mtp.layers.0")
 
 
-@pytest.mark.parametrize("change", [as_qwen_releases_them, as_a_text_model])
+def as_transformers_saves_them(tensors):
+    """Without the layer of multi-token prediction, which config.json still has."""
+    for name in [name for name in tensors if name.startswith("mtp.")]:
+        del tensors[name]
+
+
+@pytest.mark.parametrize("change", [as_qwen_releases_them, as_a_text_model, as_transformers_saves_them])
 def test_every_form_of_qwen35_is_compared_and_comes_back(change, start, tmp_path):
-    tiny_models.make_model("qwen3-5-moe", tmp_path / "model")
+    kind = "qwen3-5-moe-mtp"
+    tiny_models.make_model(kind, tmp_path / "model")
     rewrite(tmp_path / "model", change)
     if change is as_a_text_model:
         place = tmp_path / "model/config.json"
         config = config_json.of_text(json.loads(place.read_text()))
         names = {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
         place.write_text(json.dumps(config | names))
-    converted = start("convert", "qwen3-5-moe", "train.precision=bf16", "model.compare=true")
+    converted = start("convert", kind, "train.precision=bf16", "model.compare=true")
     assert converted.code == 0, converted.output
     differences = json.loads((tmp_path / "base/layers.json").read_text())["differences"]
-    assert len(differences) == 5 and max(differences.values()) < 1e-4
-    exported = start("export", "qwen3-5-moe")
+    assert len(differences) == (5 if change is as_transformers_saves_them else 6) and max(differences.values()) < 1e-4
+    exported = start("export", kind)
     assert exported.code == 0, exported.output
     assert same_files(tmp_path / "model", tmp_path / "export/merged")
 
