@@ -254,7 +254,10 @@ def test_experts_of_gpt_oss_are_taken_over_from_its_release(to, cut, configure, 
 
 
 @slow
-@pytest.mark.parametrize(("kind", "form"), [("deepseek-v3", "fp8"), ("kimi-k2", "int4"), ("glm4-moe-mtp", "fp8")])
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("deepseek-v3", "fp8"), ("kimi-k2", "int4"), ("glm4-moe-mtp", "fp8"), ("qwen3-5-moe-mtp", "fp8")],
+)
 def test_what_a_release_has_unquantised_is_packed_beside_what_is_taken_over(kind, form, configure, ranks, tmp_path):
     """The tiny ones leave kv_a_proj_with_mqa and eh_proj as they are."""
     release(kind, form, tmp_path / "model")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from contract import checkpoints
 from trainer.rehearsal import tiny_models
@@ -38,9 +38,31 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return alike and torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
-def test_the_base_of_an_fp8_release_is_what_is_unpacked_and_comes_back_in_either_format(start, tmp_path):
-    kind = "glm4-moe-mtp-fp8"
+def described_as_qwen_does(folder: Path) -> None:
+    """A vision tower in FP8, modules left out by name, and the section among the keys of the text model."""
+    place = folder / "config.json"
+    config = json.loads(place.read_text())
+    left_out = ["lm_head", "model.language_model.layers.0.linear_attn.in_proj_a", "model.language_model.layers.0.mlp.gate"]
+    config["text_config"]["quantization_config"] = config.pop("quantization_config") | {
+        "modules_to_not_convert": [*left_out, "mtp.fc"]
+    }
+    place.write_text(json.dumps(config))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    vision = {
+        "model.visual.merger.norm.weight": torch.randn(16),
+        "model.visual.merger.linear_fc1.weight": torch.randn(48, 48).to(torch.float8_e4m3fn),
+        "model.visual.merger.linear_fc1.weight_scale_inv": torch.ones(1, 1),
+    }
+    save_file(vision, folder / "vision.safetensors", metadata={"format": "pt"})
+    index["weight_map"] |= dict.fromkeys(vision, "vision.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("kind", ["glm4-moe-mtp-fp8", "qwen3-5-moe-mtp-fp8"])
+def test_the_base_of_an_fp8_release_is_what_is_unpacked_and_comes_back_in_either_format(kind, start, tmp_path):
     tiny_models.make_model(kind, tmp_path / "model", block=48)  # which divides nothing
+    if kind.startswith("qwen"):
+        described_as_qwen_does(tmp_path / "model")
     model = released.read(tmp_path / "model")
     assert len(model.packed) > 100
     start("convert", kind, "train.precision=bf16", "layout.ep=2", "layout.gpus_per_node=2")
@@ -49,7 +71,7 @@ def test_the_base_of_an_fp8_release_is_what_is_unpacked_and_comes_back_in_either
     found = weights(tmp_path / "export/merged")
     assert found.keys() == model.weights.keys()
     assert all(same(found[name], released_tensors.read(model, name)) for name in found)
-    assert "quantization_config" not in json.loads((tmp_path / "export/merged/config.json").read_text())
+    assert "quantization_config" not in (tmp_path / "export/merged/config.json").read_text()
     again = released.read(tmp_path / "export/merged")
     assert (again.packed, list(again.weights)) == ({}, list(model.weights))
 

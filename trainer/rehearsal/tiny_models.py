@@ -73,6 +73,7 @@ def draw_tensor(name: str, shape: tuple[int, ...], dtype, seed: int, centre: flo
 
 
 STACKS = ("experts.gate_up_proj", "experts.down_proj")  # of gpt-oss: all experts of a layer
+QUANTISED = re.compile(r"(?<!\.eh)_proj(_qkvz?|_z)?\.weight$")  # as in releases, not the few rows of in_proj_ba, _a and _b
 FUSED = re.compile(r"\b(q|k|v|gate|up)(?=_proj\.weight$)")
 
 
@@ -98,7 +99,7 @@ def quantise(config: Config, tensors: dict[str, Any]) -> dict[str, Any]:
             found[name + scheme.codes] = torch.stack([codes.unflatten(1, (-1, 16)) for codes, _ in each])
             found[name + scheme.scales] = torch.stack([scales for _, scales in each])
             continue
-        if scheme.kind == "mxfp4" or not name.endswith("_proj.weight") or name.endswith("eh_proj.weight"):
+        if scheme.kind == "mxfp4" or not QUANTISED.search(name):
             found[name] = tensor
             continue
         stem = name.removesuffix(".weight")

@@ -144,9 +144,10 @@ def rows(stored: Stored, place: Place) -> list[torch.Tensor]:
 
 
 def place_of(stored: Stored, name: str) -> Place:
-    if name not in stored.weights:
+    place = stored.weights.get(name) or stored.places.get(name)  # or a section of a weight
+    if place is None:
         raise Fault(f"{stored.folder}: holds no {name}")
-    return stored.weights[name]
+    return place
 
 
 def box(stored: Stored, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:

@@ -67,7 +67,8 @@ def _unpacked(model: Model, file: str) -> parts.Layout:
 def _describe_unpacked(model: Model, folder: Path) -> None:
     """Write config.json and the index of weights that are no longer quantised."""
     config = json_object.read(model.folder / config_json.NAME)
-    del config[quantization.KEY]
+    for section in (config, config.get("text_config")):
+        (section or {}).pop(quantization.KEY, None)
     (folder / config_json.NAME).write_text(json.dumps(config, indent=2) + "\n")
     if (folder / weights.INDEX).exists():
         files = layouts(model)
