@@ -114,6 +114,7 @@ TABLE = (
     *(Case("llama", cut, base=base) for base in ("fp8", "int4") for cut in ("tp=2 sp=true", "pp=2")),
     *(Case("glm4-moe", cut, base="nvfp4") for cut in ("tp=2 sp=true etp=2", "pp=2 ep=2", "cp=2")),
     Case("llama", "tp=2 sp=true", base="mxfp4"),
+    *(Case("qwen3-next-mtp", cut, base="fp8") for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2")),
     *(Case("deepseek-v3", cut, base="int4") for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2")),
     *(Case("gpt-oss", cut, base="mxfp4") for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "ep=4")),
     *(Case("glm4-moe", cut, packed=True, base="int4") for cut in ("tp=2 sp=true ep=2", "pp=4", "cp=2")),

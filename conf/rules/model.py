@@ -230,6 +230,10 @@ def _packed(run: Run, facts: ModelFacts) -> Iterator[Broken]:
         text = f"{what}: {size} is no multiple of {least}, which model.base {run.model.base} needs"
         others = ["fp8", "bf16"] if key == "model.base" else divisors(run.layout.world)
         yield Broken(f"packed {what}", key, text, others)
+    form = packed_base.format_of(run)
+    if facts.delta_layers and form and form.factor_bytes and "attention" in packed_base.parts(run):
+        text = f"{run.model.base}, but projections of gated delta nets, which are one matrix here, would share a factor"
+        yield Broken("factor of projections", "model.base", text, ["fp8", "int4", "mxfp4"])
 
 
 def _balancing(run: Run, facts: ModelFacts) -> Iterator[Broken]:

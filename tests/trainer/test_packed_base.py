@@ -58,6 +58,8 @@ ROWS = [
     ("gpt-oss", "mxfp4", "recomputed", True),
     ("gpt-oss", "nvfp4", "ep2", True),
     ("gpt-oss", "fp8", "tp2", True),
+    ("qwen3-next-mtp", "fp8", "tp2", False),
+    ("qwen3-5-moe-mtp", "int4", "ep2", True),
     ("gpt-oss", "int4", "alone", True),
 ]
 
@@ -259,7 +261,7 @@ def test_experts_of_gpt_oss_are_taken_over_from_its_release(to, cut, configure, 
     [("deepseek-v3", "fp8"), ("kimi-k2", "int4"), ("glm4-moe-mtp", "fp8"), ("qwen3-5-moe-mtp", "fp8")],
 )
 def test_what_a_release_has_unquantised_is_packed_beside_what_is_taken_over(kind, form, configure, ranks, tmp_path):
-    """The tiny ones leave kv_a_proj_with_mqa and eh_proj as they are."""
+    """The tiny ones leave kv_a_proj_with_mqa, eh_proj, and in_proj_a and _b of gated delta nets as they are."""
     release(kind, form, tmp_path / "model")
     paths = [f"paths.{name}={tmp_path / name}" for name in ("model", "base")]
     cut = [] if "mtp" in kind else CUTS["tp2"]
@@ -268,8 +270,9 @@ def test_what_a_release_has_unquantised_is_packed_beside_what_is_taken_over(kind
     _, rows = reported(tmp_path)
     anew = [row for row in rows if row["error"]]
     assert anew == [row for row in rows if not row["as_released"]]
-    assert 0 < len(anew) < 5 < len(rows)
-    assert all(row["tensor"].endswith(("linear_kv_down_proj.weight", "eh_proj.weight")) for row in anew)
+    left = ("linear_kv_down_proj.weight", "eh_proj.weight", "in_proj.weight.alpha", "in_proj.weight.beta")
+    assert 0 < len(anew) < 8 < len(rows)
+    assert all(row["tensor"].endswith(left) for row in anew)
 
 
 @slow

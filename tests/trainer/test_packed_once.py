@@ -36,6 +36,7 @@ ROWS = [
     ("deepseek-v3", "nvfp4", "tp2", True),
     ("llama", "int4", "tp2", True),
     ("gpt2", "int4", "tp2", True),
+    ("qwen3-next-mtp", "fp8", "tp2", True),
 ]
 
 

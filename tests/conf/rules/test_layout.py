@@ -217,6 +217,12 @@ OF_MODEL = [
 ]
 OF_MODEL += [
     (
+        NEXT,
+        run(8, base="nvfp4"),
+        "model.base: nvfp4, but projections of gated delta nets, which are one matrix here, would share a factor; "
+        "nearest legal: fp8",
+    ),
+    (
         NEXT | {"num_nextn_predict_layers": 1, "tie_word_embeddings": True},
         run(8, pp=2),
         "layout.pp: 2, but core cannot save a tied output layer on a stage with multi-token prediction; nearest legal:",

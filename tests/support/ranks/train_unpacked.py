@@ -33,9 +33,12 @@ def main(run: Run) -> None:
         found = usual(*args, model=model, **kwargs)
         for chunk in unwrap_model(model):
             for name, parameter in chunk.named_parameters():
-                if re.search(r"\.linear\w*\.weight\d*$|\.eh_proj\.weight$", name) and is_packed(chosen, name):
-                    parts = 2 if "linear_fc1" in name and chunk.config.gated_linear_unit else 1
-                    parameter.data = torch.cat([rounded(base, part) for part in parameter.data.chunk(parts)])
+                if re.search(r"\.(linear\w*|(eh|in|out)_proj)\.weight\d*$", name) and is_packed(chosen, name):
+                    parts = parameter.data.chunk(2 if "linear_fc1" in name and chunk.config.gated_linear_unit else 1)
+                    if ".in_proj." in name:
+                        net = chunk.get_submodule(name.partition(".in_proj.")[0])
+                        parts = parameter.data.split([*net.in_proj_split_sections])
+                    parameter.data = torch.cat([rounded(base, part) for part in parts])
         return found
 
     setup._load_checkpoint_from_path = load

@@ -5,6 +5,7 @@ matrix at a time is unpacked, by the same code that writes an unpacked base. A f
 with its checksum and the error of each of its matrices relative to the release; a later attempt keeps the file.
 """
 
+import itertools
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,9 @@ def tensors(run: Run, chunks: list) -> list[Tensor]:
     for chunk in chunks:
         layers = [(layer, names) for _, layer, names in weight.layers(chunk, run) if _is_of_transformer_engine(layer)]
         packed = {storage(getattr(layer, name)) for layer, names in layers for name in names}
-        result += [Tensor(parts[0].name, tuple(parts), place in packed) for place, parts in of_chunk(chunk).items()]
+        for place, parts in of_chunk(chunk).items():  # the sections of a weight are tensors of the base
+            by_name = itertools.groupby(parts, key=lambda part: part.name)
+            result += [Tensor(name, tuple(same), place in packed) for name, same in by_name]
     return result
 
 

@@ -85,7 +85,9 @@ class Packing:
         return read[top : top + rows, left : left + columns], (codes, of_blocks, factor)
 
     def _released(self, part: Part) -> released_scales.Scales | None:
-        return self.release and self.release.scales(part.name, self.shape(part.name)[0])
+        if self.release is None:
+            return None
+        return self.release.scales(*torch_dist.section_of(self.stored, part.name), self.shape(part.name)[0])
 
 
 def release(run: Run, form: Format, config: Any) -> released_scales.Release | None:

@@ -68,21 +68,21 @@ class Release:
 
     def __init__(self, model: Model, form: Format, registry: Any, config: Any):
         self.model, self.form, self.registry, self.config = model, form, registry, config
-        self._last: tuple[str, Scales | None] = "", None
+        self._last: tuple[tuple[str, int] | None, Scales | None] = None, None
 
     @cached_property
     def names(self) -> set[str]:
         """Return the released weights in this format."""
         return {name for name, packed in self.model.packed.items() if is_same(packed.scheme, self.form)}
 
-    def scales(self, name: str, rows: int) -> Scales | None:
-        """Return the scales of this weight's rows; None unless all of it is released in this format."""
+    def scales(self, name: str, rows: int, begin: int, count: int) -> Scales | None:
+        """Return the scales of `count` of this weight's rows; None unless all of these are released in this format."""
         last = self._last  # a copy, because several threads may call this
-        if last[0] != name:
-            self._last = last = name, self._found(name, rows)
+        if last[0] != (name, begin):
+            self._last = last = (name, begin), self._found(name, rows, slice(begin, begin + count))
         return last[1]
 
-    def _found(self, name: str, rows: int) -> Scales | None:
+    def _found(self, name: str, rows: int, wanted: slice) -> Scales | None:
         from trainer.weights import mapping  # imports Megatron-Bridge
 
         try:
@@ -90,7 +90,8 @@ class Release:
         except Fault:  # the mapping is not by rows
             return None
         # Rows of codes are Megatron's rows, also in a stack, whose weights are transposed.
-        if not parts or any(part.name not in self.names or part.turned != (part.expert is not None) for part in parts):
+        parts = [part for part in parts or () if part.name in self.names]
+        if not parts or any(part.turned != (part.expert is not None) for part in parts):
             return None
         of_rows, source, begin, dtype = {}, torch.full((rows,), -1), 0, torch.float32
         factors = torch.ones(rows) if self.form.factor_bytes else None
@@ -108,9 +109,10 @@ class Release:
             source[numbers] = begin + torch.arange(len(numbers)) // self.form.block[0]
             of_rows[begin] = scales
             begin, dtype = begin + len(scales), released_tensors.DTYPES[packed.dtype]
+        source = source[wanted]
         if (source < 0).any() or len({scales.shape[1] for scales in of_rows.values()}) > 1:
             return None
-        return Scales(torch.cat([*of_rows.values()])[source], source, dtype, factors)
+        return Scales(torch.cat([*of_rows.values()])[source], source, dtype, None if factors is None else factors[wanted])
 
 
 def _factor(model: Model, packed: Packed) -> torch.Tensor:
