@@ -42,6 +42,7 @@ MACHINE_HAS = (
 )
 MACHINE_HAS += " tiktoken torchaudio torchvision uvloop"
 TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")
+DELTA_NETS = ("flash-linear-attention", "fla-core", "einops")  # imported for models with gated delta nets alone
 TRANSFORMER_ENGINE_LIBRARY = "transformer_engine/wheel_lib/libtransformer_engine.so"
 WITHOUT = {  # top-level modules; MB packed
     "PIL": "for images; 6 MB",
@@ -147,6 +148,11 @@ def follow_trainer(folder: Path) -> set[str]:
         recorder.run("-m", command, "tiny", *settings)
     recorder.run("-c", AS_ON_A_GPU, *settings)
     return recorder.distributions()
+
+
+def of_trainer(imported: Collection[str]) -> set[str]:
+    """The distributions that the trainer's kit has, by normalised name."""
+    return {*map(normal, imported), *TRANSFORMER_ENGINE, *DELTA_NETS} - required(MACHINE)
 
 
 def follow_flow(folder: Path, vllm: Path) -> set[str]:
@@ -276,7 +282,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="gpu-kit-") as folder:
         work = Path(folder)
         if "kit" in kinds:
-            names = {*map(normal, follow_trainer(work)), *TRANSFORMER_ENGINE} - required(MACHINE)
+            names = of_trainer(follow_trainer(work))
             copy(names, work / "kit/site")
             slim(work / "kit/site" / TRANSFORMER_ENGINE_LIBRARY, options.arch)
             pack("kit", work / "kit", versions(names), archives["kit"], options.level)

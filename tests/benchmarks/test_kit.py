@@ -1,8 +1,10 @@
 """benchmarks/gpu: what is packed for a GPU machine is put together there, in as many transfers as it takes."""
 
+import importlib
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,16 @@ def test_parts_join_to_the_archives(tmp_path):
     names = ["a.xz.1of3", "a.xz.2of3", "a.xz.3of3", "b.xz.1of1", "c.xz.1of1"]
     assert sorted(name for transfer in transfers for name in transfer) == names
     subprocess.run(["sha256sum", "--quiet", "-c", "parts.txt"], cwd=tmp_path / "parts", check=True)
+
+
+def test_the_kit_has_what_gated_delta_nets_need(monkeypatch):
+    """The package whose version a patch looks up, and all that it requires; the trainer imports transformers anyway."""
+    monkeypatch.syspath_prepend(FOLDER)
+    kit = importlib.import_module("kit")
+    packed = kit.of_trainer({"Transformers"})
+    assert {"transformers", "transformer-engine", "flash-linear-attention"} <= packed
+    for name in packed & {"flash-linear-attention", "fla-core"}:
+        assert {*map(kit.normal, kit.needs(metadata.distribution(name)))} - kit.required(kit.MACHINE) <= packed
 
 
 def test_parts_share_transfers():
