@@ -95,9 +95,13 @@ TABLE = (
         for model in ("deepseek-v3", "kimi-k2", "olmoe", "minimax-m2", "qwen3-next", "qwen3-5-moe")
         for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "cp=2")
     ),
-    *(Case(model, cut) for model in ("qwen3-next-mtp", "qwen3-5-moe-mtp") for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2")),
+    *(
+        Case(model, cut)
+        for model in ("qwen3-next-mtp", "qwen3-5-moe-mtp")
+        for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2")
+    ),
     *(Case("qwen3-5-mtp", cut) for cut in ("tp=2 sp=true", "dp=2", "cp=2")),
-    Case("qwen3-next-mtp", "dp=2", packed=True),
+    *(Case("qwen3-next-mtp", cut, packed=True) for cut in ("dp=2", "cp=2")),
     # the tiny model has an MTP layer, like the releases
     *(Case("glm4-moe-lite", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "ep=2", "cp=2")),
     *(Case(model, cut) for model in ("qwen2", "mistral", "qwen3-5") for cut in ("tp=2 sp=true", "pp=2", "cp=2")),

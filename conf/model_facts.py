@@ -52,4 +52,5 @@ def _packed(config: dict[str, Any]) -> dict[str, Any]:
     if scheme is None:
         return {}
     scale = {"mxfp4": 1, "nvfp4": 1, "fp8": 4}.get(scheme.kind, 2) / (scheme.block[0] * scheme.block[1])
-    return {"packed": scheme.bits / 8 + scale, "packed_experts": any("self_attn" in name for name in scheme.unquantised)}
+    experts_only = any("self_attn" in name for name in scheme.unquantised)
+    return {"packed": scheme.bits / 8 + scale, "packed_experts": experts_only}

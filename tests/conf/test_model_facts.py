@@ -130,6 +130,14 @@ def test_facts_that_are_no_sizes(value):
         ),
         (LLAMA | {"num_key_value_heads": 5}, "num_key_value_heads is 5, which does not divide num_attention_heads, 32"),
         (LLAMA | {"num_nextn_predict_layers": 33}, "num_nextn_predict_layers is 33, but there are 32 layers"),
+        (
+            families.tiny()["qwen3-next-mtp"] | {"num_nextn_predict_layers": 2},
+            "num_nextn_predict_layers is 2 after a layer with full_attention, but only 1 is supported, after a layer",
+        ),
+        (
+            families.tiny()["qwen3-next-mtp"] | {"num_hidden_layers": 3},
+            "num_nextn_predict_layers is 1 after a layer with linear_attention, but only 1 is supported, after a layer",
+        ),
         (LLAMA | {"head_dim": 33}, "head_dim is 33, but rotary embeddings rotate pairs"),
         (
             LLAMA | {"head_dim": 20, "partial_rotary_factor": 0.25},

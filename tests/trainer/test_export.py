@@ -169,7 +169,7 @@ def test_the_adapter_makes_the_trained_model_of_the_released_one(name, megatron,
 
 @pytest.mark.parametrize("name", each([*LORA, *(name for name in CASES if name.startswith("full"))], QUICK))
 def test_weights_are_those_that_bridge_exports(name, megatron, exported):
-    """MTP included, and every matrix of it has changed. Bridge leaves out the copies, and does not merge DoRA's magnitudes."""
+    """MTP included: each of its matrices has changed. Bridge leaves out copies, and merges no magnitudes of DoRA."""
     ours, bridges = weights(Path(exported.runs[name].paths.export) / "merged"), megatron[name]["weights"]
     copies = {n for n in ours if n.endswith((".shared_head.head.weight", "layers.4.embed_tokens.weight"))}
     assert ours.keys() - copies == bridges.keys()

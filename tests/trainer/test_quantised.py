@@ -42,7 +42,11 @@ def described_as_qwen_does(folder: Path) -> None:
     """A vision tower in FP8, modules left out by name, and the section among the keys of the text model."""
     place = folder / "config.json"
     config = json.loads(place.read_text())
-    left_out = ["lm_head", "model.language_model.layers.0.linear_attn.in_proj_a", "model.language_model.layers.0.mlp.gate"]
+    left_out = [
+        "lm_head",
+        "model.language_model.layers.0.linear_attn.in_proj_a",
+        "model.language_model.layers.0.mlp.gate",
+    ]
     config["text_config"]["quantization_config"] = config.pop("quantization_config") | {
         "modules_to_not_convert": [*left_out, "mtp.fc"]
     }

@@ -73,7 +73,8 @@ def draw_tensor(name: str, shape: tuple[int, ...], dtype, seed: int, centre: flo
 
 
 STACKS = ("experts.gate_up_proj", "experts.down_proj")  # of gpt-oss: all experts of a layer
-QUANTISED = re.compile(r"(?<!\.eh)_proj(_qkvz?|_z)?\.weight$")  # as in releases, not the few rows of in_proj_ba, _a and _b
+# As in releases, not the few rows of in_proj_ba, in_proj_a and in_proj_b.
+QUANTISED = re.compile(r"(?<!\.eh)_proj(_qkvz?|_z)?\.weight$")
 FUSED = re.compile(r"\b(q|k|v|gate|up)(?=_proj\.weight$)")
 
 

@@ -126,9 +126,10 @@ class Family:
         every = dict(tensors.named(first, root))
         for number in range(facts.layers + facts.mtp_layers):
             kind = facts.kinds[number] if number < facts.layers else "mtp"
-            of_layer, numbered = self.layer(facts, kind), f"{root}{self.layers_in}.{number}."
+            of_layer = self.layer(facts, kind)
+            prefix = self.ahead if kind == "mtp" and self.ahead else f"{root}{self.layers_in}.{number}."
             for name, tensor in tensors.named(tensors.stacked(of_layer) if stacks[kind] else of_layer):
-                every[(kind == "mtp" and self.ahead or numbered) + name] = tensor
+                every[prefix + name] = tensor
         return every | dict(tensors.named(last, root))
 
 

@@ -122,8 +122,9 @@ def delta_facts(keys: Keys, **unsaid: Any) -> ModelFacts:
         )
     layers = tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
     if facts.mtp_layers and (facts.mtp_layers > 1 or kinds[-1] == "linear_attention"):
-        text = f"{facts.mtp_layers} multi-token-prediction layers after a layer with {kinds[-1]}"
-        raise ValueError(f"config.json: {text}, but Megatron builds only one, after a layer with full_attention")
+        key = "mtp_num_hidden_layers" if keys.config.get("mtp_num_hidden_layers") else "num_nextn_predict_layers"
+        text = "but only 1 is supported, after a layer with full_attention; with 0 it is copied"
+        raise ValueError(f"config.json: {key} is {facts.mtp_layers} after a layer with {kinds[-1]}, {text}")
     return replace(facts, delta=net, delta_layers=layers)
 
 

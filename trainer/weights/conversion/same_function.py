@@ -175,9 +175,7 @@ def _taken(model: released.Model, layers: int, mtp: bool) -> dict[str, tuple[int
     of_mtp, left_out = released.of_mtp(model), released.repeated(model).keys() | released.copied(model)
     places = {name: of_mtp.get(name, (layer_of(name), "")) for name in model.weights if name not in left_out}
     wanted = (None, *range(layers), *released.mtp_layers(model)[: int(mtp)])
-    return {
-        name: place for name, place in places.items() if place[0] in wanted and not released.COMPUTED.search(name)
-    }
+    return {name: place for name, place in places.items() if place[0] in wanted and not released.COMPUTED.search(name)}
 
 
 def difference(expected: torch.Tensor, actual: torch.Tensor) -> float:

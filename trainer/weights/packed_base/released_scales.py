@@ -112,7 +112,8 @@ class Release:
         source = source[wanted]
         if (source < 0).any() or len({scales.shape[1] for scales in of_rows.values()}) > 1:
             return None
-        return Scales(torch.cat([*of_rows.values()])[source], source, dtype, None if factors is None else factors[wanted])
+        factors = None if factors is None else factors[wanted]
+        return Scales(torch.cat([*of_rows.values()])[source], source, dtype, factors)
 
 
 def _factor(model: Model, packed: Packed) -> torch.Tensor:
