@@ -27,7 +27,7 @@ OTHERS = {kind: KINDS[kind] for kind in ("kimi-k2", "gpt2")}  # that share few k
 FAMILIES: dict[str, dict[str, Any]] = {
     kind: families.as_text(config)
     for kind, config in KINDS.items()
-    if not kind.endswith("-mtp") and kind not in ("gemma3", *OTHERS)
+    if not kind.endswith("-mtp") and kind not in ("gemma3", "gemma4", *OTHERS)
 }
 LATENT = ("deepseek-v3", "glm4-moe-lite")
 EXPERTS = (

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from conf import families
+from conf import families, model_facts
 from conf.families.parts import tensors
 from conf.model_files import config_json, quantization, weights
 from conf.model_files.quantization import Packed
@@ -133,8 +133,9 @@ def of_mtp(model: Model) -> dict[str, tuple[int, str]]:
 def copied(model: Model) -> set[str]:
     """Return the names of tensors that are not trained; an export copies them."""
     family = families.of(model.config)
-    beginnings = (*family.copied, *([family.ahead] if family.ahead and not mtp_layers(model) else []))
-    return {name for name in model.weights if name.startswith(beginnings)}
+    prefixes = family.copied + family.unused(model_facts.facts_from_hf(model.config), family.root(model.weights))
+    prefixes += (family.ahead,) if family.ahead and not mtp_layers(model) else ()
+    return {name for name in model.weights if name.startswith(prefixes)}
 
 
 def checksums(

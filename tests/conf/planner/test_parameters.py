@@ -12,7 +12,7 @@ from math import prod
 import pytest
 
 from conf import families
-from conf.families.parts.tensors import COPY
+from conf.families.parts.tensors import BUFFER, COPY
 from conf.load import FOLDER, load
 from conf.model_facts import MODELS, facts_from_hf
 from conf.planner import work
@@ -103,9 +103,8 @@ def test_stages_together_hold_the_model(name, pp):
     run = layout(pp=pp)
     found = sum(sum(held(run, facts, stage).values()) for stage in stages(run, facts))
     embedding, layers = facts.vocab * facts.hidden, facts.mtp_layers
-    copies = [tensor for tensor in families.layer(facts, "mtp") if tensor.kind == COPY]
-    whole = total(facts) - layers * sum(copy.size for copy in copies)
-    whole -= facts.expert_bias * facts.experts * (facts.kinds.count("moe") + layers)  # buffers in Megatron
+    every = [tensor for kind in [*facts.kinds, *["mtp"] * layers] for tensor in families.layer(facts, kind)]
+    whole = total(facts) - sum(tensor.size for tensor in every if tensor.kind in (BUFFER, COPY))
     whole += embedding * (pp - 1) * (facts.tied + (layers > 0))  # copies of Megatron's
     assert found == whole
 

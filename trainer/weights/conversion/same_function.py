@@ -288,6 +288,7 @@ def _weights(cut: Cut, types: dict[str, torch.dtype]) -> tuple[Added, Added]:
     of_mtp: Added = {}
     family = families.of(cut.model.config)
     root = family.root(cut.model.weights)
+    shapes = model_facts.shapes(cut.config, cut.model.weights)
     for released_name, (_, part) in _taken(cut.model, cut.layers, cut.mtp).items():
         expert = EXPERT.search(released_name)
         name = f"{cut.name(cut.layers)}.{part}" if part else released_name
