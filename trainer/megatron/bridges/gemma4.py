@@ -122,7 +122,7 @@ def _rotations(provider: Provider) -> Gemma4RotaryEmbedding:
     table = Gemma4RotaryEmbedding(
         rotary_base=wide["rope_theta"],
         rotary_base_local=provider.local_rotation["rope_theta"],
-        global_kv_channels=max(width for _, _, width, _ in provider.heads.values()),
+        global_kv_channels=next(width for wide, _, width, _ in provider.heads.values() if wide),
         global_rotary_percent=wide.get("partial_rotary_factor", 1.0),
         kv_channels=provider.kv_channels,
         use_cpu_initialization=provider.use_cpu_initialization,

@@ -120,19 +120,19 @@ def cut_down(run: Run) -> Cut:
     """Return the first layers of the run's model, as few as include every kind of layer."""
     model = released.read(Path(run.paths.model))
     facts = facts_from_hf(model.config)
-    lists = {k: v for k, v in model.config.items() if isinstance(v, list) and len(v) == facts.layers > 1}
+    lists = _by_layer(model.config)
     turns = families.of(model.config).layer_turns or [""]
     kinds = [
         (kind, turns[layer % len(turns)], *(str(of_layers[layer]) for of_layers in lists.values()))
         for layer, kind in enumerate(facts.kinds)
     ]
     layers, mtp = 1 + max(kinds.index(kind) for kind in set(kinds)), bool(run.model.mtp and facts.mtp_layers)
-    while mtp and kinds[layers - 1] != kinds[-1]:  # its block is a layer like the last one
+    # An MTP layer's block is a layer like the last one, and some models have another last layer.
+    while (mtp and kinds[layers - 1] != kinds[-1]) or not _begins(model.config, layers, facts):
         layers += 1
     experts, count = _experts(model, facts, layers, mtp), min(VOCABULARY, facts.vocab)
-    config = model.config | {key: value[:layers] for key, value in lists.items()} | dict.fromkeys(TOKENS)
-    config |= {families.of(model.config).key("num_hidden_layers"): layers, "dtype": "float32"}
-    config |= {key: count for key in VOCABULARIES if key in config} | families.of(model.config).cut(config, layers)
+    config = _first(model.config, layers) | dict.fromkeys(TOKENS) | {"dtype": "float32"}
+    config |= {key: count for key in VOCABULARIES if key in config}
     config.pop("quantization_config", None)
     config |= {key: len(experts) for key in EXPERTS if facts.experts and config.get(key) == facts.experts}
     if facts.mtp_layers:
@@ -144,6 +144,24 @@ def cut_down(run: Run) -> Cut:
     tokens = torch.randint(count, (ROWS, length), generator=torch.Generator().manual_seed(1))
     rows = torch.linspace(0, facts.vocab - 1, count).long()
     return Cut(changed, model, families.as_text(config), facts, layers, mtp, rows, tokens, experts)
+
+
+def _first(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Return the config.json of the first layers."""
+    family = families.of(config)
+    cut = {key: value[:layers] for key, value in _by_layer(config).items()} | family.cut(config, layers)
+    return config | cut | {family.key("num_hidden_layers"): layers}
+
+
+def _begins(config: dict[str, Any], layers: int, facts: ModelFacts) -> bool:
+    of_mtp = families.of(config).key("num_nextn_predict_layers")
+    return facts_from_hf(_first(config, layers) | {of_mtp: 0}).kinds == facts.kinds[:layers]
+
+
+def _by_layer(config: dict[str, Any]) -> dict[str, list]:
+    """Return the keys with a value for each layer."""
+    layers = facts_from_hf(config).layers
+    return {key: value for key, value in config.items() if isinstance(value, list) and len(value) == layers > 1}
 
 
 def _experts(model: released.Model, facts: ModelFacts, layers: int, mtp: bool) -> tuple[int, ...]:
