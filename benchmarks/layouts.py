@@ -98,7 +98,7 @@ TABLE = (
     *(
         Case(model, cut)
         for model in ("qwen3-next-mtp", "qwen3-5-moe-mtp")
-        for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2")
+        for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "dp=2")
     ),
     *(Case("qwen3-5-mtp", cut) for cut in ("tp=2 sp=true", "dp=2", "cp=2")),
     *(Case("qwen3-next-mtp", cut, packed=True) for cut in ("dp=2", "cp=2")),
