@@ -310,7 +310,7 @@ def _empty_gradients(run: Run, facts: ModelFacts, holding: Holding) -> int:
     layout, gate = run.layout, 2 if facts.gated else 1
     sizes = {_output_weights(run, facts)} if holding.output else set()
     for kind in holding.layers:
-        for linear in parameters.linears(facts, facts.kinds[-1] if kind == "mtp" else kind):
+        for linear in parameters.linears(facts, facts.base(kind)):
             sizes.add(linear.into * linear.out // (1 if linear.cut == "whole" else layout.tp))
         if facts.routed(kind):
             matrix = facts.hidden * facts.expert_ffn // layout.etp

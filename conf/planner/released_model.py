@@ -67,7 +67,7 @@ def _check_sizes(place: Path, facts: ModelFacts, config: dict[str, Any], tensors
     experts = {int(match[1]) for match in map(EXPERT.search, tensors) if match}
     if experts and max(experts) + 1 != facts.experts:
         raise Fault(f"{place}: describes layers of {facts.experts} experts, but the weights have {max(experts) + 1}")
-    name = family.root(tensors) + family.embedding
+    name = family.embedded(tensors)
     if name in tensors and tensors[name].shape != (facts.vocab, facts.hidden):
         text = f"vocab_size is {facts.vocab} and {family.key('hidden_size')} {facts.hidden}"
         raise Fault(f"{place}: {text}, but {name} is {list(tensors[name].shape)}")

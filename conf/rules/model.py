@@ -19,8 +19,8 @@ from conf.schema.training import Moe
 ROW_PARALLEL = {"linear_proj", "linear_fc2", "out_proj"}
 # Keys of section moe about the router, which a dense model lacks.
 ROUTING = ("aux_loss_coeff", "z_loss_coeff", "balance", "force_balance", "freeze_router")
-# Layers that are complete on every rank of tp: the first of two low-rank products.
-WHOLE = {"linear_q_down_proj", "linear_kv_down_proj"}
+# Layers that are complete on every rank of tp: the first of two low-rank products, and those around routed experts.
+WHOLE = {"linear_q_down_proj", "linear_kv_down_proj", "fc1_latent_proj", "fc2_latent_proj"}
 
 
 class Broken(NamedTuple):
@@ -71,7 +71,7 @@ def _widths(run: Run, facts: ModelFacts) -> Iterator[Broken]:
         "hidden size, the output of adapters": facts.hidden if there & ROW_PARALLEL else 0,
         "width of the low-rank query": facts.q_rank if "linear_q_down_proj" in there else 0,
         "width of the low-rank key-value": facts.kv_rank + facts.qk_rope if "linear_kv_down_proj" in there else 0,
-        "key heads of gated delta nets": facts.delta.key_heads if facts.delta else 0,
+        facts.delta.noun if facts.delta else "": facts.delta.key_heads if facts.delta else 0,
         "adapter.rank": adapter.rank if there - ROW_PARALLEL else 0,
     }
     cut_by_etp = {
@@ -108,10 +108,10 @@ def _widths(run: Run, facts: ModelFacts) -> Iterator[Broken]:
 def _delta_nets(run: Run, facts: ModelFacts, there: set[str]) -> Iterator[Broken]:
     layout, adapter, net = run.layout, run.adapter, facts.delta
     if net and net.key_heads % (layout.tp * layout.cp):
-        text = f"{layout.cp}, but tp * cp does not divide the {net.key_heads} key heads of gated delta nets"
-        yield Broken("heads of gated delta nets", "layout.cp", text, divisors(layout.world))
+        text = f"{layout.cp}, but tp * cp does not divide the {net.key_heads} {net.noun}"
+        yield Broken("heads", "layout.cp", text, divisors(layout.world))
     if "in_proj" in there and layout.tp > 1 and not (adapter.kind == "lora" and adapter.lean):
-        # Bridge saves B by ranks of tp; each of them has rows of all six projections of in_proj
+        # Bridge saves B by ranks of tp; each of them has rows of all projections of in_proj
         text = f"{layout.tp}, but the adapter of in_proj can be cut only by lora with adapter.lean"
         yield Broken("adapter of in_proj", "layout.tp", text, [1])
 

@@ -124,7 +124,7 @@ def _unmerged(run: Run) -> Iterator[tuple[str, str]]:
 
 def missing(run: Run, facts: ModelFacts) -> list[str]:
     """Parts in model.pack that the model lacks."""
-    dense = "dense" in facts.kinds or facts.shared_ffn or (facts.mtp_layers and run.model.mtp)
+    dense = facts.ffn or facts.shared_ffn or (facts.mtp_layers and run.model.mtp)
     present = {"experts": facts.experts, "attention": True, "dense": dense}
     return [part for part in run.model.pack or () if not present[part]]
 

@@ -65,9 +65,12 @@ AdapterTarget = Literal[
     "linear_q_up_proj",
     "linear_kv_down_proj",
     "linear_kv_up_proj",
-    # gated delta nets (Qwen3-Next, Qwen3.5) have these instead of linear_qkv and linear_proj
+    # gated delta nets (Qwen3-Next, Qwen3.5) and Mamba layers have these instead of linear_qkv and linear_proj
     "in_proj",
     "out_proj",
+    # around the routed experts of Nemotron 3 Super
+    "fc1_latent_proj",
+    "fc2_latent_proj",
 ]
 AdapterTargets = tuple[AdapterTarget, ...]
 ALL_LINEAR = "all-linear"  # PEFT's term

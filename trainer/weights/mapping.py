@@ -25,7 +25,9 @@ PLAIN = (
     param_mapping.ColumnParallelMapping,
     param_mapping.ReplicatedMapping,
     param_mapping.RowParallelMapping,
-    param_mapping.GDNConv1dMapping,  # without tensor parallelism
+    param_mapping.GDNConv1dMapping,  # without tensor parallelism, like the two of Mamba
+    param_mapping.MambaConv1dMapping,
+    param_mapping.MambaInProjMapping,
     PaddedVocabularyMapping,
 )
 SPLIT = (

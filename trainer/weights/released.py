@@ -104,7 +104,7 @@ def repeated(model: Model) -> dict[str, str]:
     """
     family = families.of(model.config)
     tied = model.config.get("tie_word_embeddings", family.defaults.get("tie_word_embeddings"))
-    embedding = family.root(model.tensors) + family.embedding
+    embedding = family.embedded(model.tensors)
     head = embedding if tied else "lm_head.weight"
     copies = {"lm_head.weight": head} if tied else {}
     for layer in mtp_layers(model):

@@ -40,7 +40,7 @@ RELEASED = "released"  # instead of a file name: pieces of a base without weight
 ALIGNED = 64  # bytes: pieces that begin at a multiple can be mapped, because torch.save aligns values to it
 STACKED_LAYERS = re.compile(r"^(?P<stack>(?:\w+\.)*layers)\.(?=\D)")
 # Sections of a fused layer, which is cut over tensor-parallel ranks section by section, in the order of its rows.
-SECTIONS = ("query", "key", "value", "z", "beta", "alpha")
+SECTIONS = ("query", "key", "value", "z", "x", "B", "C", "dt", "beta", "alpha")
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ class Family:
     ends: Callable[[ModelFacts], tuple[tensors.Tensors, tensors.Tensors]] = tensors.ends
     roots: tuple[str, ...] = ("model.",)  # names of a release begin with one of these, by default with the first
     embedding: str = "embed_tokens.weight"  # name without the root
+    as_saved: Mapping[str, str] = field(default_factory=dict)  # by a release's name: the name that transformers writes
     layers_in: str = "layers"  # module that contains the layers, without the root
     names: Mapping[str, str] = field(default_factory=dict)  # the family's names for Llama's and DeepSeek-V3's keys
     ahead: str = ""  # beginning of the names of the MTP layer; empty: it is numbered after the ordinary layers
@@ -110,9 +111,18 @@ class Family:
         """Return the beginning of the names of a release."""
         return next((root for root in self.roots if root + self.embedding in names), self.roots[0])
 
-    def stacks(self, names: Collection[str], kind: str = "") -> bool:
-        """Return whether a release has one tensor for all experts of a layer. MTP layers can differ from the others."""
-        layers = self.ahead if kind == "mtp" and self.ahead else f"{self.root(names)}{self.layers_in}."
+    def present(self, name: str, names: Container[str]) -> str:
+        """Return the name that a tensor of a release has among these names."""
+        saved = self.as_saved.get(name, name)
+        return saved if saved in names else name
+
+    def embedded(self, names: Container[str]) -> str:
+        """Return the name of the embedding."""
+        return self.present(self.root(names) + self.embedding, names)
+
+    def stacks(self, names: Collection[str]) -> bool:
+        """Return whether a release has one tensor for all experts of a layer. Layers of mtp.* do not count."""
+        layers = f"{self.root(names)}{self.layers_in}."
         return any(name.startswith(layers) and name.endswith(tensors.STACK) for name in names)
 
     def tensors(self, facts: ModelFacts, names: Collection[str] = ()) -> dict[str, tensors.Tensor]:
@@ -127,10 +137,9 @@ class Family:
         for number in range(facts.layers + facts.mtp_layers):
             kind = facts.kinds[number] if number < facts.layers else "mtp"
             of_layer = self.layer(facts, kind)
-            prefix = self.ahead if kind == "mtp" and self.ahead else f"{root}{self.layers_in}.{number}."
-            for name, tensor in tensors.named(tensors.stacked(of_layer) if stacks[kind] else of_layer):
-                every[prefix + name] = tensor
-        return every | dict(tensors.named(last, root))
+            for name, tensor in tensors.named(tensors.stacked(of_layer) if stacks else of_layer):
+                every[f"{root}{self.layers_in}.{number}.{name}"] = tensor
+        return {self.present(name, names): tensor for name, tensor in [*every.items(), *tensors.named(last, root)]}
 
 
 # Sets of keys that several families share.

@@ -156,7 +156,7 @@ def check(facts: ModelFacts) -> None:
 
 def check_rotations(config: dict[str, Any], facts: ModelFacts) -> None:
     """Raise ValueError if rotary embeddings rotate an odd number of values. Training would fail: they rotate pairs."""
-    if facts.positions:
+    if facts.positions or not facts.rotary:
         return
     key, width = ("qk_rope_head_dim", facts.qk_rope) if facts.kv_rank else ("head_dim", facts.head_dim)
     rotary = config.get("rope_parameters")

@@ -6,13 +6,17 @@ from functools import cache, cached_property
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """Sizes of a gated delta net. Each key head serves value_heads / key_heads heads of values."""
+    """Sizes of a gated delta net, or of a Mamba-2 layer: its groups are key heads, its state is a key per value.
+
+    Each key head serves value_heads / key_heads heads of values.
+    """
 
     key_heads: int
     value_heads: int
     key: int  # width of a head's key and query
     value: int  # width of a head's value
     window: int  # tokens that its convolution mixes
+    scan: bool = False  # Mamba-2's scan, which adds values to the state: the delta rule replaces them
 
     @property
     def keys(self) -> int:
@@ -21,6 +25,10 @@ class DeltaNet:
     @property
     def values(self) -> int:
         return self.value_heads * self.value
+
+    @property
+    def noun(self) -> str:
+        return "groups of Mamba layers" if self.scan else "key heads of gated delta nets"
 
 
 @dataclass(frozen=True)
@@ -74,21 +82,26 @@ class ModelFacts:
     expert_bias: bool = False  # added to routing scores; the trainer adjusts it without gradients: not a parameter
     shared_gate: bool = False  # a gate weights the shared experts for each token
     output_gate: bool = False  # the query's matrix also gives a gate for the output of attention
-    delta: DeltaNet | None = None  # the gated delta net that replaces attention in delta_layers
+    delta: DeltaNet | None = None  # the gated delta net that replaces attention in delta_layers, or of mamba blocks
     delta_layers: tuple[int, ...] = ()  # counted from 0
+    # Kind of each layer, if layers are one block only: mamba, attention, or the MLP of dense or moe layers.
+    blocks: tuple[str, ...] = ()
+    latent: int = 0  # width of tokens between the two layers around routed experts; 0 = hidden, without such layers
     tied: bool = False  # the output layer is the embedding
-    positions: int = 0  # learned positions; 0 = rotary ones, which have no parameters
+    positions: int = 0  # learned positions; 0 = rotary ones, which have no parameters, or none
+    rotary: bool = True
     vocab_pad: int = 0  # the vocabulary is padded to a multiple of this * tp; 0 = not padded
     architecture: str = ""
     packed: float = 0.0  # bytes per quantised weight of the release, including its share of a scale; 0 = not quantised
     packed_experts: bool = False  # only routed experts are quantised
 
     def kind(self, layer: int) -> str:
-        """Return the kind of a layer: dense or moe.
+        """Return the kind of a layer: dense or moe, with the prefix delta_ if a gated delta net replaces attention.
 
-        The prefix delta_ means a gated delta net instead of attention, wide_ other heads, borrowing_ keys and values of
-        an earlier layer.
+        A layer of one block is mamba, attention, dense or moe.
         """
+        if self.blocks:
+            return self.blocks[layer]
         every = layer >= self.dense_layers and layer not in self.dense_too and (layer + 1) % self.moe_step == 0
         mlp = "moe" if self.experts and every else "dense"
         found = {"delta": layer in self.delta_layers, "wide": layer in self.wide_layers}
@@ -99,13 +112,24 @@ class ModelFacts:
         """Return the facts with the sizes of layers of this kind."""
         return _of(self, kind) if "_" in kind else self
 
+    def base(self, kind: str) -> str:
+        """Return the kind of layer that a multi-token-prediction layer is like: the last ordinary one."""
+        return self.kinds[-1] if kind == "mtp" else kind
+
     def routed(self, kind: str) -> bool:
-        """Whether layers of this kind have experts; mtp layers are like the last ordinary layer."""
-        return self.experts > 0 and not (self.kinds[-1] if kind == "mtp" else kind).endswith("dense")
+        """Whether layers of this kind have experts."""
+        return self.experts > 0 and self.base(kind).endswith("moe")
+
+    def dense(self, kind: str) -> bool:
+        """Whether layers of this kind have an MLP without experts."""
+        return self.base(kind).endswith("dense")
 
     def delta_of(self, kind: str) -> DeltaNet | None:
-        """Return the gated delta net of layers of this kind; None if they have attention."""
-        return self.delta if kind.startswith("delta") else None
+        """Return the gated delta net or Mamba-2 layer in layers of this kind; None if they have none."""
+        return self.delta if kind.startswith(("delta", "mamba")) else None
+
+    def attends(self, kind: str) -> bool:
+        return not self.delta_of(kind) and (not self.blocks or kind == "attention")
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:

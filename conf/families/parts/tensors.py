@@ -69,8 +69,8 @@ def layer(
     `mlp` is the module of experts, `leaves` are the matrices of an expert, `bias` is added to routing scores. `fused`
     describes gated delta nets, `ahead` the names of an mtp layer.
     """
-    base = facts.kinds[-1] if kind == "mtp" else kind
-    found = norms(facts) + (delta_net(facts, fused) if facts.delta_of(base) else attention(facts.of(base)))
+    base = facts.base(kind)
+    found = norms(facts) + (delta_net(facts, fused) if facts.delta_of(base) else attention(facts))
     dense = base.endswith("dense")
     found += gated_mlp("mlp", facts.hidden, facts.ffn) if dense else experts(facts, mlp, leaves, shared, bias)
     if kind != "mtp":

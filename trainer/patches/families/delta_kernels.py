@@ -11,18 +11,20 @@ from typing import Any
 from torch import Tensor
 
 from trainer.patches import versions
-from trainer.startup.cpu.stand_in.fla.ops import gated_delta_rule
+from trainer.startup.cpu.stand_in.fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
 
-def by_size(kernel: Callable) -> Callable:
-    """Return the rule that uses the kernel only for heads of 128 numbers of 2 bytes, which all releases have.
+def by_size(kernel: Callable, otherwise: Callable = chunk_gated_delta_rule, value: int = 128) -> Callable:
+    """Return the rule that uses the kernel only for keys of 128 and values of `value` numbers of 2 bytes.
+
+    All releases have these sizes.
 
     On an H100, its gradients of other heads can be wrong: those of queries by 120 % with keys of 32 and values of 128.
     """
 
     def rule(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> tuple[Tensor, None]:
-        usual = (q.shape[-1], v.shape[-1], q.element_size()) == (128, 128, 2)
-        return (kernel if usual else gated_delta_rule.chunk_gated_delta_rule)(q, k, v, **more)
+        usual = (q.shape[-1], v.shape[-1], q.element_size()) == (128, value, 2)
+        return (kernel if usual else otherwise)(q, k, v, **more)
 
     return rule
 

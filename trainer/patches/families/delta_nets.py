@@ -20,13 +20,18 @@ from trainer.patches import versions
 from trainer.patches.families import delta_kernels
 
 
+def show_package() -> None:
+    """Let this process import the package, except transformers, which uses torch."""
+    import_utils.is_flash_linear_attention_available()  # remembers that it is hidden
+    if sys.modules.get("fla", ...) is None:
+        del sys.modules["fla"]
+
+
 def use_kernels(bridge: ModuleType) -> None:
     """Patch megatron-core, and Bridge's module of a family."""
     versions.check(__name__)
     bridge.RMSNorm2ZeroCenteredRMSNormMapping = AutoMapping
-    import_utils.is_flash_linear_attention_available()  # remembers that it is hidden: transformers uses torch
-    if sys.modules.get("fla", ...) is None:
-        del sys.modules["fla"]
+    show_package()
     from fla.modules.convolution import causal_conv1d
     from fla.modules.l2norm import l2norm
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule

@@ -305,15 +305,18 @@ def _weights(cut: Cut, types: dict[str, torch.dtype]) -> tuple[Added, Added]:
     weights: Added = {}
     of_mtp: Added = {}
     family = families.of(cut.model.config)
-    root = family.root(cut.model.weights)
-    shapes = model_facts.shapes(cut.config, cut.model.weights)
-    for released_name, (_, part) in _taken(cut.model, cut.layers, cut.mtp).items():
-        expert = EXPERT.search(released_name)
-        name = f"{cut.name(cut.layers)}.{part}" if part else released_name
+    root, embeddings = family.root(cut.model.weights), (*EMBEDDINGS, family.embedded(cut.model.weights))
+    copies = released.repeated(cut.model).keys() | released.copied(cut.model)
+    for released_name in cut.model.weights:
+        name = released_name
+        if released.COMPUTED.search(name) or name in copies or not _is_taken(name, cut.facts, cut.layers, cut.mtp):
+            continue
+        layer, expert = layer_of(name), EXPERT.search(name)
+        mtp = cut.mtp and layer == cut.facts.layers
         if expert and int(expert[1]) not in cut.experts:
             continue
         tensor = released_tensors.read(cut.model, released_name)
-        if name.endswith(EMBEDDINGS):
+        if name.endswith(embeddings):
             tensor = tensor[cut.rows]
         elif expert:
             name = EXPERT.sub(f".experts.{cut.experts.index(int(expert[1]))}.", name)

@@ -8,6 +8,7 @@ reads the value at its query:
 Within a chunk all tokens are computed together: the values that they replace follow from a triangular system.
 """
 
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -22,16 +23,19 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, None]:
     """Return o, (rows, tokens, heads, values), and no final state. g and beta are (rows, tokens, heads)."""
     assert not any(more.values()), f"not supported: {more}"  # states for generation, and norms of queries and keys
-    scale = q.shape[-1] ** -0.5
-    ends = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    return each_row(_row, (q * q.shape[-1] ** -0.5, k, v, g, beta), cu_seqlens).to(v.dtype), None
+
+
+def each_row(compute: Callable[..., Tensor], inputs: Sequence[Tensor], cu_seqlens: Tensor | None) -> Tensor:
+    """Return the outputs of all packed rows, each computed alone."""
+    ends = [0, inputs[0].shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     rows = [(start, end) for start, end in pairwise(ends) if end > start]  # the list is filled up with empty rows
-    parts = [_row(*(x[:, start:end] for x in (q * scale, k, v, g, beta))) for start, end in rows]
-    return torch.cat(parts, 1).to(v.dtype), None
+    return torch.cat([compute(*(x[:, start:end] for x in inputs)) for start, end in rows], 1)
 
 
 def _row(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     tokens = q.shape[1]
-    q, k, v, g, beta = (_chunks(x) for x in (q, k, v, g[..., None], beta[..., None]))
+    q, k, v, g, beta = (chunks(x) for x in (q, k, v, g[..., None], beta[..., None]))
     decay = g.cumsum(-2)  # since the beginning of the chunk
     between = (decay - decay.mT).tril().exp().tril()  # from one token to a later one
     replaced = ((k * beta) @ k.mT * between).tril(-1)
@@ -50,7 +54,7 @@ def _row(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     return torch.cat(outputs, 2)[:, :, :tokens].transpose(1, 2)
 
 
-def _chunks(x: Tensor) -> Tensor:
+def chunks(x: Tensor) -> Tensor:
     """(rows, tokens, heads, numbers) as (rows, heads, chunks, tokens, numbers), in fp32 and filled up with zeros."""
     x = functional.pad(x.transpose(1, 2).float(), (0, 0, 0, -x.shape[1] % CHUNK))
     return x.contiguous().unflatten(2, (-1, CHUNK))

@@ -1,0 +1,92 @@
+"""Bridge of Nemotron-H: a GPT model whose layers are one block each, with Megatron-Bridge's names of weights.
+
+Megatron-Bridge builds core's HybridModel, which has no virtual pipeline stages and names layers in its own way.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.nemotronh import nemotron_h_bridge
+from megatron.core.activations import squared_relu
+from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from transformers import NemotronHForCausalLM
+
+from conf import families
+from conf.model_files import weights
+from trainer.patches.families import mamba
+
+NO_MIXER = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
+NO_MLP = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
+LINEARS = MambaMixerSubmodules(in_proj=TELayerNormColumnParallelLinear, out_proj=TERowParallelLinear)
+
+
+def block_spec(config, vp_stage=None, *, kinds: list[str], mixer: ModuleSpec):
+    """Return the layers of this pipeline stage: those of a GPT model, each without one of its two blocks."""
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    blocks = {"attention": NO_MLP, "mamba": NO_MLP | {"self_attention": mixer}, "mlp": NO_MIXER, "moe": NO_MIXER}
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    spec.layer_specs = [
+        replace(layer, submodules=replace(layer.submodules, **blocks[kind]))
+        for layer, kind in zip(spec.layer_specs, kinds[first:], strict=False)
+    ]
+    return spec
+
+
+@MegatronModelBridge.register_bridge(
+    source=NemotronHForCausalLM, target=GPTModel, provider=GPTModelProvider, model_type="nemotron_h"
+)
+class Bridge(nemotron_h_bridge.NemotronHBridge):
+    CONFIG_MAPPING = [
+        *MegatronModelBridge.CONFIG_MAPPING,
+        ("mamba_head_dim", "mamba_head_dim"),
+        ("mamba_num_heads", "mamba_num_heads"),
+        ("n_groups", "mamba_num_groups"),
+        ("ssm_state_size", "mamba_state_dim"),
+        ("layer_norm_epsilon", "layernorm_epsilon"),
+        ("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+        ("moe_latent_size", "moe_latent_size"),
+    ]
+
+    def provider_bridge(self, hf_pretrained):
+        provider = MegatronModelBridge.provider_bridge(self, hf_pretrained)
+        config, kinds = hf_pretrained.config, hf_pretrained.config.layers_block_type
+        sizes = {"d_conv": config.conv_kernel, "least_step": config.time_step_min}
+        mixer = ModuleSpec(mamba.Mamba, params=sizes, submodules=LINEARS)
+        provider.transformer_layer_spec = partial(block_spec, kinds=kinds, mixer=mixer)
+        provider.moe_layer_freq = [int(kind == "moe") for kind in kinds]
+        provider.position_embedding_type, provider.normalization = "none", "RMSNorm"
+        provider.activation_func, provider.gated_linear_unit = squared_relu, False
+        provider.bias_activation_fusion = False  # only for gelu and gated units
+        provider.add_bias_linear = provider.add_qkv_bias = False
+        provider.hidden_dropout = 0.0
+        provider.mtp_num_layers = None  # an export copies them
+        provider.num_moe_experts = config.n_routed_experts if "moe" in kinds else None
+        provider.moe_router_score_function, provider.moe_router_enable_expert_bias = "sigmoid", "moe" in kinds
+        provider.moe_router_load_balancing_type, provider.moe_aux_loss_coeff = "seq_aux_loss", 1e-4
+        provider.moe_shared_expert_overlap = provider.moe_grouped_gemm = True
+        return provider
+
+    def mapping_registry(self):
+        family = families.named(self.hf_config.architectures[0])
+        names = weights.names(Path(self.hf_config._name_or_path))
+        mappings = [each for each in super().mapping_registry().mappings if not each.megatron_param.startswith("mtp.")]
+        for mapping in mappings:
+            mapping.megatron_param = mapping.megatron_param.replace(".mixer.", ".self_attention.")
+            if mapping.hf_param == "backbone.embeddings.weight":
+                mapping.hf_param = family.embedded(names)
+        return MegatronMappingRegistry(*mappings)
+
+
+mamba.install()
