@@ -2,11 +2,13 @@
 
 Megatron's fused layers become one adapter per released weight: A is the same, B is cut by rows.
 
-Experts. transformers 5 keeps all experts of a layer in two 3D parameters, gate_up_proj and down_proj, which PEFT adapts
-as `target_parameters`. For E experts of rank r the file has, per parameter, A of shape [E * r, in], expert by expert,
-and B of shape [out, r * E], in which the columns of one expert are E apart. PEFT nests the wrappers of a module's two
-parameters; the inner one, gate_up_proj, is called base_layer. gpt-oss is released in this form, with alternating rows
-of gate and up; the rows of B alternate in the same way.
+Experts. transformers 5 keeps all experts of a layer in two 3D parameters, gate_up_proj (up_proj if it has no gate) and
+down_proj, which PEFT adapts as `target_parameters`. For E experts of rank r the file has, per parameter, A of shape
+[E * r, in], expert by expert, and B of shape [out, r * E], in which the columns of one expert are E apart. PEFT nests
+the wrappers of a module's two parameters; the inner one, the first, is called base_layer. gpt-oss is released in this
+form, with alternating rows of gate and up; the rows of B alternate in the same way.
+
+Mamba layers. PEFT (0.21) refuses to load an adapter of out_proj, which Mamba's kernels bypass. vLLM has no such kernels.
 
 Dense layers in models with experts. For these architectures PEFT (0.21) treats gate_proj, up_proj and down_proj in
 `target_modules` as transformers 4's names of experts and replaces them, so other layers of these names would lose their
@@ -35,7 +37,7 @@ from trainer.weights.released_tensors import DTYPES, as_bytes
 from trainer.weights.trained import Trained
 
 EXPERT = re.compile(
-    r"(?P<layer>.+)\.(mlp|block_sparse_moe)\.experts\.(?P<number>\d+)\.(?P<leaf>(gate|up|down)_proj|w[123])\.weight$"
+    r"(?P<layer>.+)\.(?P<mlp>mlp|block_sparse_moe|mixer)\.experts\.(?P<number>\d+)\.(?P<leaf>(gate|up|down)_proj|w[123])\.weight$"
 )
 STACK = re.compile(r"(?P<module>.+\.experts)\.(?P<leaf>gate_up|down)_proj$")  # gpt-oss's tensor of all experts
 LEAVES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"} | {"w1": "gate", "w3": "up", "w2": "down"}
@@ -75,9 +77,9 @@ def write(trained: Trained, folder: Path, source: str) -> list[str]:
     _write_safetensors(folder / WEIGHTS, tensors(trained))
     plain = {name for name in adapters if not _is_of_expert(name)}
     modules = _shortest({module(name) for name in plain if not _as_parameter(name, moe)}, trained, 1)
-    parameters = _shortest({name for name in plain if _as_parameter(name, moe)}, trained, 3)
-    stacks = {_ending(f"{name}.{leaf}", 3) for name, of_layer in experts.items() for leaf in _leaves(of_layer[0])}
-    parameters += sorted(stacks)
+    parameters = _shortest({f"{module(name)}.weight" for name in plain if _as_parameter(name, moe)}, trained, 3)
+    ends = {name: ".".join(name.split(".")[-2:]) for name in experts}
+    parameters += sorted({f"{ends[name]}.{leaf}" for name, each in experts.items() for leaf in _leaves(each[0])})
     text = json.dumps(_config(next(iter(adapters.values()))[0], modules, parameters, source), indent=2)
     (folder / SETTINGS).write_text(text + "\n")
     for path in folder.iterdir():
@@ -105,8 +107,8 @@ def _experts(adapters: Adapters) -> dict[str, dict[int, dict[str, Adapter]]]:
             for number, adapter in enumerate(of_weight):
                 by_module[stack["module"]].setdefault(number, {})[stack["leaf"]] = adapter
         elif match := EXPERT.match(name):
-            module = f"{match['layer']}.mlp.experts"  # transformers' name; some releases use another
-            by_module[module].setdefault(int(match["number"]), {})[LEAVES[match["leaf"]]] = of_weight[0]
+            mlp = match["mlp"].replace("block_sparse_moe", "mlp")  # transformers' name; some releases use another
+            by_module[module(f"{match['layer']}.{mlp}.experts")].setdefault(int(match["number"]), {})[LEAVES[match["leaf"]]] = of_weight[0]
     return by_module
 
 
@@ -141,7 +143,8 @@ def _module_rows(trained: Trained, name: str, adapter: Adapter) -> list[Row]:
 
 
 def module(name: str) -> str:
-    """Return the module's name in transformers. Releases of GPT-2 and of Gemma 3 with vision begin differently."""
+    """Return the module's name in transformers. Releases of some families begin differently."""
+    name = re.sub(r"^backbone\.", "model.", name)
     name = re.sub(r"^language_model\.model\.", "model.language_model.", name)
     return re.sub(r"^h\.", "transformer.h.", name).removesuffix(".weight")
 
@@ -149,7 +152,7 @@ def module(name: str) -> str:
 def _expert_rows(trained: Trained, name: str, experts: list[dict[str, Adapter]]) -> list[Row]:
     rows = []
     for leaf, parts in _leaves(experts[0]).items():
-        inner = ".base_layer" if leaf == "gate_up_proj" and "down" in experts[0] else ""
+        inner = ".base_layer" if leaf != "down_proj" and "down" in experts[0] else ""
         a, b = experts[0][parts[0]].a, experts[0][parts[0]].b
         rank, width, out, count = a.shape[0], a.shape[1], b.shape[0], len(experts)
 
@@ -167,7 +170,8 @@ def _expert_rows(trained: Trained, name: str, experts: list[dict[str, Adapter]])
 
 def _leaves(expert: dict[str, Adapter]) -> dict[str, tuple[str, ...]]:
     """Return transformers' parameters that this expert's adapters change, and the released weights in them."""
-    leaves = {"gate_up_proj": ("gate_up",) if "gate_up" in expert else ("gate", "up"), "down_proj": ("down",)}
+    up = {"gate_up_proj": ("gate_up",)} if "gate_up" in expert else {"gate_up_proj": ("gate", "up")}
+    leaves = (up if "gate" in expert or "gate_up" in expert else {"up_proj": ("up",)}) | {"down_proj": ("down",)}
     return {leaf: parts for leaf, parts in leaves.items() if parts[0] in expert}
 
 
@@ -180,8 +184,7 @@ def _shortest(names: set[str], trained: Trained, parts: int) -> list[str]:
         return sorted(names)
     whole = {name for name in trained.model.weights if not _is_of_expert(name)} - released.of_mtp(trained.model).keys()
     whole -= released.copied(trained.model)
-    if not all(name.endswith(".weight") for name in names):
-        whole = {module(name) for name in whole}
+    whole = {module(name) + (".weight" if parts > 1 else "") for name in whole}
     short = {_ending(name, parts) for name in names}
     matched = {name for name in whole if any(name.endswith("." + ending) for ending in short)}
     return sorted(short if matched == names else names)
