@@ -20,15 +20,17 @@ BLOCKS = {"mamba": "mamba", "attention": "attention", "moe": "moe", "mlp": "dens
 EMBEDDING = "embeddings.weight"
 LETTERS = dict(zip("M*E-", BLOCKS, strict=True))
 SIZES = {"vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"}
-NETS = {"mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "time_step_min", "mamba_dt_min"}
+NETS = {"mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "time_step_min"}
+NETS |= {"mamba_n_groups", "mamba_d_conv", "mamba_dt_min"}  # older names, which transformers prefers
 SHARED = "moe_shared_expert_intermediate_size"
 EXPERTS = {"n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", SHARED, "moe_latent_size"}
 ROUTING = ("routed_scaling_factor", "n_group", "topk_group")
 LAYERS = {"layers_block_type", "hybrid_override_pattern", "num_hidden_layers"}
-# How Mamba's kernels work, initial values, names for other layers of transformers, and layers that an export copies.
+# How Mamba's kernels work, initial values, keys that no code reads, and layers that an export copies.
 UNUSED = {"chunk_size", "mamba_chunk_size", "mamba_ssm_cache_dtype", "use_mamba_kernels", "moe_shared_expert_overlap"}
 UNUSED |= {"rescale_prenorm_residual", "time_step_max", "time_step_floor", "mamba_dt_max", "mamba_dt_init_floor"}
-UNUSED |= {"expand", "mamba_expand", "rope_theta", "partial_rotary_factor", "num_logits_to_keep"}
+UNUSED |= {"expand", "mamba_expand", "rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor"}
+UNUSED |= {"norm_eps", "rms_norm_eps", "num_logits_to_keep"}
 UNUSED |= {"num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"}
 UNLIMITED = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # in a release, and as transformers writes it
 
@@ -143,8 +145,6 @@ FAMILY = Family(
     | {"use_conv_bias": (True,), "mamba_conv_bias": (True,)},
     fixed={"n_shared_experts": 1, "tie_word_embeddings": False, "use_bias": False, "mlp_bias": False}
     | {"attention_bias": False, "mamba_proj_bias": False},
-    repeats={"norm_eps": "layer_norm_epsilon", "rms_norm_eps": "layer_norm_epsilon"}
-    | {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel"},
     not_null=(*ROUTING, "layer_norm_epsilon", "time_step_min"),
     defaults={"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "norm_topk_prob": True},
     facts=facts,

@@ -56,8 +56,8 @@ CASES = {
     "lora, layers that share": Case("gemma4", (), "tp=2 sp=true gpus_per_node=2", bridge=False),
     "full, layers that share": Case("gemma4", ("adapter.kind=none",), "tp=2 sp=true gpus_per_node=2"),
     "full, stacked experts": Case("gpt-oss", ("adapter.kind=none",), "pp=2 gpus_per_node=2"),
-    "lora, MTP after delta nets": Case("qwen3-next-mtp", (), "ep=2 gpus_per_node=2", "pp=2 gpus_per_node=2"),
-    "full, MTP after delta nets": Case("qwen3-5-moe-mtp", ("adapter.kind=none",), "pp=2 ep=2 gpus_per_node=4"),
+    "lora, layers of one block": Case("nemotron-h-latent", ("adapter.targets=all-linear",), "ep=2 gpus_per_node=2"),
+    "full, layers of one block": Case("nemotron-h", ("adapter.kind=none",), "tp=2 sp=true gpus_per_node=2"),
     "full": Case("glm4-moe-mtp", ("adapter.kind=none",), "tp=2 sp=true ep=2 gpus_per_node=2"),
 }
 QUICK = ("lora", "lora shared by experts", "lora, latent attention", "dora", "full, tied", "lora, stacked experts")

@@ -40,8 +40,9 @@ EXPERTS = (
     "glm4-moe-lite",
     "minimax-m2",
     "gpt-oss",
+    "nemotron-h",
 )
-SIGMOID = ("glm4-moe", "deepseek-v3", "glm4-moe-lite")
+SIGMOID = ("glm4-moe", "deepseek-v3", "glm4-moe-lite", "nemotron-h")
 WITH_YARN = ("deepseek-v3", "qwen3-moe", "llama", "qwen3", "qwen2", "olmoe", "mixtral", "qwen2-moe")
 
 
@@ -73,6 +74,8 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 WINDOWED = ("gpt-oss", "gemma3-text", "gemma4-text")
 OWN_ROPE = ("glm4-moe", *WINDOWED)  # whose keys of rotary embeddings are not those of the rest
 GPT_OSS_YARN = KINDS["gpt-oss"]["rope_parameters"]
+NEMOTRONS = ("nemotron-h", "nemotron-h-latent")
+MOE_SHARED = "moe_shared_expert_intermediate_size"
 NORMED = {"norm_topk_prob": True}
 NO_MATTER = {"initializer_range": 0.5, "attention_dropout": 0.3, "use_cache": False, "pretraining_tp": 2}
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
@@ -151,6 +154,14 @@ READ = [
     ("qwen3-5", {"linear_num_value_heads": 2, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 3}),
     ("qwen3-5-moe", {"num_experts_per_tok": 3, "layer_types": None, "full_attention_interval": 2}),
     ("qwen3-5-moe", {"shared_expert_intermediate_size": 48}),
+    *(("nemotron-h", {"layer_norm_epsilon": 0.3} | LINEAR | {older: 7}) for older in ("norm_eps", "mamba_chunk_size")),
+    *(("nemotron-h", {key: 0.3, "time_step_max": 0.01}) for key in ("time_step_min", "mamba_dt_min")),
+    ("nemotron-h", {"mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 3, "ssm_state_size": 24, "conv_kernel": 3}),
+    ("nemotron-h", {"mamba_n_groups": 1, "mamba_d_conv": 2, "expand": 3, "head_dim": 15}),
+    ("nemotron-h", {"layers_block_type": None, "hybrid_override_pattern": "-MM*E*-", "num_hidden_layers": 7}),
+    *(("nemotron-h", {"layers_block_type": [kind, "attention", "mamba"]}) for kind in ("mamba", "mlp", "moe")),
+    ("nemotron-h", {"hybrid_override_pattern": "M", "num_nextn_predict_layers": 2, "chunk_size": 16}),
+    ("nemotron-h-latent", {"moe_latent_size": 24, "moe_intermediate_size": 40, MOE_SHARED: 72, "intermediate_size": 96}),
     ("llama", LINEAR),
     ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 1e4}),
     *(("llama", llama3(factor=factor)) for factor in (4.0, 32.0)),
@@ -167,7 +178,7 @@ LOST = [
     ("glm4-moe-lite", {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}),
     ("glm4-moe-lite", {"rope_interleave": False}),
     *((family, {"num_experts_per_tok": 1} | NORMED) for family in ("mixtral", "qwen2-moe")),
-    *((family, LINEAR) for family in FAMILIES if family not in ("llama", "gemma3-text", "gemma4-text")),
+    *((family, LINEAR) for family in FAMILIES if family not in ("llama", "gemma3-text", *NEMOTRONS)),
     *((family, llama3()) for family in ("qwen3-moe", "qwen3", "qwen2", "glm4-moe", "mixtral", "qwen2-moe")),
     *((family, {"partial_rotary_factor": 0.25}) for family in ("glm4-moe", "qwen3-moe", "qwen3", "qwen2", "mixtral")),
     *((family, {"norm_topk_prob": False}) for family in SIGMOID),
@@ -196,9 +207,9 @@ LOST = [
     ("gemma3-text", {"sliding_window_pattern": 2}),
     ("gemma3-text", {"use_bidirectional_attention": True}),
     ("gemma3-text", {"tie_word_embeddings": False}),
-    ("gemma4-text", {"use_bidirectional_attention": "all"}),
-    ("gemma4-text", {"attention_bias": True}),
-    ("gemma4-text", by_layers(LOCAL | {"rope_type": "linear", "factor": 4.0}, WIDE)),
+    *(("nemotron-h-latent", {key: True}) for key in ("use_bias", "mlp_bias")),
+    *(("nemotron-h", {key: False}) for key in ("use_conv_bias", "mamba_conv_bias")),
+    *(("nemotron-h-latent", {f"{part}_hidden_act": "gelu"}) for part in ("mlp", "mamba")),
     ("olmoe", {"clip_qkv": 0.3}),
     ("olmoe", {"norm_topk_prob": True}),
 ]

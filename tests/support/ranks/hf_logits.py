@@ -17,10 +17,11 @@ def main() -> None:
     import torch
     import transformers
 
-    from trainer.patches.families import kimi_k2, minimax_m2
+    from trainer.patches.families import kimi_k2, minimax_m2, nemotron_h
 
     kimi_k2.install()
     minimax_m2.install()
+    nemotron_h.install()
     for job in json.load(sys.stdin):
         config = transformers.AutoConfig.from_pretrained(job["model"])
         kind = getattr(transformers, config.architectures[0])
@@ -33,7 +34,9 @@ def main() -> None:
             model = kind.from_pretrained(job["model"], dtype=torch.float32, attn_implementation="eager")
         if job["adapter"]:
             from peft import PeftModel  # seconds, that most callers do without
+            from peft.tuners.tuners_utils import BaseTuner
 
+            BaseTuner._check_target_module_compatiblity = lambda *_: None  # refuses out_proj: kernels bypass it
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", message=".*(missing|unexpected).*keys.*")
                 model = PeftModel.from_pretrained(model, job["adapter"])

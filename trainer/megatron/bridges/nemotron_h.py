@@ -31,6 +31,33 @@ NO_MIXER = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_a
 NO_MLP = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
 LINEARS = MambaMixerSubmodules(in_proj=TELayerNormColumnParallelLinear, out_proj=TERowParallelLinear)
 
+KEYS = {
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "vocab_size": "vocab_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "head_dim": "kv_channels",
+    "attention_dropout": "attention_dropout",
+    "initializer_range": "init_method_std",
+    "layer_norm_epsilon": "layernorm_epsilon",
+    "mamba_head_dim": "mamba_head_dim",
+    "mamba_num_heads": "mamba_num_heads",
+    "n_groups": "mamba_num_groups",
+    "ssm_state_size": "mamba_state_dim",
+}
+OF_EXPERTS = {
+    "n_routed_experts": "num_moe_experts",
+    "num_experts_per_tok": "moe_router_topk",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+    "moe_latent_size": "moe_latent_size",
+    "n_group": "moe_router_num_groups",
+    "topk_group": "moe_router_group_topk",
+    "routed_scaling_factor": "moe_router_topk_scaling_factor",
+}
+
 
 def block_spec(config, vp_stage=None, *, kinds: list[str], mixer: ModuleSpec):
     """Return the layers of this pipeline stage: those of a GPT model, each without one of its two blocks."""
@@ -48,16 +75,7 @@ def block_spec(config, vp_stage=None, *, kinds: list[str], mixer: ModuleSpec):
     source=NemotronHForCausalLM, target=GPTModel, provider=GPTModelProvider, model_type="nemotron_h"
 )
 class Bridge(nemotron_h_bridge.NemotronHBridge):
-    CONFIG_MAPPING = [
-        *MegatronModelBridge.CONFIG_MAPPING,
-        ("mamba_head_dim", "mamba_head_dim"),
-        ("mamba_num_heads", "mamba_num_heads"),
-        ("n_groups", "mamba_num_groups"),
-        ("ssm_state_size", "mamba_state_dim"),
-        ("layer_norm_epsilon", "layernorm_epsilon"),
-        ("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-        ("moe_latent_size", "moe_latent_size"),
-    ]
+    CONFIG_MAPPING = [*KEYS.items()]
 
     def provider_bridge(self, hf_pretrained):
         provider = MegatronModelBridge.provider_bridge(self, hf_pretrained)
@@ -65,17 +83,18 @@ class Bridge(nemotron_h_bridge.NemotronHBridge):
         sizes = {"d_conv": config.conv_kernel, "least_step": config.time_step_min}
         mixer = ModuleSpec(mamba.Mamba, params=sizes, submodules=LINEARS)
         provider.transformer_layer_spec = partial(block_spec, kinds=kinds, mixer=mixer)
-        provider.moe_layer_freq = [int(kind == "moe") for kind in kinds]
         provider.position_embedding_type, provider.normalization = "none", "RMSNorm"
         provider.activation_func, provider.gated_linear_unit = squared_relu, False
         provider.bias_activation_fusion = False  # only for gelu and gated units
-        provider.add_bias_linear = provider.add_qkv_bias = False
+        provider.add_bias_linear = provider.share_embeddings_and_output_weights = False
         provider.hidden_dropout = 0.0
-        provider.mtp_num_layers = None  # an export copies them
-        provider.num_moe_experts = config.n_routed_experts if "moe" in kinds else None
-        provider.moe_router_score_function, provider.moe_router_enable_expert_bias = "sigmoid", "moe" in kinds
-        provider.moe_router_load_balancing_type, provider.moe_aux_loss_coeff = "seq_aux_loss", 1e-4
-        provider.moe_shared_expert_overlap = provider.moe_grouped_gemm = True
+        if "moe" in kinds:
+            for key, field in OF_EXPERTS.items():
+                setattr(provider, field, getattr(config, key))
+            provider.moe_layer_freq = [int(kind == "moe") for kind in kinds]
+            provider.moe_router_score_function, provider.moe_router_enable_expert_bias = "sigmoid", True
+            provider.moe_router_load_balancing_type, provider.moe_aux_loss_coeff = "seq_aux_loss", 1e-4
+            provider.moe_shared_expert_overlap = provider.moe_grouped_gemm = True
         return provider
 
     def mapping_registry(self):

@@ -9,6 +9,10 @@ from trainer.patches import versions
 
 def install() -> None:
     versions.check(__name__)
+    from transformers.utils import is_torch_available
+
+    if not is_torch_available():  # hidden, as in a process that only needs the tokenizer
+        return
     from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
     usual = NemotronHMamba2Mixer.torch_forward
