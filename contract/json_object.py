@@ -1,6 +1,6 @@
 """Strict reader of a JSON object; everything else is a Fault of one line.
 
-Python's reader also accepts NaN and Infinity, repeated keys and halves of surrogate pairs. Other libraries that read
+Python's reader also accepts NaN and Infinity, repeated keys and halves of surrogate pairs. Here Infinity is an object. Other libraries that read
 the same file may refuse it, or read other values.
 """
 
@@ -76,6 +76,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(name: str) -> Any:
+    if name == "Infinity":
+        return {"__float__": name}  # as transformers writes it in config.json
     raise _Refused(f"{name} is not a JSON number")
 
 

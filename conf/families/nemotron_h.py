@@ -7,7 +7,6 @@ Without kernels, as on a CPU, transformers raises time steps to time_step_min, a
 Mamba's kernels and vLLM do not, and neither does Megatron's model on a GPU.
 """
 
-import math
 from dataclasses import replace
 
 from conf.families.parts.family import Balance, Family, Serving
@@ -32,7 +31,9 @@ UNUSED |= {"rescale_prenorm_residual", "time_step_max", "time_step_floor", "mamb
 UNUSED |= {"expand", "mamba_expand", "rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor"}
 UNUSED |= {"norm_eps", "rms_norm_eps", "num_logits_to_keep"}
 UNUSED |= {"num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"}
-UNLIMITED = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # in a release, and as transformers writes it
+UNLIMITED = ([0.0, {"__float__": "Infinity"}],)  # as contract/json_object.py reads Infinity
+FIXED = {"n_shared_experts": 1, "tie_word_embeddings": False, "use_bias": False, "mlp_bias": False}
+FIXED |= {"attention_bias": False, "mamba_proj_bias": False}
 
 
 def facts(keys: Keys) -> ModelFacts:
@@ -139,12 +140,11 @@ def ends(facts: ModelFacts) -> tuple[Tensors, Tensors]:
 FAMILY = Family(
     architecture="NemotronHForCausalLM",
     model_type="nemotron_h",
-    read=SIZES | NETS | EXPERTS | LAYERS | UNUSED | {*ROUTING, "layer_norm_epsilon"},
+    read=SIZES | NETS | EXPERTS | LAYERS | UNUSED | {*ROUTING, *FIXED, "layer_norm_epsilon"},
     assumed={"mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",), "norm_topk_prob": (True,)}
     | {"time_step_limit": UNLIMITED, "mamba_dt_limit": UNLIMITED, "residual_in_fp32": (False,)}
     | {"use_conv_bias": (True,), "mamba_conv_bias": (True,)},
-    fixed={"n_shared_experts": 1, "tie_word_embeddings": False, "use_bias": False, "mlp_bias": False}
-    | {"attention_bias": False, "mamba_proj_bias": False},
+    fixed=FIXED,
     not_null=(*ROUTING, "layer_norm_epsilon", "time_step_min"),
     defaults={"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "norm_topk_prob": True},
     facts=facts,
@@ -153,6 +153,7 @@ FAMILY = Family(
     roots=("backbone.", "model."),
     embedding=EMBEDDING,
     as_saved={f"backbone.{EMBEDDING}": "backbone.embedding.weight"},
+    by_name=True,
     balance=Balance(always=True, moves_bias=True),
     serving=Serving(on_cpu="vLLM's kernels of Mamba-2 need a GPU"),
     copied=("mtp.",),

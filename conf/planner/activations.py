@@ -94,19 +94,20 @@ def parts(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
     mtp = kind == "mtp"
     if mtp:
         kind = facts.kind(facts.layers - 1)
-    facts, t = facts.of(kind), tokens(run, facts)
-    net = facts.delta_of(kind)
-    mixing = _delta_net(run, facts, net, t) if net else _attention(run, facts, t)
-    found = {"norms": _norms(run.train, facts, t, kind), "attention": mixing}
-    if not facts.routed(kind):
+    t = tokens(run, facts)
+    found = {"norms": _norms(run.train, facts, t, kind)}
+    if facts.mixes(kind):
+        net = facts.delta_of(kind)
+        found["attention"] = _delta_net(run, facts, net, t) if net else _attention(run, facts, t)
+    if facts.dense(kind):
         found["mlp"] = 0 if "mlp" in run.train.recompute_modules else _dense(run, t, facts, facts.ffn, facts.hidden)
         found["mlp"] += _returned(run, "linear_fc1", found["mlp"] and t.whole * facts.hidden)
-    else:
+    if facts.routed(kind):
         found |= _moe(run, facts, t)
     if facts.per_layer:  # two gates and two projections; and this layer's part of three tensors of all layers
         found["per_layer"] = t.local * (2 * facts.hidden + 6 * facts.per_layer) * t.byte
     if run.model.dropout:
-        found["dropout"] = 2 * t.local * facts.hidden
+        found["dropout"] = (1 if facts.blocks else 2) * t.local * facts.hidden
     if run.train.cuda_graphs:  # a graph reads its input at a fixed address
         found["recorded"] = t.local * facts.hidden * t.byte
     if mtp:  # the embedding and the hidden state: normed, joined and projected
@@ -138,10 +139,10 @@ def working(run: Run, facts: ModelFacts, kind: str, whole: int) -> dict[str, int
         copies = 3 if _adapted(run.adapter, "linear_fc1") else 2
         inner = facts.expert_ffn * gate // run.layout.etp
         # etp sums the experts' output in fp32
-        dispatch = t.busiest * (inner + copies * facts.hidden) * t.byte
-        dispatch += t.busiest * facts.hidden * 4 if run.layout.etp > 1 else 0
+        dispatch = t.busiest * (inner + copies * facts.expert_hidden) * t.byte
+        dispatch += t.busiest * facts.expert_hidden * 4 if run.layout.etp > 1 else 0
         if low:  # and the tokens before padding
-            dispatch += int(t.busiest * (inner * low + facts.hidden * t.byte))
+            dispatch += int(t.busiest * (inner * low + facts.expert_hidden * t.byte))
     return {"dispatch": dispatch, "working": again + dense * t.byte + int(width * low)}
 
 
@@ -230,7 +231,7 @@ def _norms(train: Train, facts: ModelFacts, t: Tokens, kind: str) -> int:
     inputs = sum(name.endswith("weight") and not name.startswith("self_attn") for name in norms)
     drops = "layernorm" in train.recompute_modules or "moe" in train.recompute_modules
     out = 0 if not facts.routed(kind) or drops else 1
-    return t.local * facts.hidden * t.byte * (inputs + out)
+    return t.local * facts.hidden * t.byte * ((1 if facts.blocks else 2) + out)
 
 
 def attention_width(facts: ModelFacts) -> int:
@@ -273,7 +274,8 @@ def _attention(run: Run, facts: ModelFacts, t: Tokens) -> int:
 
 
 def _delta_net(run: Run, facts: ModelFacts, net: DeltaNet, t: Tokens) -> int:
-    """Return the bytes that a gated delta net keeps: inputs of the convolution, of norms, of the rule and of its gate.
+    """Return the bytes that a gated delta net or a Mamba layer keeps: inputs of the convolution, of norms, of the rule and
+    of its gate.
 
     Queries and keys are copied for each head of values.
     """
@@ -282,6 +284,8 @@ def _delta_net(run: Run, facts: ModelFacts, net: DeltaNet, t: Tokens) -> int:
     # the input of the convolution and of its activation, keys before and after their norm, copies, values, the gate in
     # bf16 and fp32, the rule's output, its norm and the gated output
     numbers = 2 * mixed + 2 * net.keys + copied + net.values * (2 + 2 + 3)
+    if net.scan:  # the gate, the norm and their products are in fp32
+        numbers = 3 * mixed + copied + net.values * (3 + 4 * 4 // t.byte)
     exact = net.value_heads * (3 + DELTA_CHUNK)  # decays and strengths, and the products of each chunk's keys, in fp32
     total = t.whole * (numbers * t.byte + exact * 4) // run.layout.tp + _input(
         run, t, "in_proj", gathered * facts.hidden
@@ -305,10 +309,13 @@ def _moe(run: Run, facts: ModelFacts, t: Tokens) -> dict[str, int]:
     if "moe" in again:  # the input of the MoE layer, which is the norm's output
         return {"experts": t.local * facts.hidden * t.byte, "router": _held_routing(facts, t)}
     inner = t.busiest * facts.expert_ffn // etp
-    experts = _input(run, t, "linear_fc1", t.busiest * facts.hidden, grouped=True) + inner * gate * t.byte
+    experts = _input(run, t, "linear_fc1", t.busiest * facts.expert_hidden, grouped=True) + inner * gate * t.byte
     experts += _input(run, t, "linear_fc2", inner, drops="moe_act" in again, grouped=True)
     experts += _lora(run, t, "linear_fc1", t.busiest, gate * facts.expert_ffn // etp)
-    experts += _lora(run, t, "linear_fc2", t.busiest, facts.hidden)
+    experts += _lora(run, t, "linear_fc2", t.busiest, facts.expert_hidden)
+    for name, width in ("fc1_latent_proj", facts.hidden), ("fc2_latent_proj", facts.latent):
+        if facts.latent:
+            experts += _input(run, t, name, t.local * width) + _lora(run, t, name, t.local, facts.hidden)
     experts += t.busiest * (4 + 4 + 4)  # probabilities, and the sort's maps of rows in both directions
     found = {"experts": experts, "router": t.local * facts.experts * ROUTING}
     if facts.shared_ffn and "shared_experts" not in again:

@@ -286,7 +286,7 @@ def _too_small(run: Run, facts: ModelFacts, gpu: Gpu, holding: Holding, works: l
     packed = packed_base.format_of(run) and "experts" in packed_base.parts(run)
     if packed or not is_one_product(run, gpu) or not any(map(facts.routed, holding.layers)):
         return sent
-    matrix = facts.experts // run.layout.ep * facts.hidden * facts.expert_ffn // run.layout.etp * byte(run.train)
+    matrix = facts.experts // run.layout.ep * facts.expert_hidden * facts.expert_ffn // run.layout.etp * byte(run.train)
     gate = 2 if facts.gated else 1
     each = activations.tokens(run, facts).whole * _output_weights(run, facts) // facts.hidden * byte(run.train)
     return sent + matrix * gate + matrix - (each if each <= matrix * gate else 0)
@@ -313,7 +313,7 @@ def _empty_gradients(run: Run, facts: ModelFacts, holding: Holding) -> int:
         for linear in parameters.linears(facts, facts.base(kind)):
             sizes.add(linear.into * linear.out // (1 if linear.cut == "whole" else layout.tp))
         if facts.routed(kind):
-            matrix = facts.hidden * facts.expert_ffn // layout.etp
+            matrix = facts.expert_hidden * facts.expert_ffn // layout.etp
             sizes |= {matrix, matrix * gate}
     return sum(sizes) * byte(run.train)
 
@@ -329,7 +329,7 @@ def _largest_gradient(run: Run, facts: ModelFacts, holding: Holding) -> int:
     routed = any(map(facts.routed, holding.layers))
     if routed and (not packed or "experts" in packed_base.parts(run)):
         # one product computes the gradients of all experts of a rank
-        sizes.append(facts.experts // layout.ep * facts.hidden * facts.expert_ffn * gate // layout.etp)
+        sizes.append(facts.experts // layout.ep * facts.expert_hidden * facts.expert_ffn * gate // layout.etp)
     if packed:
         return max(sizes) * byte(run.train)
     return _trained_bytes(run, max(sizes))

@@ -172,12 +172,12 @@ def starting(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Host:
     adapted = sum(product.part == "adapters" for product in work.products(run, facts, kind)) // 2
     found = [0.0, 0.0]
     for more, times in (
-        ((MOE_FROZEN if is_one_product(run, gpu) else MOE) if routed else DENSE, 1),
+        ((MOE_FROZEN if is_one_product(run, gpu) else MOE) if routed else DENSE, 0.5 if facts.blocks else 1),
         (SHARED, routed and facts.shared_ffn > 0),
         (DELTA, facts.delta_of(kind) is not None),
         (ADAPTER, adapted),
         (FP8, run.train.fp8 is not None),
-        (RING, run.layout.cp - 1),
+        (RING, (run.layout.cp - 1) * facts.mixes(kind)),
     ):
         found = [have + each * times for have, each in zip(found, more, strict=True)]
     crowd = max(more for ranks, more in CROWD.items() if ranks <= run.layout.gpus_per_node)

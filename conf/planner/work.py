@@ -74,9 +74,12 @@ def output(run: Run, facts: ModelFacts) -> list[Product]:
 def attention(run: Run, facts: ModelFacts, kind: str) -> float:
     t = tokens(run, facts)
     if net := facts.delta_of(kind):  # products of a chunk's tokens, and of tokens and a head's state
-        each = 3 * net.key * net.value + DELTA_CHUNK * 2 * (net.key + net.value)
+        states, pairs = (2, 1) if net.scan else (3, 2)
+        each = states * net.key * net.value + DELTA_CHUNK * pairs * (net.key + net.value)
         return 2.0 * t.whole * net.value_heads * each / run.layout.tp
-    width = facts.qk_nope + facts.qk_rope + facts.v_head if facts.kv_rank else 2 * facts.of(kind).head_dim
+    if not facts.attends(kind):
+        return 0.0
+    width = facts.qk_nope + facts.qk_rope + facts.v_head if facts.kv_rank else 2 * facts.head_dim
     return 2.0 * t.whole * run.data.seq_length * facts.heads * width / run.layout.tp / 2
 
 
@@ -84,23 +87,23 @@ def moved(run: Run, facts: ModelFacts, kind: str) -> list[Move]:
     facts = facts.of(kind)
     t, tp = tokens(run, facts), run.layout.tp
     gate = 2 if facts.gated else 1
-    row = t.local * facts.hidden
+    row, blocks = t.local * facts.hidden, 1 if facts.blocks else 2
     numbers: list[tuple[str, float, float]] = [
-        ("norm", 2 * row * 2, 2 * row * 3),
-        ("add", 2 * row * 3, 2 * row * 3),  # two residual sums
+        ("norm", blocks * row * 2, blocks * row * 3),
+        ("add", blocks * row * 3, blocks * row * 3),  # residual sums
     ]
     if net := facts.delta_of(kind):
         # the convolution, norms, gates and copies of heads: kernels that read and write what in_proj makes
         size = t.whole * (net.keys + net.values) / tp * 14
         numbers.append(("rotate", size, 2 * size))
-    elif not facts.positions:
+    elif facts.attends(kind) and not facts.positions:
         # q, k and v: made contiguous, rotated, and normed if the model has these norms; each reads and writes
         size = t.whole * attention_width(facts) / tp * (6 if facts.qk_norm else 4)
         numbers.append(("rotate apart" if facts.kv_rank else "rotate", size, size))
     if run.train.fp8 in ("current", "blockwise") and (facts.attention_bias or facts.linear_bias):
         # the gradient of a bias is summed before the gradient is quantized; otherwise a product does both
         numbers.append(("add", 0, t.whole * attention_width(facts) / tp))
-    if run.layout.cp > 1:
+    if run.layout.cp > 1 and facts.mixes(kind):
         # q, k and v are cut into two pieces and joined; the outputs of each step of the ring are summed in fp32
         steps = t.whole * facts.heads * (facts.v_head if facts.kv_rank else facts.head_dim) / tp * run.layout.cp
         joined = t.whole * attention_width(facts) / tp * 4 + steps * (1 + 2 + 2)
@@ -109,11 +112,11 @@ def moved(run: Run, facts: ModelFacts, kind: str) -> list[Move]:
     def activation(name: str, size: float) -> tuple[str, float, float]:
         return name, size * (gate + 1), size * (2 * gate + 1)
 
-    if not facts.routed(kind):
+    if facts.dense(kind):
         numbers.append(activation("activation", t.whole * facts.ffn / tp))
-    else:
+    if facts.routed(kind):
         # tokens are permuted and sorted by expert, and both is undone; each reads and writes them
-        sent = t.busiest * 8 * facts.hidden
+        sent = t.busiest * 8 * facts.expert_hidden
         numbers += [("permute", sent, sent), ("add", 3 * row, 3 * row)]
         numbers += [activation("weighted activation", t.busiest * facts.expert_ffn / run.layout.etp)]
         numbers += [activation("shared activation", t.whole * facts.shared_ffn / tp)]
@@ -136,38 +139,37 @@ def exchanged(run: Run, facts: ModelFacts, kind: str) -> dict[str, float]:
     """
     t, layout, adapters = tokens(run, facts), run.layout, run.adapter
     row = t.whole * facts.hidden * t.byte
-    blocks = 2 if facts.shared_ffn or not facts.routed(kind) else 1  # attention, and an MLP that tp cuts
+    blocks = facts.cut_blocks(kind)
     # an adapter of a row-parallel layer gathers its output's columns
     rows = sum(name in adapters.names for name in ROWS[:blocks])
     found = {"tp": row * (2 * blocks + (rows if adapters.kind != "none" else 0)) if layout.tp > 1 else 0.0}
     width = 2 * facts.kv_heads * facts.head_dim / min(layout.tp, facts.kv_heads)
     if facts.kv_rank:
         width = facts.heads * (facts.qk_nope + facts.qk_rope + facts.v_head) / layout.tp
-    found["cp"] = t.whole * width * t.byte * (layout.cp - 1)
+    found["cp"] = t.whole * width * t.byte * (layout.cp - 1) * facts.mixes(kind)
     if net := facts.delta_of(kind):  # what in_proj makes goes to ranks with other heads, the output back
         found["cp"] = t.whole * (2 * net.keys + 3 * net.values) / layout.tp * t.byte * (layout.cp > 1)
     if facts.routed(kind):
-        sent = t.local * facts.top_k * facts.hidden
+        sent = t.local * facts.top_k * facts.expert_hidden
         found["ep"] = 2.0 * sent * t.byte if layout.ep > 1 else 0.0  # there and back
         # there in the model's precision, back summed in fp32
-        found["etp"] = float(t.routed * facts.hidden * (t.byte + 4)) if layout.etp > 1 else 0.0
+        found["etp"] = float(t.routed * facts.expert_hidden * (t.byte + 4)) if layout.etp > 1 else 0.0
     return found
 
 
 def calls(run: Run, facts: ModelFacts, kind: str) -> tuple[int, int]:
     """Return the numbers of the layer's collectives, forward and backward. Each exchange of cp's ring counts as one."""
     layout, adapter = run.layout, run.adapter
-    routed = facts.routed(kind)
-    cut = 1 if routed and not facts.shared_ffn else 2  # attention, and an MLP that tp cuts
+    routed, cut = facts.routed(kind), facts.cut_blocks(kind)
     forward = backward = 0
     if layout.tp > 1:
-        names = [name for name in adapted(run, facts) if cut == 2 or not name.startswith("linear_fc")]
+        names = adapted(run, facts) & {linear.name for linear in parameters.linears(facts, kind)}
         # each layer gathers before and scatters after, and again to compute the gradients of weights
         forward, backward = 2 * cut, (3 if _full(adapter) else 2) * cut
         # an adapter sums or gathers A's output; an adapter of a row-parallel layer also gathers its own output
         adapters = 0 if _full(adapter) else sum(2 if name in ROWS else 1 for name in names)
         forward, backward = forward + adapters, backward + adapters
-    if layout.cp > 1:
+    if layout.cp > 1 and facts.mixes(kind):
         forward, backward = forward + 2 * (layout.cp - 1), backward + 4 * (layout.cp - 1)
     if routed and layout.ep > 1:
         # tokens and their weights there, results back; and before that, counts of tokens

@@ -99,10 +99,10 @@ def test_code_of_a_release_passes_for_families_that_megatron_bridge_knows_by_nam
 
 
 def test_a_family_that_is_not_taken_has_a_reason_and_another_to_take(model):
-    change(model, CONFIG, lambda config: config | {"architectures": ["NemotronHForCausalLM"]})
+    change(model, CONFIG, lambda config: config | {"architectures": ["GlmMoeDsaForCausalLM"]})
     said = refused(model)
     assert said.startswith(
-        f"{model}/config.json: NemotronHForCausalLM is not converted or trained here: an export does"
+        f"{model}/config.json: GlmMoeDsaForCausalLM is not converted or trained here: an indexer selects"
     )
     assert "the closest supported model" in said
 
@@ -127,7 +127,8 @@ def test_architectures_that_are_no_list_of_names(model, value):
         ("rms_norm_eps", "x", 'rms_norm_eps is "x", which is not a number above 0 and below 1'),
         ("rms_norm_eps", None, "rms_norm_eps is null, which is not a number above 0 and below 1"),
         ("rms_norm_eps", float("nan"), "NaN is not a JSON number"),
-        ("rms_norm_eps", float("inf"), "Infinity is not a JSON number"),
+        ("rms_norm_eps", float("-inf"), "-Infinity is not a JSON number"),
+        ("rms_norm_eps", float("inf"), 'rms_norm_eps is {"__float__": "Infinity"}, which is not a number above 0'),
         ("num_hidden_layers", 2**24, "num_hidden_layers is 16777216, which is not a size from 1 to 1024"),
         ("num_hidden_layers", 1000, "but the weights have 2 layers"),
         ("moe_intermediate_size", 2**20, "but the weights have"),

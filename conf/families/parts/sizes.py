@@ -84,7 +84,7 @@ class ModelFacts:
     output_gate: bool = False  # the query's matrix also gives a gate for the output of attention
     delta: DeltaNet | None = None  # the gated delta net that replaces attention in delta_layers, or of mamba blocks
     delta_layers: tuple[int, ...] = ()  # counted from 0
-    # Kind of each layer, if layers are one block only: mamba, attention, or the MLP of dense or moe layers.
+    # Kinds of layers in turn, if layers are one block only: mamba, attention, or the MLP of dense or moe layers.
     blocks: tuple[str, ...] = ()
     latent: int = 0  # width of tokens between the two layers around routed experts; 0 = hidden, without such layers
     tied: bool = False  # the output layer is the embedding
@@ -101,7 +101,7 @@ class ModelFacts:
         A layer of one block is mamba, attention, dense or moe.
         """
         if self.blocks:
-            return self.blocks[layer]
+            return self.blocks[layer % len(self.blocks)]
         every = layer >= self.dense_layers and layer not in self.dense_too and (layer + 1) % self.moe_step == 0
         mlp = "moe" if self.experts and every else "dense"
         found = {"delta": layer in self.delta_layers, "wide": layer in self.wide_layers}
@@ -111,6 +111,11 @@ class ModelFacts:
     def of(self, kind: str) -> "ModelFacts":
         """Return the facts with the sizes of layers of this kind."""
         return _of(self, kind) if "_" in kind else self
+
+    @property
+    def expert_hidden(self) -> int:
+        """Width of the tokens that routed experts see."""
+        return self.latent or self.hidden
 
     def base(self, kind: str) -> str:
         """Return the kind of layer that a multi-token-prediction layer is like: the last ordinary one."""
@@ -128,8 +133,16 @@ class ModelFacts:
         """Return the gated delta net or Mamba-2 layer in layers of this kind; None if they have none."""
         return self.delta if kind.startswith(("delta", "mamba")) else None
 
+    def mixes(self, kind: str) -> bool:
+        """Whether layers of this kind mix tokens, by attention or otherwise."""
+        return not self.blocks or self.base(kind) in ("attention", "mamba")
+
     def attends(self, kind: str) -> bool:
-        return not self.delta_of(kind) and (not self.blocks or kind == "attention")
+        return self.mixes(kind) and not self.delta_of(kind)
+
+    def cut_blocks(self, kind: str) -> int:
+        """Return the number of blocks that tp cuts: what mixes tokens, and an MLP or shared experts."""
+        return self.mixes(kind) + (self.dense(kind) or (self.routed(kind) and self.shared_ffn > 0))
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:

@@ -142,8 +142,8 @@ def _stage(facts: ModelFacts, way: Way, place: int) -> tuple[int, int, int]:
     ends = (place == 0) + (place == way.hosts - 1 and not (facts.tied and way.hosts == 1))
     vocabulary = ceil(facts.vocab / 64 / way.tp) * 64 * facts.hidden
     weights += (ends * vocabulary + (facts.positions * facts.hidden if place == 0 else 0)) * way.byte
-    cached = [facts.of(kind) for kind in facts.kinds[first:end] if not facts.delta_of(kind)]
-    return ceil(weights), adapters, max(1, sum(_cached(of_layer, way) for of_layer in cached if of_layer.keys))
+    cached = sum(map(facts.attends, facts.kinds[first:end]))
+    return ceil(weights), adapters, max(1, _cached(facts, way) * cached)
 
 
 def _layer(facts: ModelFacts, kind: str, way: Way) -> float:
@@ -158,9 +158,8 @@ def _layer(facts: ModelFacts, kind: str, way: Way) -> float:
         cut = whole + (matrices - whole) / way.tp
         plain += facts.kv_rank * facts.heads * (facts.qk_nope + facts.v_head) // way.tp
     else:
-        own = facts.of(kind)
-        keys = 0 if facts.delta_of(kind) else (own.keys + own.values) * facts.hidden * own.kv_heads * own.head_dim
-        cut = (matrices - keys) / way.tp + keys / min(way.tp, own.kv_heads)
+        keys = 2 * facts.hidden * facts.kv_heads * facts.head_dim if facts.attends(kind) else 0
+        cut = (matrices - keys) / way.tp + keys / min(way.tp, facts.kv_heads)
     return cut * each + plain * way.byte
 
 
@@ -182,5 +181,6 @@ def _adapters(facts: ModelFacts, kind: str, way: Way) -> int:
             sizes += into // way.tp + out if linear.cut == "row" else into + out // way.tp
     if facts.routed(kind) and {"linear_fc1", "linear_fc2"} <= {*targets}:
         # Complete adapters of a GPU's experts, or parts of all adapters: trainer/serving/unmerged.py cuts both sides.
-        sizes += ceil(facts.experts / way.tp) * 3 * (facts.hidden + facts.expert_ffn)
+        matrices = 3 if facts.gated else 2
+        sizes += ceil(facts.experts / way.tp) * matrices * (facts.expert_hidden + facts.expert_ffn)
     return sizes * rank * way.byte

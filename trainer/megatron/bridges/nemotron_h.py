@@ -71,9 +71,6 @@ def block_spec(config, vp_stage=None, *, kinds: list[str], mixer: ModuleSpec):
     return spec
 
 
-@MegatronModelBridge.register_bridge(
-    source=NemotronHForCausalLM, target=GPTModel, provider=GPTModelProvider, model_type="nemotron_h"
-)
 class Bridge(nemotron_h_bridge.NemotronHBridge):
     CONFIG_MAPPING = [*KEYS.items()]
 
@@ -109,3 +106,5 @@ class Bridge(nemotron_h_bridge.NemotronHBridge):
 
 
 mamba.install()
+for source in NemotronHForCausalLM, NemotronHForCausalLM.__name__:
+    MegatronModelBridge.register_bridge(source=source, target=GPTModel, provider=GPTModelProvider)(Bridge)
