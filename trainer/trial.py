@@ -51,12 +51,12 @@ from conf import families
 from conf.host import gpu_locks, nvidia_smi
 from conf.load import dump, load
 from conf.model_facts import ModelFacts, facts_from_hf
+from conf.model_files import config_json
 from conf.planner import hardware, verdict
 from conf.planner.hardware import GPUS, Gpu, by_device, read
 from conf.planner.memory import memory
 from conf.planner.timing import Timing, timing
 from conf.rules import objectives, schedule
-from conf.rules.function import FIRST_DENSE, OF_LAYERS
 from conf.rules.gpus import takes
 from conf.rules.layout import grid, problems
 from conf.schema.run import Run
@@ -147,7 +147,7 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
         shorter["first_k_dense_replace"] = min(layers - 1, max(1, share))
     if facts.dense_too:
         shorter["mlp_only_layers"] = [layer for layer in facts.dense_too if layer < layers]
-    shorter |= {key: config[key][:layers] for key in (*OF_LAYERS, FIRST_DENSE) if isinstance(config.get(key), list)}
+    shorter |= {key: config[key][:layers] for key in config_json.PER_LAYER if config.get(key)}
     if missing := {*facts.kinds} - {*facts_from_hf(shorter).kinds}:
         raise Fault(f"--layers: {layers} leaves no {missing.pop()} layer of {facts.layers}")
     return shorter

@@ -57,7 +57,6 @@ EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")  # names of t
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 OF_ALL_EXPERTS = re.compile(r"\.((gate|router|experts)\.|e_score_correction_bias$)")  # with a row for each expert
 MEGATRON_EXPERT = re.compile(r"(.+\.experts\..+\.(?:weight|bias))(\d+)$")
-OF_LAYERS = ("layer_types", "mlp_layer_types")  # keys of transformers' configurations with an entry for each layer
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 Added = dict[str, torch.Tensor]  # by the layer's released name, each [row, token, ...]
 
@@ -120,10 +119,11 @@ def cut_down(run: Run) -> Cut:
     """Return the first layers of the run's model, as few as include every kind of layer."""
     model = released.read(Path(run.paths.model))
     facts = facts_from_hf(model.config)
-    lists = _by_layer(model.config)
+    of_layers = {k: v for k, v in model.config.items() if isinstance(v, list) or k in config_json.PER_LAYER}
+    lists = {k: v for k, v in of_layers.items() if v and len(v) == facts.layers > 1}
     turns = families.of(model.config).layer_turns or [""]
     kinds = [
-        (kind, turns[layer % len(turns)], *(str(of_layers[layer]) for of_layers in lists.values()))
+        (kind, turns[layer % len(turns)], *(str(each[layer]) for each in lists.values()))
         for layer, kind in enumerate(facts.kinds)
     ]
     layers, mtp = 1 + max(kinds.index(kind) for kind in set(kinds)), bool(run.model.mtp and facts.mtp_layers)
@@ -241,8 +241,9 @@ def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> A
     kinds = {key: of_layers for key in OF_LAYERS if cut.mtp and (of_layers := getattr(config, key, None))}
     if cut.mtp:
         config.num_hidden_layers += 1
-        for key, of_layers in kinds.items():
-            setattr(config, key, [*of_layers, of_layers[-1]])
+        for key in config_json.PER_LAYER:
+            if kinds := getattr(config, key, None):
+                setattr(config, key, [*kinds, kinds[-1]])
     options = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
     with _made_on_cpu(kind):
         model, loaded = kind.from_pretrained(None, config=config, state_dict=weights, **options)
