@@ -11,7 +11,12 @@ from types import SimpleNamespace
 
 import torch
 from megatron.core.ssm import mamba_mixer
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.ssm.utils import _split_tensor_factory
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
@@ -89,9 +94,17 @@ class Mamba(mamba_mixer.MambaMixer):
         return self.norm(y)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        sharded = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        for name in ("conv1d_weight", "conv1d_bias"):  # core stores them by older names
-            sharded[prefix + name].key = prefix + name
+        """Return core's, with the module's names of weights. Core also reads in_proj.weight, which merges adapters."""
+        metadata, own = ensure_metadata_has_dp_cp_group(metadata), {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        sharded = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups)
+        for name, module in self.named_children():
+            place = f"{prefix}{name}."
+            sharded |= sharded_state_dict_default(module, place, sharded_offsets, metadata, tp_group=self.tp_group)
+        for name, of in ("in_proj.weight", slice(5)), ("conv1d_weight", slice(1, 4)), ("conv1d_bias", slice(1, 4)):
+            sizes, names = self.in_proj_split_sections[of], self.in_proj_split_names[of]
+            sharded[prefix + name] = _split_tensor_factory(sharded[prefix + name], sizes, names, 0)
         return sharded
 
 
