@@ -84,7 +84,7 @@ class Bridge(nemotron_h_bridge.NemotronHBridge):
         provider.activation_func, provider.gated_linear_unit = squared_relu, False
         provider.bias_activation_fusion = False  # only for gelu and gated units
         provider.add_bias_linear = provider.share_embeddings_and_output_weights = False
-        provider.hidden_dropout = 0.0
+        provider.hidden_dropout, provider.hetereogenous_dist_checkpoint = 0.0, True
         if "moe" in kinds:
             for key, field in OF_EXPERTS.items():
                 setattr(provider, field, getattr(config, key))
