@@ -30,7 +30,8 @@ from trainer.rehearsal import forked_ranks, tiny_models
 from trainer.startup import device, entry
 
 BOUND = 1e-4
-OTHER_LAYERS = {"kv_lora_rank", "linear_num_key_heads", "mamba_num_heads"}  # keys of models with more layers than the default targets
+# Keys of models with more layers than the default targets.
+OTHER_LAYERS = {"kv_lora_rank", "linear_num_key_heads", "mamba_num_heads"}
 # With seed 0, two experts of a token differ by 6e-7 in the ninth step, so rounding chooses one, and with it the loss.
 SEEDS = {"kimi-k2": 1}
 FOLDER = Kind("rehearsals of layouts", "benchmarks.layouts", {"*/metrics.jsonl": {"kind", "step"}}, whole=False)

@@ -88,7 +88,7 @@ def _computed(folder: Path, adapter: Path | None, rows: Rows):
             from peft.tuners.tuners_utils import BaseTuner
 
             # It refuses out_proj of Mamba layers, which kernels bypass. torch's layers do not.
-            BaseTuner._check_target_module_compatiblity = lambda *_: None
+            setattr(BaseTuner, "_check_target_module_compatiblity", lambda *_: None)  # noqa: B010
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", message=".*(missing|unexpected).*keys.*")
                 model = PeftModel.from_pretrained(model, str(adapter))

@@ -1,7 +1,7 @@
 """Strict reader of a JSON object; everything else is a Fault of one line.
 
-Python's reader also accepts NaN and Infinity, repeated keys and halves of surrogate pairs. Here Infinity is an object. Other libraries that read
-the same file may refuse it, or read other values.
+Python's reader also accepts NaN and Infinity, repeated keys and halves of surrogate pairs. Other libraries that read
+the same file may refuse it, or read other values. Infinity is read as the object that transformers writes for it.
 """
 
 import json

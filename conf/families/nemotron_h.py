@@ -53,7 +53,7 @@ def facts(keys: Keys) -> ModelFacts:
         top_k=size("num_experts_per_tok", least=1) if moe else 0,
         expert_ffn=size("moe_intermediate_size", least=1) if moe else 0,
         shared_ffn=size(SHARED, least=1) if moe else 0,
-        latent=size("moe_latent_size", default=0) if moe else 0,
+        latent=size("moe_latent_size", default=0, least=1) if moe else 0,
         expert_bias=moe,
         gated=False,
         rotary=False,
@@ -85,7 +85,7 @@ def _blocks(keys: Keys) -> tuple[str, ...]:
     count = keys.size("num_hidden_layers", default=len(names))
     if count != len(names):
         raise ValueError(f"config.json: num_hidden_layers is {count}, but {len(names)} layers are described")
-    return tuple(BLOCKS[name] for name in names)
+    return tuple(BLOCKS[str(name)] for name in names)
 
 
 def layer(facts: ModelFacts, kind: str) -> Tensors:

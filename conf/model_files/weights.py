@@ -16,7 +16,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # File endings of weights, including formats that are not read here.
 ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
 # Models with vision have their layers in model.language_model; GPT-2's releases use two names.
-LAYER = re.compile(r"((?:language_model\.)?model\.(?:language_model\.)?layers|(?:transformer\.)?h|backbone\.layers)\.(\d{1,6})\.")
+LAYERS = r"(?:language_model\.)?model\.(?:language_model\.)?layers|(?:transformer\.)?h|backbone\.layers"
+LAYER = re.compile(rf"({LAYERS})\.(\d{{1,6}})\.")
 
 
 def tensors(folder: Path) -> dict[str, Entry]:

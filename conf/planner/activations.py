@@ -274,8 +274,7 @@ def _attention(run: Run, facts: ModelFacts, t: Tokens) -> int:
 
 
 def _delta_net(run: Run, facts: ModelFacts, net: DeltaNet, t: Tokens) -> int:
-    """Return the bytes that a gated delta net or a Mamba layer keeps: inputs of the convolution, of norms, of the rule and
-    of its gate.
+    """Return the bytes that a gated delta net or a Mamba layer keeps: inputs of its parts.
 
     Queries and keys are copied for each head of values.
     """

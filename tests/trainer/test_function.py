@@ -161,7 +161,7 @@ READ = [
     ("nemotron-h", {"layers_block_type": None, "hybrid_override_pattern": "-MM*E*-", "num_hidden_layers": 7}),
     *(("nemotron-h", {"layers_block_type": [kind, "attention", "mamba"]}) for kind in ("mamba", "mlp", "moe")),
     ("nemotron-h", {"hybrid_override_pattern": "M", "num_nextn_predict_layers": 2, "chunk_size": 16}),
-    ("nemotron-h-latent", {"moe_latent_size": 24, "moe_intermediate_size": 40, MOE_SHARED: 72, "intermediate_size": 96}),
+    ("nemotron-h-latent", {"moe_latent_size": 24, "moe_intermediate_size": 40, MOE_SHARED: 72, "intermediate_size": 7}),
     ("llama", LINEAR),
     ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 1e4}),
     *(("llama", llama3(factor=factor)) for factor in (4.0, 32.0)),

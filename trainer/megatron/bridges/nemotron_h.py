@@ -3,7 +3,8 @@
 Megatron-Bridge builds core's HybridModel, which has no virtual pipeline stages and names layers in its own way.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOptionalSubscript=false
+# pyright: reportOptionalMemberAccess=false
 
 from dataclasses import replace
 from functools import partial
@@ -72,7 +73,7 @@ def block_spec(config, vp_stage=None, *, kinds: list[str], mixer: ModuleSpec):
 
 
 class Bridge(nemotron_h_bridge.NemotronHBridge):
-    CONFIG_MAPPING = [*KEYS.items()]
+    CONFIG_MAPPING = tuple(KEYS.items())
 
     def provider_bridge(self, hf_pretrained):
         provider = MegatronModelBridge.provider_bridge(self, hf_pretrained)

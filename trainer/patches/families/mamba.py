@@ -5,7 +5,8 @@ and how they are cut over ranks, are core's. Core's norm of the output has a fix
 more packages than this project has.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalSubscript=false
+# pyright: reportFunctionMemberAccess=false, reportIncompatibleMethodOverride=false, reportCallIssue=false
 
 from types import SimpleNamespace
 

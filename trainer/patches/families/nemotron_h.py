@@ -9,7 +9,7 @@ from trainer.patches import versions
 
 def install() -> None:
     versions.check(__name__)
-    from transformers.utils import is_torch_available
+    from transformers.utils.import_utils import is_torch_available
 
     if not is_torch_available():  # hidden, as in a process that only needs the tokenizer
         return

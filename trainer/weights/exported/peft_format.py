@@ -8,7 +8,7 @@ down_proj, which PEFT adapts as `target_parameters`. For E experts of rank r the
 the wrappers of a module's two parameters; the inner one, the first, is called base_layer. gpt-oss is released in this
 form, with alternating rows of gate and up; the rows of B alternate in the same way.
 
-Mamba layers. PEFT (0.21) refuses to load an adapter of out_proj, which Mamba's kernels bypass. vLLM has no such kernels.
+Mamba layers. PEFT (0.21) refuses to load an adapter of out_proj, which Mamba's kernels bypass. vLLM does not bypass it.
 
 Dense layers in models with experts. For these architectures PEFT (0.21) treats gate_proj, up_proj and down_proj in
 `target_modules` as transformers 4's names of experts and replaces them, so other layers of these names would lose their
@@ -108,7 +108,8 @@ def _experts(adapters: Adapters) -> dict[str, dict[int, dict[str, Adapter]]]:
                 by_module[stack["module"]].setdefault(number, {})[stack["leaf"]] = adapter
         elif match := EXPERT.match(name):
             mlp = match["mlp"].replace("block_sparse_moe", "mlp")  # transformers' name; some releases use another
-            by_module[module(f"{match['layer']}.{mlp}.experts")].setdefault(int(match["number"]), {})[LEAVES[match["leaf"]]] = of_weight[0]
+            of_module = by_module[module(f"{match['layer']}.{mlp}.experts")]
+            of_module.setdefault(int(match["number"]), {})[LEAVES[match["leaf"]]] = of_weight[0]
     return by_module
 
 
