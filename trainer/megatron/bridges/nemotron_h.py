@@ -27,6 +27,7 @@ from transformers import NemotronHForCausalLM
 from conf import families
 from conf.model_files import weights
 from trainer.patches.families import mamba
+from trainer.startup import device
 
 NO_MIXER = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
 NO_MLP = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
@@ -78,7 +79,7 @@ class Bridge(nemotron_h_bridge.NemotronHBridge):
     def provider_bridge(self, hf_pretrained):
         provider = MegatronModelBridge.provider_bridge(self, hf_pretrained)
         config, kinds = hf_pretrained.config, hf_pretrained.config.layers_block_type
-        sizes = {"d_conv": config.conv_kernel, "least_step": config.time_step_min}
+        sizes = {"d_conv": config.conv_kernel, "least_step": 0.0 if device.has_gpu() else config.time_step_min}
         mixer = ModuleSpec(mamba.Mamba, params=sizes, submodules=LINEARS)
         provider.transformer_layer_spec = partial(block_spec, kinds=kinds, mixer=mixer)
         provider.position_embedding_type, provider.normalization = "none", "RMSNorm"

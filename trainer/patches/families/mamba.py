@@ -23,7 +23,6 @@ from torch.nn.functional import silu, softplus
 
 from trainer.patches import versions
 from trainer.patches.families import delta_kernels, delta_nets
-from trainer.startup import device
 from trainer.startup.cpu.stand_in.fla.ops import simple_gla
 
 delta_nets.show_package()
@@ -67,7 +66,7 @@ class Mamba(mamba_mixer.MambaMixer):
             name=name,
         )
         self.norm.eps = config.layernorm_epsilon
-        self.least_step = 0.0 if device.has_gpu() else least_step
+        self.least_step = least_step
         self.in_proj_split_names = ["z", "x", "B", "C", "dt"]
         self.in_proj_split_sections = self.in_proj.weight.partition_sizes
 
