@@ -80,6 +80,14 @@ def of_text(config: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in text.items() if key != TIED}, **whole}
 
 
+def with_floats(value: Any) -> Any:
+    """Return a config.json, or a value, with numbers in place of the objects that transformers writes for Infinity."""
+    if isinstance(value, dict):
+        tagged = value.keys() == {"__float__"}
+        return float(value["__float__"]) if tagged else {key: with_floats(inner) for key, inner in value.items()}
+    return [with_floats(inner) for inner in value] if isinstance(value, list) else value
+
+
 def check(config: dict[str, Any]) -> None:
     architecture(config)
     text = config.get("text_config", {})

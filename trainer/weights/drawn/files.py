@@ -73,7 +73,7 @@ def described_whole(config: Config) -> Config:
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise Fault(f"config.json: model_type: {json.dumps(kind)}: transformers has no such model")
     try:
-        defaults = CONFIG_MAPPING[kind].from_dict(config).to_dict()
+        defaults = CONFIG_MAPPING[kind].from_dict(config_json.with_floats(config)).to_dict()
     except Exception as error:  # each family checks its keys in its own way, and may raise any type
         raise Fault(f"config.json: transformers rejects it: {' '.join(str(error).split())}") from None
     whole = defaults | {key: value for key, value in config.items() if value is not None}
