@@ -1,4 +1,4 @@
-"""The fused projection of a gated delta net is stored in sections, and read as one weight."""
+"""The fused projection of a gated delta net, or of a Mamba layer, is stored in sections, and read as one weight."""
 
 from pathlib import Path
 
@@ -11,22 +11,30 @@ from trainer.weights import torch_dist
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 NAME = "decoder.layers.0.self_attention.in_proj.weight"
-ROWS = dict(zip(torch_dist.SECTIONS, (6, 6, 20, 20, 4, 4), strict=True))
+NETS = {"query": 6, "key": 6, "value": 20, "z": 20, "beta": 4, "alpha": 4}, {"z": 20, "x": 20, "B": 8, "C": 8, "dt": 4}
 WHOLE = torch.arange(60 * 7.0).view(60, 7)
 
 
+@pytest.fixture(params=NETS)
+def parts(request) -> dict[str, torch.Tensor]:
+    return dict(zip(request.param, WHOLE.split([*request.param.values()]), strict=True))
+
+
 @pytest.fixture
-def stored(tmp_path: Path) -> torch_dist.Stored:
-    parts = dict(zip(ROWS, WHOLE.split([*ROWS.values()]), strict=True))
+def stored(parts, tmp_path: Path) -> torch_dist.Stored:
     state = {f"{NAME}.{section}": part for section, part in reversed(parts.items())}
     save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
     return torch_dist.open_checkpoint(tmp_path)
 
 
-def test_sections_are_one_weight(stored):
-    assert [*stored.weights] == [NAME] and stored.places.keys() == {f"{NAME}.{section}" for section in ROWS}
+def test_sections_are_one_weight(stored, parts):
+    assert [*stored.weights] == [NAME] and stored.places.keys() == {f"{NAME}.{section}" for section in parts}
     assert torch.equal(torch_dist.read(stored, stored.weights[NAME]), WHOLE)
     assert stored.seen == {NAME, *stored.places}
+
+
+def test_a_section_has_a_name_too(stored, parts):
+    assert torch.equal(torch_dist.box(stored, f"{NAME}.z", (1, 0), (5, 7)), parts["z"][1:6])
 
 
 @pytest.mark.parametrize("first, count", [(0, 60), (5, 1), (5, 2), (11, 25), (59, 1)])
