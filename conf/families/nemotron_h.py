@@ -157,6 +157,6 @@ FAMILY = Family(
     balance=Balance(always=True, moves_bias=True),
     serving=Serving(on_cpu="vLLM's kernels of Mamba-2 need a GPU"),
     copied=("mtp.",),
-    constants={"mixer.D": 1.0, "dt_bias": -3.0},
+    constants={"mixer.D": 1.0, "dt_bias": -3.0, "norm_f.weight": 1.0},
     releases={"nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6},
 )

@@ -68,7 +68,7 @@ AdapterTarget = Literal[
     # gated delta nets (Qwen3-Next, Qwen3.5) and Mamba layers have these instead of linear_qkv and linear_proj
     "in_proj",
     "out_proj",
-    # around the routed experts of Nemotron 3 Super
+    # around routed experts that see narrower tokens
     "fc1_latent_proj",
     "fc2_latent_proj",
 ]
