@@ -6,6 +6,7 @@
 Sizes are rounded billions of parameters. The size of the unsupported model is an estimate from its config.json.
 """
 
+from itertools import chain
 from math import log
 from typing import Any
 
@@ -56,7 +57,6 @@ def _size(config: dict[str, Any]) -> tuple[float, bool]:
         facts = facts_from_hf({"tie_word_embeddings": True} | of_text)
     except (ValueError, TypeError, AttributeError):
         return 0.0, False
-    attention = 2 * facts.hidden * (facts.heads + facts.kv_heads) * (facts.head_dim or facts.v_head)
-    moe = facts.experts * facts.expert_ffn + facts.shared_ffn
-    layers = sum(attention + 3 * facts.hidden * (moe if facts.routed(kind) else facts.ffn) for kind in facts.kinds)
-    return (layers + facts.vocab * facts.hidden * (1 if facts.tied else 2)) / 1e9, facts.experts > 0
+    of_layers = (families.layer(facts, kind) for kind in facts.kinds)
+    parts = chain(*families.named(facts.architecture).ends(facts), *of_layers)
+    return sum(tensor.size for tensor in parts) / 1e9, facts.experts > 0

@@ -52,7 +52,8 @@ def named(architecture: str) -> Family:
 
 def as_text(config: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a config.json for the text model, with the model_type by which transformers reads them."""
-    return {**config_json.with_floats(config_json.of_text(config)), "model_type": of(config).read_as or config.get("model_type")}
+    keys = config_json.with_floats(config_json.of_text(config))
+    return {**keys, "model_type": of(config).read_as or config.get("model_type")}
 
 
 @lru_cache

@@ -55,7 +55,7 @@ KEYS = strict_yaml.table("config_json_keys")
 TESTS, ROPE = ({key: KINDS[kind] for kind, keys in KEYS[place].items() for key in keys} for place in ("config", "rope"))
 NEEDED = {*KEYS["needed"]}  # keys that cannot be null
 TIED = "tie_word_embeddings"
-PARTS = ("text_config", "vision_config")  # of a model that reads more than text
+PARTS = ("text_config", "vision_config", "audio_config")  # of a model that reads more than text
 PER_LAYER = ("layer_types", "mlp_layer_types", "attn_type_list", "layers_block_type", "hybrid_override_pattern")
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

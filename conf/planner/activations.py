@@ -94,7 +94,7 @@ def parts(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
     mtp = kind == "mtp"
     if mtp:
         kind = facts.kind(facts.layers - 1)
-    t = tokens(run, facts)
+    facts, t = facts.of(kind), tokens(run, facts)
     found = {"norms": _norms(run.train, facts, t, kind)}
     if facts.mixes(kind):
         net = facts.delta_of(kind)
@@ -231,7 +231,7 @@ def _norms(train: Train, facts: ModelFacts, t: Tokens, kind: str) -> int:
     inputs = sum(name.endswith("weight") and not name.startswith("self_attn") for name in norms)
     drops = "layernorm" in train.recompute_modules or "moe" in train.recompute_modules
     out = 0 if not facts.routed(kind) or drops else 1
-    return t.local * facts.hidden * t.byte * ((1 if facts.blocks else 2) + out)
+    return t.local * facts.hidden * t.byte * (inputs + out)
 
 
 def attention_width(facts: ModelFacts) -> int:

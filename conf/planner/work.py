@@ -79,7 +79,7 @@ def attention(run: Run, facts: ModelFacts, kind: str) -> float:
         return 2.0 * t.whole * net.value_heads * each / run.layout.tp
     if not facts.attends(kind):
         return 0.0
-    width = facts.qk_nope + facts.qk_rope + facts.v_head if facts.kv_rank else 2 * facts.head_dim
+    width = facts.qk_nope + facts.qk_rope + facts.v_head if facts.kv_rank else 2 * facts.of(kind).head_dim
     return 2.0 * t.whole * run.data.seq_length * facts.heads * width / run.layout.tp / 2
 
 

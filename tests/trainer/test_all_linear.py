@@ -8,9 +8,9 @@ from safetensors import safe_open
 
 from trainer.rehearsal import tiny_models
 
-NEITHER = ("embed_tokens", "lm_head", "wte", "wpe")  # and what chooses experts
-NEITHER += ("mlp.gate", "block_sparse_moe.gate", "mlp.router", "shared_expert_gate", "conv1d")
-EXPERT = re.compile(r"(?P<layer>model\.(language_model\.)?layers\.\d+)\.(mlp|block_sparse_moe)\.experts\.")
+NEITHER = ("embed_tokens", "embeddings", "lm_head", "wte", "wpe")  # and what chooses experts
+NEITHER += ("mixer.gate", "mlp.gate", "block_sparse_moe.gate", "mlp.router", "shared_expert_gate", "conv1d")
+EXPERT = re.compile(r"(?P<layer>model\.(language_model\.)?layers\.\d+)\.(?P<mlp>mlp|block_sparse_moe|mixer)\.experts\.")
 PLUS = ["adapter.rank=4", "adapter.alpha=8", "adapter.rslora=true", "adapter.b_lr_ratio=16", "train.steps=2"]
 
 
@@ -21,7 +21,7 @@ def matrices(folder: Path, layers: int) -> set[str]:
         with safe_open(file, "pt") as tensors:
             found |= {name for name in tensors.keys() if len(tensors.get_slice(name).get_shape()) > 1}  # noqa: SIM118
     found = {name for name in found if not re.match(rf"model\.layers\.{layers}\.", name)}
-    return {name.removesuffix(".weight") for name in found}
+    return {name.removesuffix(".weight").replace("backbone.", "model.") for name in found}
 
 
 def adapted(file: Path) -> set[str]:
@@ -44,7 +44,11 @@ def test_each_matrix_has_an_adapter_of_rslora_and_lora_plus(kind, configure, ran
     found = adapted(places["export"] / "adapter" / "adapter_model.safetensors")
     left = matrices(Path(run.paths.model), config.get("num_hidden_layers", config.get("n_layer"))) - found
     left = {name for name in left if not name.endswith(NEITHER)}
-    experts = {name: match["layer"] for name in left if (match := EXPERT.match(name))}
+    experts = {
+        name: f"{match['layer']}.{match['mlp'].replace('block_sparse_moe', 'mlp')}.experts"
+        for name in left
+        if (match := EXPERT.match(name))
+    }
     assert left == experts.keys()
-    for layer in set(experts.values()):  # PEFT has those of all experts in one, of what goes in and of what comes out
-        assert {f"{layer}.mlp.experts", f"{layer}.mlp.experts.base_layer"} <= found
+    for module in set(experts.values()):  # PEFT has those of all experts in one, of what goes in and of what comes out
+        assert {module, f"{module}.base_layer"} <= found

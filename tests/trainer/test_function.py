@@ -178,7 +178,7 @@ LOST = [
     ("glm4-moe-lite", {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}),
     ("glm4-moe-lite", {"rope_interleave": False}),
     *((family, {"num_experts_per_tok": 1} | NORMED) for family in ("mixtral", "qwen2-moe")),
-    *((family, LINEAR) for family in FAMILIES if family not in ("llama", "gemma3-text", *NEMOTRONS)),
+    *((family, LINEAR) for family in FAMILIES if family not in ("llama", "gemma3-text", "gemma4-text", *NEMOTRONS)),
     *((family, llama3()) for family in ("qwen3-moe", "qwen3", "qwen2", "glm4-moe", "mixtral", "qwen2-moe")),
     *((family, {"partial_rotary_factor": 0.25}) for family in ("glm4-moe", "qwen3-moe", "qwen3", "qwen2", "mixtral")),
     *((family, {"norm_topk_prob": False}) for family in SIGMOID),
@@ -210,6 +210,9 @@ LOST = [
     *(("nemotron-h-latent", {key: True}) for key in ("use_bias", "mlp_bias")),
     *(("nemotron-h", {key: False}) for key in ("use_conv_bias", "mamba_conv_bias")),
     *(("nemotron-h-latent", {f"{part}_hidden_act": "gelu"}) for part in ("mlp", "mamba")),
+    ("gemma4-text", {"use_bidirectional_attention": "all"}),
+    ("gemma4-text", {"attention_bias": True}),
+    ("gemma4-text", by_layers(LOCAL | {"rope_type": "linear", "factor": 4.0}, WIDE)),
     ("olmoe", {"clip_qkv": 0.3}),
     ("olmoe", {"norm_topk_prob": True}),
 ]

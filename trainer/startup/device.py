@@ -107,7 +107,6 @@ def choose_kernels(provider, every_weight: bool = False, fp16: bool = False) -> 
     `every_weight`: the training is a full fine-tuning, not an adapter. `fp16`: the precision, which some kernels do not
     support.
     """
-    from megatron.core.activations import fast_gelu
     from torch.nn.functional import gelu
 
     provider.gradient_accumulation_fusion = every_weight and has_gpu()
@@ -121,10 +120,11 @@ def choose_kernels(provider, every_weight: bool = False, fp16: bool = False) -> 
         provider.bias_dropout_fusion = biases or (provider.hidden_dropout > 0 and not provider.add_bias_linear)
         # With it a gated layer keeps only its two halves for backward. Bridge leaves it off for Qwen.
         provider.bias_activation_fusion = provider.bias_activation_fusion or provider.gated_linear_unit
-        if provider.activation_func is fast_gelu and provider.num_moe_experts:  # core has no fused one for experts
+        by_tanh = getattr(provider.activation_func, "__name__", "") == "fast_gelu"
+        if by_tanh and provider.num_moe_experts:  # core has no fused one for experts
             provider.bias_activation_fusion = False
             provider.activation_func = functools.partial(gelu, approximate="tanh")
-        elif provider.activation_func is fast_gelu:
+        elif by_tanh:
             provider.activation_func = gelu  # fused, it is the same approximation
         # Bridge enables it only for Llama. Without it queries and keys are rotated by about thirteen kernels each, or
         # twenty if rows are packed. It cannot scale, as YaRN needs, and latent attention has its own kernel.

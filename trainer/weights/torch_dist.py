@@ -144,10 +144,19 @@ def rows(stored: Stored, place: Place) -> list[torch.Tensor]:
 
 
 def place_of(stored: Stored, name: str) -> Place:
-    place = stored.weights.get(name) or stored.places.get(name)  # a section has a name in places only
+    place = stored.weights.get(name) or stored.places.get(name)  # or a section of a weight
     if place is None:
         raise Fault(f"{stored.folder}: holds no {name}")
     return place
+
+
+def section_of(stored: Stored, name: str) -> tuple[str, int, int]:
+    """Return the weight that a section belongs to, its number of rows, and the section's first row in it."""
+    if name in stored.weights:
+        return name, stored.weights[name].shape[0], 0
+    whole = stored.weights[name.rpartition(".")[0]]
+    before = itertools.takewhile(lambda section: section.name != name, whole.sections)
+    return whole.name, whole.shape[0], sum(section.shape[0] for section in before)
 
 
 def box(stored: Stored, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:

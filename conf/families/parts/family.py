@@ -120,9 +120,9 @@ class Family:
         """Return the name of the embedding."""
         return self.present(self.root(names) + self.embedding, names)
 
-    def stacks(self, names: Collection[str]) -> bool:
-        """Return whether a release has one tensor for all experts of a layer. Layers of mtp.* do not count."""
-        layers = f"{self.root(names)}{self.layers_in}."
+    def stacks(self, names: Collection[str], kind: str = "") -> bool:
+        """Return whether a release has one tensor for all experts of a layer. MTP layers can differ from the others."""
+        layers = self.ahead if kind == "mtp" and self.ahead else f"{self.root(names)}{self.layers_in}."
         return any(name.startswith(layers) and name.endswith(tensors.STACK) for name in names)
 
     def tensors(self, facts: ModelFacts, names: Collection[str] = ()) -> dict[str, tensors.Tensor]:
@@ -137,8 +137,9 @@ class Family:
         for number in range(facts.layers + facts.mtp_layers):
             kind = facts.kinds[number] if number < facts.layers else "mtp"
             of_layer = self.layer(facts, kind)
-            for name, tensor in tensors.named(tensors.stacked(of_layer) if stacks else of_layer):
-                every[f"{root}{self.layers_in}.{number}.{name}"] = tensor
+            prefix = self.ahead if kind == "mtp" and self.ahead else f"{root}{self.layers_in}.{number}."
+            for name, tensor in tensors.named(tensors.stacked(of_layer) if stacks[kind] else of_layer):
+                every[prefix + name] = tensor
         return {self.present(name, names): tensor for name, tensor in [*every.items(), *tensors.named(last, root)]}
 
 

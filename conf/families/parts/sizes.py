@@ -96,9 +96,10 @@ class ModelFacts:
     packed_experts: bool = False  # only routed experts are quantised
 
     def kind(self, layer: int) -> str:
-        """Return the kind of a layer: dense or moe, with the prefix delta_ if a gated delta net replaces attention.
+        """Return the kind of a layer: dense or moe. A layer of one block can also be mamba or attention.
 
-        A layer of one block is mamba, attention, dense or moe.
+        The prefix delta_ means a gated delta net instead of attention, wide_ other heads, borrowing_ keys and values of
+        an earlier layer.
         """
         if self.blocks:
             return self.blocks[layer % len(self.blocks)]

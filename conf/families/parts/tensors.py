@@ -70,7 +70,7 @@ def layer(
     describes gated delta nets, `ahead` the names of an mtp layer.
     """
     base = facts.base(kind)
-    found = norms(facts) + (delta_net(facts, fused) if facts.delta_of(base) else attention(facts))
+    found = norms(facts) + (delta_net(facts, fused) if facts.delta_of(base) else attention(facts.of(base)))
     dense = base.endswith("dense")
     found += gated_mlp("mlp", facts.hidden, facts.ffn) if dense else experts(facts, mlp, leaves, shared, bias)
     if kind != "mtp":

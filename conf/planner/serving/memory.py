@@ -142,8 +142,8 @@ def _stage(facts: ModelFacts, way: Way, place: int) -> tuple[int, int, int]:
     ends = (place == 0) + (place == way.hosts - 1 and not (facts.tied and way.hosts == 1))
     vocabulary = ceil(facts.vocab / 64 / way.tp) * 64 * facts.hidden
     weights += (ends * vocabulary + (facts.positions * facts.hidden if place == 0 else 0)) * way.byte
-    cached = sum(map(facts.attends, facts.kinds[first:end]))
-    return ceil(weights), adapters, max(1, _cached(facts, way) * cached)
+    cached = [facts.of(kind) for kind in facts.kinds[first:end] if facts.attends(kind)]
+    return ceil(weights), adapters, max(1, sum(_cached(of_layer, way) for of_layer in cached if of_layer.keys))
 
 
 def _layer(facts: ModelFacts, kind: str, way: Way) -> float:
@@ -158,8 +158,9 @@ def _layer(facts: ModelFacts, kind: str, way: Way) -> float:
         cut = whole + (matrices - whole) / way.tp
         plain += facts.kv_rank * facts.heads * (facts.qk_nope + facts.v_head) // way.tp
     else:
-        keys = 2 * facts.hidden * facts.kv_heads * facts.head_dim if facts.attends(kind) else 0
-        cut = (matrices - keys) / way.tp + keys / min(way.tp, facts.kv_heads)
+        own = facts.of(kind)
+        keys = (own.keys + own.values) * facts.hidden * own.kv_heads * own.head_dim if facts.attends(kind) else 0
+        cut = (matrices - keys) / way.tp + keys / min(way.tp, own.kv_heads)
     return cut * each + plain * way.byte
 
 

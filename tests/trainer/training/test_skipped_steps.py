@@ -18,6 +18,7 @@ def test_transformer_engine_s_loss_is_given_what_it_takes(fp16, kernel):
     provider = SimpleNamespace(
         add_bias_linear=False,
         num_moe_experts=None,
+        activation_func=None,
         hidden_dropout=0,
         bias_activation_fusion=True,
         position_embedding_type="rope",

@@ -119,8 +119,7 @@ def cut_down(run: Run) -> Cut:
     """Return the first layers of the run's model, as few as include every kind of layer."""
     model = released.read(Path(run.paths.model))
     facts = facts_from_hf(model.config)
-    of_layers = {k: v for k, v in model.config.items() if isinstance(v, list) or k in config_json.PER_LAYER}
-    lists = {k: v for k, v in of_layers.items() if v and len(v) == facts.layers > 1}
+    lists = _by_layer(model.config)
     turns = families.of(model.config).layer_turns or [""]
     kinds = [
         (kind, turns[layer % len(turns)], *(str(each[layer]) for each in lists.values()))
@@ -158,10 +157,11 @@ def _begins(config: dict[str, Any], layers: int, facts: ModelFacts) -> bool:
     return facts_from_hf(_first(config, layers) | {of_mtp: 0}).kinds == facts.kinds[:layers]
 
 
-def _by_layer(config: dict[str, Any]) -> dict[str, list]:
+def _by_layer(config: dict[str, Any]) -> dict[str, Any]:
     """Return the keys with a value for each layer."""
     layers = facts_from_hf(config).layers
-    return {key: value for key, value in config.items() if isinstance(value, list) and len(value) == layers > 1}
+    found = {key: value for key, value in config.items() if isinstance(value, list) or key in config_json.PER_LAYER}
+    return {key: value for key, value in found.items() if value and len(value) == layers > 1}
 
 
 def _experts(model: released.Model, facts: ModelFacts, layers: int, mtp: bool) -> tuple[int, ...]:
@@ -238,12 +238,11 @@ def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> A
     with no_init_weights():  # touches no memory
         kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=own))
     weights, of_mtp = _weights(cut, types)
-    kinds = {key: of_layers for key in OF_LAYERS if cut.mtp and (of_layers := getattr(config, key, None))}
+    kinds = {key: of_layers for key in config_json.PER_LAYER if cut.mtp and (of_layers := getattr(config, key, None))}
     if cut.mtp:
         config.num_hidden_layers += 1
-        for key in config_json.PER_LAYER:
-            if kinds := getattr(config, key, None):
-                setattr(config, key, [*kinds, kinds[-1]])
+        for key, of_layers in kinds.items():
+            setattr(config, key, [*of_layers, of_layers[-1]])
     options = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
     with _made_on_cpu(kind):
         model, loaded = kind.from_pretrained(None, config=config, state_dict=weights, **options)
@@ -307,13 +306,10 @@ def _weights(cut: Cut, types: dict[str, torch.dtype]) -> tuple[Added, Added]:
     of_mtp: Added = {}
     family = families.of(cut.model.config)
     root, embeddings = family.root(cut.model.weights), (*EMBEDDINGS, family.embedded(cut.model.weights))
-    copies = released.repeated(cut.model).keys() | released.copied(cut.model)
-    for released_name in cut.model.weights:
-        name = released_name
-        if released.COMPUTED.search(name) or name in copies or not _is_taken(name, cut.facts, cut.layers, cut.mtp):
-            continue
-        layer, expert = layer_of(name), EXPERT.search(name)
-        mtp = cut.mtp and layer == cut.facts.layers
+    shapes = model_facts.shapes(cut.config, cut.model.weights)
+    for released_name, (_, part) in _taken(cut.model, cut.layers, cut.mtp).items():
+        expert = EXPERT.search(released_name)
+        name = f"{cut.name(cut.layers)}.{part}" if part else released_name
         if expert and int(expert[1]) not in cut.experts:
             continue
         tensor = released_tensors.read(cut.model, released_name)

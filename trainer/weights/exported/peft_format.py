@@ -78,8 +78,8 @@ def write(trained: Trained, folder: Path, source: str) -> list[str]:
     plain = {name for name in adapters if not _is_of_expert(name)}
     modules = _shortest({module(name) for name in plain if not _as_parameter(name, moe)}, trained, 1)
     parameters = _shortest({f"{module(name)}.weight" for name in plain if _as_parameter(name, moe)}, trained, 3)
-    ends = {name: ".".join(name.split(".")[-2:]) for name in experts}
-    parameters += sorted({f"{ends[name]}.{leaf}" for name, each in experts.items() for leaf in _leaves(each[0])})
+    stacks = {_ending(f"{name}.{leaf}", 3) for name, of_layer in experts.items() for leaf in _leaves(of_layer[0])}
+    parameters += sorted(stacks)
     text = json.dumps(_config(next(iter(adapters.values()))[0], modules, parameters, source), indent=2)
     (folder / SETTINGS).write_text(text + "\n")
     for path in folder.iterdir():

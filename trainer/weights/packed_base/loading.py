@@ -86,9 +86,9 @@ def of_chunk(chunk: Any) -> dict[int, list[Part]]:
         state = {"tensor": value}
         apply_factories(state)
         tensors = [tensor for tensor in nested_values(state) if isinstance(tensor, ShardedTensor)]
-        keys = [tensor.key for tensor in tensors]  # gate and up have the same one, sections of in_proj their own
-        matrices = [(keys[:i].count(key), keys.count(key)) for i, key in enumerate(keys)]
-        parts = [_part(tensor, value.data, matrix) for tensor, matrix in zip(tensors, matrices, strict=True)]
+        keys = [tensor.key for tensor in tensors]  # stacked matrices have the same one, sections do not
+        numbers = [(keys[:place].count(key), keys.count(key)) for place, key in enumerate(keys)]
+        parts = [_part(tensor, value.data, number) for tensor, number in zip(tensors, numbers, strict=True)]
         result[storage(value.data)] = parts
     return result
 

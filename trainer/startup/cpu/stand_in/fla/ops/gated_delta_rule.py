@@ -55,6 +55,6 @@ def _row(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
 
 
 def chunks(x: Tensor) -> Tensor:
-    """Return (rows, tokens, heads, numbers) as (rows, heads, chunks, tokens, numbers), in fp32 and filled up with zeros."""
+    """Return (rows, tokens, heads, numbers) as (rows, heads, chunks, tokens, numbers) in fp32, with zeros added."""
     x = functional.pad(x.transpose(1, 2).float(), (0, 0, 0, -x.shape[1] % CHUNK))
     return x.contiguous().unflatten(2, (-1, CHUNK))
