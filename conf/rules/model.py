@@ -259,6 +259,9 @@ def _biases_and_windows(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     if facts.experts and facts.linear_bias and run.reinforce.steps:
         text = f"{run.reinforce.steps}, but Megatron-Bridge cannot merge adapters of stacked experts to send them"
         yield Broken("rewards of stacks", "reinforce.steps", text, [0])
+    if layout.cp > 1 and run.data.packed and max(of.head_dim for of in facts.variants) > 128:
+        text = f"{layout.cp}, but the kernel for packed rows with heads wider than 128 needs whole rows"
+        yield Broken("wide heads over cp", "layout.cp", text, [1], {"data.packed": [False]})
     if (facts.borrowing or facts.per_layer) and layout.pp > 1:
         text = f"{layout.pp}, but layers use keys, values or embeddings of the first pipeline stage"
         yield Broken("layers that share", "layout.pp", text, [1])

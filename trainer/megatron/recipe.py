@@ -32,13 +32,15 @@ def make_config(run: Run, bridge, resume_step: int | None):
     from trainer.megatron.parameter_groups import parameter_groups
     from trainer.megatron.sequences import make_dataset
     from trainer.patches import batch_ramp as ramp
-    from trainer.patches import packed_positions
+    from trainer.patches import packed_positions, wide_heads
     from trainer.patches.gradients import token_count
 
     train, optimizer, checkpoint = run.train, run.optimizer, run.checkpoint
     precision.prepare(run, resume_step is not None)
     if run.data.packed:
         packed_positions.install()
+    if device.has_gpu():
+        wide_heads.install()
     if train.batch_ramp:
         ramp.install(" ".join(f"{start}:{size}" for start, size in batch_ramp.sizes(train)))
     if device.has_gpu() and token_count.helps(run):

@@ -52,6 +52,7 @@ HEAVY = {
     "gradients/mtp_loss": ["install"],
     "kept_routes": ["install"],
     "packed_positions": ["install"],
+    "wide_heads": ["install"],
     "recompute": ["start_from_the_embedding"],
     "resharding": ["install"],
     "sequence_parallel": ["give_every_adapter_all_tokens"],

@@ -42,7 +42,6 @@ from conf.model_facts import facts_from_hf
 from conf.model_files import weights
 from trainer.megatron.bridges import gemma3
 from trainer.megatron.bridges.mappings import GroupsMapping
-from trainer.startup import device
 
 NAMES = {
     "embedding.word_embeddings.weight": "embed_tokens.weight",
@@ -78,9 +77,6 @@ OF_ROUTER = {
     "mlp.router.scale": "router.scale",
     "mlp.router.per_expert_scale": "router.per_expert_scale",
 }
-
-WIDEST = 256  # width of heads in Transformer Engine's fused attention
-CAUSAL = 1  # torch's number of the mask
 
 
 @dataclass
@@ -166,30 +162,6 @@ def _linear(inputs: int, outputs: int, config) -> torch.nn.Linear:
     return linear
 
 
-class WideAttention(MegatronModule):
-    """Causal attention of heads wider than Transformer Engine's kernels allow, on a GPU, by torch's kernel."""
-
-    def __init__(self, config, *args, **kwargs):
-        super().__init__(config)
-
-    def forward(self, query, key, value, attention_mask, packed_seq_params=None, **kwargs):
-        rows = packed_seq_params
-        # without rows, the tensors are [token, row, head, width], and [row, token, head, width] for the kernel
-        turned = [tensor.transpose(0, 1) if rows is None else tensor[None] for tensor in (query, key, value)]
-        query, key, value = turned
-        key, value = (tensor.repeat_interleave(query.shape[2] // tensor.shape[2], 2) for tensor in (key, value))
-        ends = most = None
-        if rows is not None:
-            ends = rows.cu_seqlens_q if rows.cu_seqlens_q_padded is None else rows.cu_seqlens_q_padded
-            most = rows.max_seqlen_q
-        drop = self.config.attention_dropout if self.training else 0.0
-        out, *_ = torch.ops.aten._efficient_attention_forward(
-            query, key, value, None, ends, ends, most, most, drop, CAUSAL, True, scale=self.config.softmax_scale
-        )
-        out = out.transpose(0, 1).flatten(2) if rows is None else out[0].flatten(1)
-        return out
-
-
 class Attention(SelfAttention):
     """Attention with a norm of values.
 
@@ -202,11 +174,11 @@ class Attention(SelfAttention):
         self.wide, config.num_query_groups, config.kv_channels, self.weights = config.heads[layer_number]
         lacking = (3 - self.weights) * config.num_query_groups * config.kv_channels
         submodules = replace(submodules, linear_qkv=partial(_without, lacking, submodules.linear_qkv))
-        if config.kv_channels > WIDEST and device.has_gpu():
-            submodules = replace(submodules, core_attention=WideAttention)
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         if self.weights == 1:
             self.k_layernorm = None
+        elif config.perform_initialization:  # scores have no factor: without this, gradients of new models overflow
+            torch.nn.init.constant_(self.k_layernorm.weight, config.kv_channels**-0.5)
 
     def forward(self, *args, rotary_pos_emb, **kwargs):
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb[self.wide], **kwargs)
