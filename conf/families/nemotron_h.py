@@ -145,7 +145,7 @@ FAMILY = Family(
     | {"time_step_limit": UNLIMITED, "mamba_dt_limit": UNLIMITED, "residual_in_fp32": (False,)}
     | {"use_conv_bias": (True,), "mamba_conv_bias": (True,)},
     fixed=FIXED,
-    not_null=(*ROUTING, "layer_norm_epsilon", "time_step_min", "chunk_size"),
+    not_null=(*ROUTING, "layer_norm_epsilon", "time_step_min", "chunk_size", "intermediate_size"),
     defaults={"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "norm_topk_prob": True},
     facts=facts,
     layer=layer,

@@ -36,15 +36,16 @@ def _forward(self, query, key, value, *others, packed_seq_params=None, **options
 
 def attend(query, key, value, rows, scale: float, drop: float = 0.0, window: tuple[int, int] = (-1, 0)):
     """Return the output of causal attention, with heads side by side. `window` counts earlier tokens; -1 is all."""
-    if rows is None:  # [token, row, head, width]
-        count, many = query.shape[:2]
+    shape = (*query.shape[:-2], -1)  # [token, row] or, packed, [token]
+    if rows is None:
+        count = shape[0]
         query, key, value = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value))
         ends = torch.arange(0, len(query) + 1, count, dtype=torch.int32, device=query.device)
     else:
         ends = (rows.cu_seqlens_q if rows.cu_seqlens_q_padded is None else rows.cu_seqlens_q_padded).clone()
         ends[-1] = len(query)  # else the output of padding at the end would be left unwritten
     out = (_flash if query.shape[-1] <= FLASH else _any_width)(query, key, value, ends, scale, drop, window[0])
-    return out.flatten(1) if rows is not None else out.unflatten(0, (many, count)).transpose(0, 1).flatten(2)
+    return out.flatten(1) if rows is not None else out.unflatten(0, shape[1::-1]).transpose(0, 1).flatten(2)
 
 
 def _flash(query, key, value, ends, scale, drop, window):
