@@ -19,7 +19,7 @@ def drawn(tokens: int, heads: int = 3, key: int = 16, value: int = 24) -> list[t
 
 
 def gradients(output: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    weight = torch.linspace(-1, 1, output.numel()).view_as(output)
+    weight = torch.linspace(-1, 1, output.numel(), device=output.device).view_as(output)
     return list(torch.autograd.grad((output * weight).sum(), inputs))
 
 
