@@ -1,8 +1,8 @@
 """Gemma 4, the text model: dense, or with a dense MLP and experts next to each other in each layer.
 
-Layers without a window have wider heads, of which a part is rotated, and can use keys as values. Norms follow
-attention, each MLP and their sum. The output of a layer is scaled by a number that is not trained. In small models the
-last layers have the keys and values of earlier layers, and each layer has a second embedding.
+Layers without a window have wider heads. A part of each of these heads is rotated, and their keys can be their values.
+Norms follow attention, each MLP and their sum. The output of a layer is scaled by a number that is not trained. In
+small models the last layers have the keys and values of earlier layers, and each layer has a second embedding.
 
 Scores of attention are not scaled. Drawn norms of keys are therefore small, or attention would take one token only.
 """

@@ -67,7 +67,7 @@ def test_transformers_loads_every_tensor(folders, kind):
     copied = families.of(KINDS[kind]).copied  # a tiny model has no vision tower
     assert not [name for name in info["missing_keys"] if not name.startswith(copied)] and not info["mismatched_keys"]
     assert all(name.startswith("model.layers.4.") for name in info["unexpected_keys"])
-    # the layer that transformers does not build; it ignores those in mtp.* without a word
+    # the layer that transformers does not build; it ignores those in mtp.* silently
     numbered = KINDS[kind].get("num_nextn_predict_layers") and not families.of(KINDS[kind]).ahead
     assert bool(info["unexpected_keys"]) == bool(numbered)
 
