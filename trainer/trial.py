@@ -148,6 +148,7 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
     if facts.dense_too:
         shorter["mlp_only_layers"] = [layer for layer in facts.dense_too if layer < layers]
     shorter |= {key: config[key][:layers] for key in config_json.PER_LAYER if config.get(key)}
+    shorter |= families.of(config).cut(config, layers)
     if missing := {*facts.kinds} - {*facts_from_hf(shorter).kinds}:
         raise Fault(f"--layers: {layers} leaves no {missing.pop()} layer of {facts.layers}")
     return shorter

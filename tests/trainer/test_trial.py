@@ -10,6 +10,7 @@ import pytest
 
 from conf.load import load
 from conf.model_facts import facts_from_hf
+from conf.model_files import config_json
 from conf.planner.hardware import GPUS
 from conf.planner.verdict import config_of
 from conf.rules.layout import problems
@@ -17,6 +18,7 @@ from contract import installation
 from contract.faults import Fault
 from trainer import trial
 from trainer.profiling import report
+from trainer.rehearsal.tiny_models import KINDS
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
@@ -134,6 +136,14 @@ def test_the_measured_run_is_legal_for_dense_and_moe_models(name, tmp_path):
 def test_kinds_of_layers_are_cut_off_with_the_layers():
     config = config_of(load("tiny", ["model.source=openai/gpt-oss-20b"], illegal=True))[0]
     assert trial.cut(config, 3)["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def test_a_cut_model_keeps_the_layers_that_have_keys_of_their_own():
+    config = config_json.of_text(KINDS["gemma4"])  # the last 4 of its 8 layers take keys of earlier ones
+    kinds = facts_from_hf(config).kinds
+    longer = config | {"num_hidden_layers": 12, "layer_types": config["layer_types"] + config["layer_types"][:4]}
+    cut = trial.cut(longer | {"num_kv_shared_layers": 8}, 8)
+    assert (cut["num_kv_shared_layers"], facts_from_hf(cut).kinds) == (4, kinds)
 
 
 def test_layers_that_are_dense_by_their_number_are_cut_off():
