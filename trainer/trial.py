@@ -1,6 +1,7 @@
 """Take a few real steps of a run's layout on this machine, and compare time and memory with the plan.
 
-    python -m trainer.trial CONF [--steps N] [--layers K] [--gpu KIND] [--profile] [--json] [key=value ...]
+    python -m trainer.trial CONF [--steps N] [--layers K] [--rows TOKENS] [--gpu KIND] [--profile] [--json]
+        [key=value ...]
     python -m trainer.trial CONF --best N [--steps N] [--layers K] [--gpu KIND] [--json] [key=value ...]
 
     python -m trainer.trial glm47 --layers 6 layout.nodes=1 layout.gpus_per_node=1 layout.tp=1 layout.sp=false \\
@@ -58,7 +59,7 @@ from conf.planner.memory import memory
 from conf.planner.timing import Timing, timing
 from conf.rules import objectives, schedule
 from conf.rules.gpus import takes
-from conf.rules.layout import grid, problems
+from conf.rules.layout import grid, packing_multiple, problems
 from conf.schema.run import Run
 from contract import closed_pipe
 from contract.faults import Fault
@@ -93,10 +94,15 @@ def main() -> int:
         facts = facts_from_hf(config)
         if found := problems(run, facts):
             raise Fault("\n".join(found))
+        if options.rows and not run.data.packed:
+            raise Fault("--rows: only for packed rows, but data.packed is false")
+        if options.rows and (options.rows > run.data.seq_length or options.rows % packing_multiple(run.layout)):
+            most, unit = run.data.seq_length, packing_multiple(run.layout)
+            raise Fault(f"--rows: {options.rows} is not a multiple of {unit} up to data.seq_length, {most}")
         gpu = read(options.gpu) if options.gpu else None
         keeps = _profile_folder(options) if options.profile else None
         with tempfile.TemporaryDirectory(prefix="trial-") as folder:
-            settled = settle(run, config, options.steps, Path(folder), bool(keeps))
+            settled = settle(run, config, options.steps, Path(folder), bool(keeps), options.rows)
             purpose = f"trial of {run.name}, started by hand"
             hold = gpu_locks.take(purpose, _to_stderr, count=takes(settled, "train").gpus) or gpu_locks.Hold()
             with contextlib.closing(hold):
@@ -154,7 +160,9 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
     return shorter
 
 
-def settle(run: Run, config: dict[str, Any], steps: int, folder: Path, profiled: bool = False) -> Run:
+def settle(
+    run: Run, config: dict[str, Any], steps: int, folder: Path, profiled: bool = False, rows: int | None = None
+) -> Run:
     """Return the run to measure, with model, tokens and results in this folder."""
     steps += RECORDED if profiled else 0
     names = ("model", "base", "data", "output", "logs", "export")
@@ -167,13 +175,13 @@ def settle(run: Run, config: dict[str, Any], steps: int, folder: Path, profiled:
     for name in names:
         (folder / name).mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(families.as_text(config)))
-    write_tokens(settled, facts.vocab)
+    write_tokens(settled, facts.vocab, rows or run.data.seq_length)
     return settled
 
 
 @dataclass(frozen=True)
 class RandomRows:
-    """Rows of random tokens, all as long as a sequence plus its last label."""
+    """Rows of random tokens."""
 
     lengths: np.ndarray
     vocab: int
@@ -184,15 +192,17 @@ class RandomRows:
         return ids, np.ones(len(ids), bool)
 
 
-def write_tokens(run: Run, vocab: int) -> None:
-    """Write prepared data for one step, which training repeats."""
-    rows, place = run.train.global_batch, Path(run.paths.data)
-    source = RandomRows(np.full(rows, run.data.seq_length + 1), vocab)
+def write_tokens(run: Run, vocab: int, length: int) -> None:
+    """Write prepared data for one step, which training repeats: sequences full of rows of this length."""
+    each, place = run.data.seq_length // length, Path(run.paths.data)
+    rows = run.train.global_batch * each
+    source = RandomRows(np.full(rows, length + 1), vocab)  # and the last label
     file = place / "training.idx.parquet"
-    sequences_file.write(file, source, np.arange(rows), np.arange(rows + 1), pad_to=None, pad_id=0)
-    counts = {"training": rows, "validation": 0, "test": 0}
+    sequences_file.write(file, source, np.arange(rows), np.arange(0, rows + 1, each), pad_to=None, pad_id=0)
     manifest = {"kind": "sft", "files": {}, "settings": {}, "sources": [], "tokenizer": ""}
-    manifest |= {"rows": counts, "sequences": counts, "vocab_size": vocab, "pad_id": 0}
+    for key, count in (("rows", rows), ("sequences", run.train.global_batch)):
+        manifest[key] = {"training": count, "validation": 0, "test": 0}
+    manifest |= {"vocab_size": vocab, "pad_id": 0}
     (place / MANIFEST).write_text(json.dumps(manifest))
 
 
@@ -307,7 +317,7 @@ def lines(answer: dict[str, Any]) -> Iterator[str]:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number of layouts")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return int(text)
 
 
@@ -315,6 +325,7 @@ def _arguments() -> argparse.Namespace:
     parser = entry.parser_of_run("trainer.trial", __doc__, "layout.nodes=1 layout.ep=8")
     parser.add_argument("--steps", type=int, default=8, metavar="N", help="steps, the first two to warm up (8)")
     parser.add_argument("--layers", type=int, metavar="K", help="number of layers to keep (all)")
+    parser.add_argument("--rows", type=_positive, metavar="TOKENS", help="length of packed rows (a whole sequence)")
     parser.add_argument("--gpu", metavar="KIND", help="plan for this GPU instead of this machine's")
     parser.add_argument("--best", type=_positive, metavar="N", help="try the N fastest plans, and name the fastest")
     parser.add_argument("--profile", action="store_true", help="record one more step, and report its activity")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pyarrow import parquet
 
 from conf.load import load
 from conf.model_facts import facts_from_hf
@@ -131,6 +132,13 @@ def test_the_measured_run_is_legal_for_dense_and_moe_models(name, tmp_path):
     settled = trial.settle(run, config, 3, tmp_path)
     assert settled.moe.force_balance == bool(facts.experts)
     assert problems(settled, facts) == []
+
+
+def test_packed_rows_of_a_trial_have_the_length_that_is_given(tmp_path):
+    run = load("llama31-8b-1xh100", ["data.packed=true", "data.seq_length=4096", "train.global_batch=2"])
+    trial.settle(run, trial.cut(config_of(run)[0], 1), 3, tmp_path, rows=1024)
+    starts = parquet.read_table(tmp_path / "data" / "training.idx.parquet")["seq_start_id"].to_pylist()
+    assert starts == [[0, 1025, 2050, 3075]] * 2  # each row with its last label
 
 
 def test_kinds_of_layers_are_cut_off_with_the_layers():
