@@ -46,7 +46,7 @@ def attend(query, key, value, rows, scale: float, drop: float = 0.0, window: tup
         ends = torch.arange(0, len(query) + 1, shape[0], dtype=torch.int32, device=query.device)
     else:
         ends = (rows.cu_seqlens_q if rows.cu_seqlens_q_padded is None else rows.cu_seqlens_q_padded).clone()
-        ends[-1] = len(query)  # else the output of padding at the end would be left unwritten
+        ends[-1:].fill_(len(query))  # else the output of padding at the end would be left unwritten
     if query.shape[-1] <= FLASH:
         out = _flash(query, key, value, ends, scale, drop, window[0])
     else:
@@ -100,28 +100,31 @@ class Blocks(torch.autograd.Function):
         for queries, keys, seen in _seen(query, key, ends, *ctx.options):
             above = gradient[:, queries].flatten(1, 2)
             to_seen = _product(above, value[:, keys].mT)
-            to_scores = torch.ops.aten._softmax_backward_data(to_seen, seen, -1, seen.dtype).mul_(scale).to(query.dtype)
+            to_scores = torch.ops.aten._softmax_backward_data(to_seen, seen, -1, seen.dtype).to(query.dtype)
             to_value[:, keys] += _product(seen.to(value.dtype).mT, above)
             to_key[:, keys] += _product(to_scores.mT, query[:, queries].flatten(1, 2))
             to_query[:, queries] = torch.bmm(to_scores, key[:, keys]).view_as(to_query[:, queries])
-        return to_query, to_key.to(key.dtype), to_value.to(value.dtype), None, None, None, None
+        return to_query * scale, (to_key * scale).to(key.dtype), to_value.to(value.dtype), None, None, None, None
 
 
 def _seen(query, key, ends, listed, scale, window):
     """Yield blocks of queries, the keys that one of them sees, and how much each query sees of each key."""
-    place = torch.arange(query.shape[1], device=query.device)
-    since = ends[torch.searchsorted(ends, place, right=True) - 1].long()  # the first key that a query sees
+    places = torch.arange(query.shape[1], device=query.device)
+    since = ends[torch.searchsorted(ends, places, right=True) - 1].long()  # the first key that a query sees
     if window >= 0:
-        since = since.maximum(place - window)
+        since = since.maximum(places - window)
     for begin in range(0, query.shape[1], BLOCK):
         last = min(begin + BLOCK, query.shape[1])
-        first = listed[bisect_right(listed, begin) - 1]
+        first, of_last = (listed[bisect_right(listed, place) - 1] for place in (begin, last - 1))
         first = max(first, begin - window) if window >= 0 else first
-        queries, keys = slice(begin, last), slice(first, last)
-        scores = _product(query[:, queries].flatten(1, 2), key[:, keys].mT).mul_(scale)
-        hidden = (place[keys] < since[queries, None]) | (place[keys] > place[queries, None])
-        scores.unflatten(1, (last - begin, -1)).masked_fill_(hidden[:, None], float("-inf"))
-        yield queries, keys, scores.softmax(-1)
+        clear = begin if of_last <= first and window < 0 else first  # all see the keys before this one
+        scores = _product(query[:, begin:last].flatten(1, 2), key[:, first:last].mT)
+        if scale != 1:
+            scores.mul_(scale)
+        hidden = (places[clear:last] < since[begin:last, None]) | (places[clear:last] > places[begin:last, None])
+        of_each = scores.unflatten(1, (last - begin, -1))[..., clear - first :]
+        of_each.masked_fill_(hidden[:, None], float("-inf"))
+        yield slice(begin, last), slice(first, last), scores.softmax(-1)
 
 
 def _product(one, other):

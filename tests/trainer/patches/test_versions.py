@@ -27,6 +27,7 @@ LIGHT = {
     "families/minimax_m2": "install",
     "families/nemotron_h": "install",
     "families/router_biases": "install",
+    "families/row_ends": "install",
     "families/scaled_positions": "install",
     "gradients/accumulation": "install",
     "gradients/split": "install",

@@ -17,7 +17,7 @@ from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from transformers.utils import import_utils
 
 from trainer.patches import versions
-from trainer.patches.families import delta_kernels
+from trainer.patches.families import delta_kernels, row_ends
 
 
 def show_package() -> None:
@@ -38,6 +38,7 @@ def use_kernels(bridge: ModuleType) -> None:
     from megatron.core.ssm.gated_delta_net import common, gdn
 
     delta_kernels.choose_configurations()
+    row_ends.install()
     common.HAVE_FLA = True
     common.l2norm = l2norm
     gdn.causal_conv1d = causal_conv1d
