@@ -158,18 +158,23 @@ def take(one: Trial, variables: dict[str, str] | None = None, more: list[str] | 
 
     `variables` are added to the environment, `more` to the command.
     """
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"} | (variables or {})
+    return answer([*one.command, *(more or [])], variables or {})
+
+
+def answer(command: list[str], variables: dict[str, str], seconds: float = SECONDS) -> dict[str, Any]:
+    """The JSON in the last line of a Python command's output, or the reason why there is none."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"} | variables
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        [sys.executable, *one.command, *(more or [])], cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True,
+        [sys.executable, *command], cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True,
         start_new_session=True,
     ) as process:  # fmt: skip
         try:
-            out, errors = process.communicate(timeout=SECONDS)
+            out, errors = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             out, errors = process.communicate()
-            return {"failed": f"took more than {SECONDS} s", "stderr": errors[-2000:]}
+            return {"failed": f"took more than {seconds:.0f} s", "stderr": errors[-2000:]}
     try:
         return json.loads(out.splitlines()[-1])
     except (IndexError, ValueError):
