@@ -1,4 +1,4 @@
-"""trainer/patches/families/row_ends.py: layers share one check of the ends of packed rows."""
+"""trainer/patches/families/row_ends.py: layers share what is known of the ends of packed rows."""
 
 import torch
 
@@ -20,3 +20,12 @@ def test_a_tensor_equals_itself_without_a_comparison(monkeypatch):
     assert own.equal(one, one.clone()) and not own.equal(one, other) and own.zeros is torch.zeros
     monkeypatch.delattr(torch, "equal")
     assert own.equal(one, one)
+
+
+def test_chunks_of_rows_are_computed_and_copied_once():
+    asked = []
+    offsets = row_ends.known(lambda ends, size: asked.append(size) or (ends.diff() // size).cumsum(-1))
+    ends = torch.tensor([0, 64, 256])
+    found = [offsets(ends, 64) for _ in range(3)] + [offsets(ends, 32)]
+    assert [one[-1].item() for one in found] == [4, 4, 4, 8] and asked == [64, 32]
+    assert found[0].as_subclass(torch.Tensor).tolist() == [1, 4] and type(found[0][-1]) is torch.Tensor

@@ -11,6 +11,7 @@ more packages than this project has.
 from types import SimpleNamespace
 
 import torch
+from megatron.core import jit
 from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.transformer.utils import (
@@ -19,10 +20,10 @@ from megatron.core.transformer.utils import (
     sharded_state_dict_default,
 )
 from torch import Tensor, nn
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import rms_norm, silu, softplus
 
 from trainer.patches import versions
-from trainer.patches.families import delta_kernels, delta_nets
+from trainer.patches.families import delta_kernels, delta_nets, row_ends
 from trainer.startup.cpu.stand_in.fla.ops import simple_gla
 
 delta_nets.show_package()
@@ -30,6 +31,12 @@ from fla.modules.convolution import causal_conv1d  # noqa: E402
 from fla.ops.simple_gla import chunk_simple_gla  # noqa: E402
 
 scan = delta_kernels.by_size(chunk_simple_gla, simple_gla.chunk_simple_gla, value=64)
+
+
+@jit.jit_fuser
+def gated(y: Tensor, x: Tensor, skip: Tensor, z: Tensor) -> Tensor:
+    """Add the input of each head, and multiply by the gate: one kernel on a GPU."""
+    return ((y + skip[:, None] * x).flatten(2).float() * silu(z.float())).to(x.dtype)
 
 
 class GroupNorm(nn.Module):
@@ -41,9 +48,8 @@ class GroupNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        groups = x.float().unflatten(-1, (-1, self.group_size))
-        normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.flatten(-2).to(self.weight.dtype)
+        groups = rms_norm(x.unflatten(-1, (-1, self.group_size)), (self.group_size,), eps=self.eps)
+        return self.weight * groups.flatten(-2).to(self.weight.dtype)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
@@ -82,16 +88,13 @@ class Mamba(mamba_mixer.MambaMixer):
         xBC, _ = causal_conv1d(x=xBC.contiguous(), weight=weight, bias=bias, activation="silu", cu_seqlens=ends)
         x, B, C = xBC.split([inner, keys, keys], -1)
         x = x.unflatten(-1, (-1, self.headdim))
-        B, C = (
-            y.unflatten(-1, (-1, self.d_state)).repeat_interleave(x.shape[2] // part.ngroups_local_tpcp, 2)
-            for y in (B, C)
-        )
+        shape = (*x.shape[:2], part.ngroups_local_tpcp, x.shape[2] // part.ngroups_local_tpcp, self.d_state)
+        B, C = (y.unflatten(-1, (-1, 1, self.d_state)).expand(shape).flatten(2, 3) for y in (B, C))
         dt = softplus(dt.float() + part.get_dt_bias().float()).clamp(min=self.least_step)
         decay = -part.get_A_log().float().exp() * dt
         y, _ = scan(C, B, (x * dt[..., None]).to(x.dtype), g=decay, scale=1.0, cu_seqlens=ends)
-        y = (y + part.get_D()[:, None] * x).flatten(2).float() * silu(z.float())
-        y = part.post_conv_ssm(y.to(x.dtype).transpose(0, 1).contiguous(), packed_seq_params)
-        return self.norm(y)
+        y = gated(y, x, part.get_D(), z).transpose(0, 1).contiguous()
+        return self.norm(part.post_conv_ssm(y, packed_seq_params))
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """Return core's, with the module's names of weights. Core also reads in_proj.weight, which merges adapters."""
@@ -111,5 +114,6 @@ class Mamba(mamba_mixer.MambaMixer):
 def install() -> None:
     versions.check(__name__)
     delta_kernels.choose_configurations()
+    row_ends.install()
     mamba_mixer.HAVE_MAMBA_SSM = True
     mamba_mixer.ExtendedRMSNorm = GroupNorm

@@ -1,10 +1,12 @@
-"""Patch for megatron-core's gated delta nets with packed rows: check once per micro batch where the rows end.
+"""Patch for layers that ask the GPU where packed rows end: the host asks once per micro batch, and not in each layer.
 
-Megatron-core checks it in every layer, and the host waits for the GPU five times each. A step of Qwen3.5-35B on an H100
-took 7.4 s, of which the GPU computed 6.3 s. Remove when core's layer waits for nothing.
+Megatron-core's gated delta net asks five times, and flash-linear-attention's scan of Mamba-2 layers four times. The
+host waits for the GPU each time, and then the GPU for the host. A step of Qwen3.5-35B on an H100 took 7.4 s, of which
+the GPU computed 6.3 s. Remove when neither waits.
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from types import ModuleType
 
@@ -12,7 +14,8 @@ import torch
 
 from trainer.patches import versions
 
-CHECKED = "_checked_ends"
+CHECKED, CHUNKS = "_checked_ends", "_chunks_of_rows"
+SCAN = "fla.ops.common.chunk_h"
 
 
 class Torch(ModuleType):
@@ -26,9 +29,20 @@ class Torch(ModuleType):
         return one is other or torch.equal(one, other)
 
 
+class Offsets(torch.Tensor):
+    """Numbers on the GPU; those that are selected come from a copy on the host."""
+
+    on_host: torch.Tensor
+
+    def __getitem__(self, place):
+        return self.on_host[place]
+
+
 def install() -> None:
-    """Check once in this process."""
+    """Ask once in gated delta nets and scans of this process."""
     versions.check(__name__)
+    if scan := sys.modules.get(SCAN):
+        scan.prepare_chunk_offsets = known(scan.prepare_chunk_offsets)  # pyright: ignore[reportAttributeAccessIssue]
     from megatron.core.ssm.gated_delta_net import common, gdn
 
     if not isinstance(gdn.torch, Torch):
@@ -48,3 +62,19 @@ def checked_once(check: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         return ends
 
     return resolve
+
+
+def known(offsets: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    """Remember on the ends where the chunks of each row begin."""
+
+    @functools.wraps(offsets)
+    def of_rows(ends: torch.Tensor, size: int) -> torch.Tensor:
+        if not hasattr(ends, CHUNKS):
+            setattr(ends, CHUNKS, {})
+        kept: dict[int, Offsets] = getattr(ends, CHUNKS)
+        if size not in kept:
+            kept[size] = offsets(ends, size).as_subclass(Offsets)
+            kept[size].on_host = kept[size].as_subclass(torch.Tensor).cpu()
+        return kept[size]
+
+    return of_rows
