@@ -51,6 +51,7 @@ def facts(keys: Keys) -> ModelFacts:
         borrowing=borrowing,
         borrowing_ffn=found.ffn * (2 if config.get("use_double_wide_mlp") else 1),
         per_layer=keys.size("hidden_size_per_layer_input"),
+        capped=bool(config.get("final_logit_softcapping")),
     )
     own = {kind.replace("borrowing_", "") for kind in found.kinds if "borrowing" in kind}
     if not own <= {*found.kinds}:

@@ -170,6 +170,7 @@ def logits(run: Run, facts: ModelFacts) -> int:
     has_teacher = objectives.has_teacher(run)
     own_loss = has_teacher or run.train.precision == "fp16"
     copied = 0 if own_loss else rows * (4 if exact else t.byte)
+    copied += rows * t.byte if facts.capped else 0  # kept for the gradient
     in_fp32 = 12 * rows if has_teacher else 8 * rows if twice else 0
     return rows * of_each * (1 + (facts.mtp_layers if run.model.mtp else 0)) + copied + in_fp32
 

@@ -29,6 +29,8 @@ GEMM = {"fp32": 0.75, "bf16": 0.78, "current": 0.80, "delayed": 0.80, "blockwise
 # Share of TFLOPS in causal attention over long sequences, forward and backward together, and the number of tokens at
 # which the share is half as large.
 ATTENTION, ATTENTION_HALF = 0.58, 900
+# The same with heads wider than 256, by matrix products (trainer/patches/wide_heads.py): H200, 27 November 2026.
+WIDE, WIDE_HEADS = 0.14, 256
 ATTENTION_64 = 0.75  # factor of this share at a head width of 64: fewer products for each exponential
 DELTA_RULE = 0.12  # share of FLOP/s of a gated delta rule's kernels; a trial of Qwen3-Next was bound by the host
 ATTENTION_BACKWARD = 2.5  # flash attention computes 5 products backward, 2 forward
@@ -161,6 +163,8 @@ def attention(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> float:
     flops = work.attention(run, facts, kind) / gpu.flops(run.train.precision)
     if facts.delta_of(kind):
         return flops / DELTA_RULE
+    if facts.of(kind).head_dim > WIDE_HEADS:
+        return flops / WIDE
     length = run.data.seq_length / run.layout.cp  # a ring computes piece by piece
     narrow = ATTENTION_64 if not facts.kv_rank and facts.head_dim <= 64 else 1.0
     share = ATTENTION * narrow * length / (length + ATTENTION_HALF)

@@ -88,6 +88,7 @@ class ModelFacts:
     blocks: tuple[str, ...] = ()
     latent: int = 0  # width of tokens between the two layers around routed experts; 0 = hidden, without such layers
     tied: bool = False  # the output layer is the embedding
+    capped: bool = False  # logits are capped smoothly
     positions: int = 0  # learned positions; 0 = rotary ones, which have no parameters, or none
     rotary: bool = True
     vocab_pad: int = 0  # the vocabulary is padded to a multiple of this * tp; 0 = not padded

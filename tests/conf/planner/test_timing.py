@@ -209,7 +209,9 @@ GPT2_TWO = f"{GPT2} optimizer.distributed=true layout.gpus_per_node=2 train.glob
             "layout.gpus_per_node=1 layout.ep=1 train.global_batch=4 moe.force_balance=true",
             2.026,
         ),
-        ("qwen35-35b-1xh100", "qwen35-35b-a3b", 40, "h100", "moe.force_balance=true", 6.691),
+        ("qwen35-35b-1xh100", "qwen35-35b-a3b", 40, "h200", "moe.force_balance=true", 7.163),
+        ("gemma4-26b-1xh100", "gemma4-26b", 30, "h200", "moe.force_balance=true", 7.179),
+        ("gemma3-12b-1xl40s", "gemma3-12b", 48, "h200", "hardware.gpu=h200", 9.919),
         (
             "qwen35-35b-1xh100",
             "qwen35-35b-a3b",
