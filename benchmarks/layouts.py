@@ -98,7 +98,7 @@ TABLE = (
     ),
     *(
         Case(model, cut)
-        for model in ("qwen3-next-mtp", "qwen3-5-moe-mtp")
+        for model in ("qwen3-next-mtp", "qwen3-5-moe-mtp", "nemotron-h-mtp")
         for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "dp=2")
     ),
     *(Case("qwen3-5-mtp", cut) for cut in ("tp=2 sp=true", "dp=2", "cp=2")),
@@ -113,6 +113,7 @@ TABLE = (
     Case("qwen3-next", "ep=2", base="fp8"),
     *(Case("nemotron-h-latent", cut, base="fp8") for cut in ("tp=2 sp=true etp=2", "ep=2")),
     *(Case("nemotron-h", cut, packed=True) for cut in ("tp=2 sp=true", "pp=2", "cp=2")),
+    *(Case("nemotron-h-mtp", cut, packed=True) for cut in ("tp=2 sp=true etp=2", "pp=2 vpp=2 ep=2", "cp=2")),
     *(Case("gemma4-text", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "tp=2 sp=true", "dp=2", "ep=4")),
     Case("gemma4-text", "ep=2", packed=True),
     *(Case("gemma4", cut) for cut in ("tp=2 sp=true", "tp=2", "dp=2")),

@@ -1,7 +1,7 @@
 """Nemotron-H, Nemotron 3 Nano and Super: each layer is one block, a Mamba-2 layer, attention, experts or an MLP.
 
-Attention has no positions. Experts of Super see tokens of a smaller width, moe_latent_size. An export copies the
-multi-token-prediction layers of a release (mtp.*), which transformers does not build.
+Attention has no positions. Experts of Super see tokens of a smaller width, moe_latent_size. Its multi-token-prediction
+layer (mtp.*) consists of two blocks, attention and experts. transformers does not build it.
 
 Without kernels, as on a CPU, transformers raises time steps to time_step_min, and so does Megatron's model on a CPU.
 Mamba's kernels and vLLM do not, and neither does Megatron's model on a GPU.
@@ -9,6 +9,7 @@ Mamba's kernels and vLLM do not, and neither does Megatron's model on a GPU.
 
 from dataclasses import replace
 
+from conf.families.parts import tensors
 from conf.families.parts.family import Balance, Family, Serving
 from conf.families.parts.keys import Keys
 from conf.families.parts.sizes import DeltaNet, ModelFacts
@@ -25,12 +26,12 @@ SHARED = "moe_shared_expert_intermediate_size"
 EXPERTS = {"n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", SHARED, "moe_latent_size"}
 ROUTING = ("routed_scaling_factor", "n_group", "topk_group")
 LAYERS = {"layers_block_type", "hybrid_override_pattern", "num_hidden_layers"}
-# How Mamba's kernels work, initial values, keys that no code reads, and layers that an export copies.
+OF_AHEAD = {"num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"}
+# How Mamba's kernels work, initial values, and keys that no code reads.
 UNUSED = {"chunk_size", "mamba_chunk_size", "mamba_ssm_cache_dtype", "use_mamba_kernels", "moe_shared_expert_overlap"}
 UNUSED |= {"rescale_prenorm_residual", "time_step_max", "time_step_floor", "mamba_dt_max", "mamba_dt_init_floor"}
 UNUSED |= {"expand", "mamba_expand", "rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor"}
 UNUSED |= {"norm_eps", "rms_norm_eps", "num_logits_to_keep"}
-UNUSED |= {"num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"}
 UNLIMITED = ([0.0, {"__float__": "Infinity"}],)  # as contract/json_object.py reads Infinity
 FIXED = {"n_shared_experts": 1, "tie_word_embeddings": False, "use_bias": False, "mlp_bias": False}
 FIXED |= {"attention_bias": False, "mamba_proj_bias": False}
@@ -43,6 +44,7 @@ def facts(keys: Keys) -> ModelFacts:
     return ModelFacts(
         layers=len(blocks),
         blocks=blocks,
+        mtp_layers=_ahead(keys, moe),
         hidden=size("hidden_size", least=1),
         heads=size("num_attention_heads", least=1),
         kv_heads=size("num_key_value_heads", least=1),
@@ -88,8 +90,31 @@ def _blocks(keys: Keys) -> tuple[str, ...]:
     return tuple(BLOCKS[str(name)] for name in names)
 
 
+def _ahead(keys: Keys, moe: bool) -> int:
+    """Return the number of multi-token-prediction layers. Their keys are read in the order of transformers."""
+    count, usual = keys.size("num_nextn_predict_layers", default=0), ["attention", "moe"]
+    blocks, pattern = keys.config.get("mtp_layers_block_type") or usual, keys.config.get("mtp_hybrid_override_pattern")
+    if blocks == usual and isinstance(pattern, str):
+        blocks = [LETTERS.get(letter) for letter in pattern]
+    if count and (count > 1 or blocks != usual or not moe):
+        described = f"{count} of {show(blocks)} in a model {'with' if moe else 'without'} experts"
+        text = "but only 1 of attention and moe is supported, in a model with experts; with 0 it is copied"
+        raise ValueError(f"config.json: num_nextn_predict_layers is {described}, {text}")
+    return count
+
+
 def layer(facts: ModelFacts, kind: str) -> Tensors:
-    parts = {"mamba": _mamba, "attention": grouped_attention, "moe": _experts, "dense": _mlp}[facts.base(kind)](facts)
+    found = [_block(facts, block) for block in facts.base(kind).split("_")]
+    if kind != "mtp":
+        return [tensor for block in found for tensor in block]
+    found = [
+        replace(tensor, name=f"layers.{number}.{tensor.name}") for number, block in enumerate(found) for tensor in block
+    ]
+    return found + tensors.renamed(tensors.mtp(facts), {"shared_head.norm.weight": tensors.LAST_AHEAD})
+
+
+def _block(facts: ModelFacts, kind: str) -> Tensors:
+    parts = {"mamba": _mamba, "attention": grouped_attention, "moe": _experts, "dense": _mlp}[kind](facts)
     parts = [replace(part, name=f"mixer.{part.name.removeprefix('self_attn.')}") for part in parts]
     return [Tensor("norm.weight", (facts.hidden,), "norms"), *parts]
 
@@ -140,7 +165,7 @@ def ends(facts: ModelFacts) -> tuple[Tensors, Tensors]:
 FAMILY = Family(
     architecture="NemotronHForCausalLM",
     model_type="nemotron_h",
-    read=SIZES | NETS | EXPERTS | LAYERS | UNUSED | {*ROUTING, *FIXED, "layer_norm_epsilon"},
+    read=SIZES | NETS | EXPERTS | LAYERS | OF_AHEAD | UNUSED | {*ROUTING, *FIXED, "layer_norm_epsilon"},
     assumed={"mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",), "norm_topk_prob": (True,)}
     | {"time_step_limit": UNLIMITED, "mamba_dt_limit": UNLIMITED, "residual_in_fp32": (False,)}
     | {"use_conv_bias": (True,), "mamba_conv_bias": (True,)},
@@ -156,7 +181,10 @@ FAMILY = Family(
     by_name=True,
     balance=Balance(always=True, moves_bias=True),
     serving=Serving(on_cpu="vLLM's kernels of Mamba-2 need a GPU"),
-    copied=("mtp.",),
+    ahead="mtp.",
     constants={"mixer.D": 1.0, "dt_bias": -3.0, "norm_f.weight": 1.0},
-    releases={"nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6},
+    releases={
+        "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6,
+        "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": 123.6,
+    },
 )

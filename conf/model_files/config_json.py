@@ -20,7 +20,8 @@ from contract.faults import Fault
 from contract.json_object import show
 
 NAME = "config.json"
-AHEAD, OF_AHEAD = "mtp_num_hidden_layers", re.compile(r"mtp\.")  # MTP layers, and their names in the files
+# Number of MTP layers by model_type, or for others, and their names in the files.
+AHEAD, OTHERS, OF_AHEAD = {"nemotron_h": "num_nextn_predict_layers"}, "mtp_num_hidden_layers", re.compile(r"mtp\.")
 LONGEST = 200  # characters of an architecture's name
 
 Test = Callable[[Any], bool]
@@ -67,8 +68,9 @@ def read(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise Fault(f"{path.parent}/{error}") from None
     config = of_text(config)
-    if config.get(AHEAD) and (names := weights.names(path.parent)) and not any(map(OF_AHEAD.match, names)):
-        return config | {AHEAD: 0}  # transformers saves the number of these layers, but not the layers
+    key = AHEAD.get(str(config.get("model_type")), OTHERS)
+    if config.get(key) and (names := weights.names(path.parent)) and not any(map(OF_AHEAD.match, names)):
+        return config | {key: 0}  # transformers saves the number of these layers, but not the layers
     return config
 
 

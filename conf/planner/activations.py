@@ -91,9 +91,7 @@ def _held_routing(facts: ModelFacts, t: Tokens) -> int:
 
 def parts(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
     """Return the bytes by part that one layer of a kind keeps, without full recompute."""
-    mtp = kind == "mtp"
-    if mtp:
-        kind = facts.kind(facts.layers - 1)
+    mtp, kind = kind == "mtp", facts.base(kind)
     facts, t = facts.of(kind), tokens(run, facts)
     found = {"norms": _norms(run.train, facts, t, kind)}
     if facts.mixes(kind):
@@ -107,7 +105,7 @@ def parts(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
     if facts.per_layer:  # two gates and two projections; and this layer's part of three tensors of all layers
         found["per_layer"] = t.local * (2 * facts.hidden + 6 * facts.per_layer) * t.byte
     if run.model.dropout:
-        found["dropout"] = (1 if facts.blocks else 2) * t.local * facts.hidden
+        found["dropout"] = facts.blocks_in(kind) * t.local * facts.hidden
     if run.train.cuda_graphs:  # a graph reads its input at a fixed address
         found["recorded"] = t.local * facts.hidden * t.byte
     if mtp:  # the embedding and the hidden state: normed, joined and projected

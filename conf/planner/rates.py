@@ -176,7 +176,7 @@ def starting(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Host:
     adapted = sum(product.part == "adapters" for product in work.products(run, facts, kind)) // 2
     found = [0.0, 0.0]
     for more, times in (
-        ((MOE_FROZEN if is_one_product(run, gpu) else MOE) if routed else DENSE, 0.5 if facts.blocks else 1),
+        ((MOE_FROZEN if is_one_product(run, gpu) else MOE) if routed else DENSE, facts.blocks_in(kind) / 2),
         (SHARED, routed and facts.shared_ffn > 0),
         (DELTA, facts.delta_of(kind) is not None),
         (ADAPTER, adapted),

@@ -124,7 +124,7 @@ def _asked(asking: Asking, gpu: Gpu) -> StageNeed:
 def _released(facts: ModelFacts) -> int:
     """Return the bytes of the release as published: in bf16, or quantised except for norms, vocabulary and routers."""
     count, packed = parameters.total(facts), 0
-    for kind in [*facts.kinds, *facts.kinds[-1:] * facts.mtp_layers] if facts.packed else []:
+    for kind in [*facts.kinds, *[facts.base("mtp")] * facts.mtp_layers] if facts.packed else []:
         packed += parameters.parts(facts, kind)["experts"]
         if not facts.packed_experts:
             packed += sum(one.into * one.out for one in parameters.linears(facts, kind))

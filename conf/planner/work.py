@@ -87,7 +87,7 @@ def moved(run: Run, facts: ModelFacts, kind: str) -> list[Move]:
     facts = facts.of(kind)
     t, tp = tokens(run, facts), run.layout.tp
     gate = 2 if facts.gated else 1
-    row, blocks = t.local * facts.hidden, 1 if facts.blocks else 2
+    row, blocks = t.local * facts.hidden, facts.blocks_in(kind)
     numbers: list[tuple[str, float, float]] = [
         ("norm", blocks * row * 2, blocks * row * 3),
         ("add", blocks * row * 3, blocks * row * 3),  # residual sums

@@ -10,7 +10,7 @@ from trainer.rehearsal.tiny_models import KINDS
 QWEN2_MOE = KINDS["qwen2-moe"] | {"decoder_sparse_step": 2, "mlp_only_layers": []}
 # Which seeds do not draw.
 OTHERS = ("glm4-moe-lite", "kimi-k2", "olmoe", "minimax-m2", "qwen2", "mistral", "gpt-oss", "qwen3-5", "qwen3-5-moe")
-OTHERS += ("nemotron-h", "nemotron-h-latent")
+OTHERS += ("nemotron-h", "nemotron-h-latent", "nemotron-h-mtp")
 OTHERS += ("gemma3-text", "gemma3", "gemma4-text", "gemma4", "qwen3-next-mtp", "qwen3-5-mtp", "qwen3-5-moe-mtp")
 MODELS: dict[str, dict[str, Any]] = {kind: config for kind, config in KINDS.items() if kind not in OTHERS}
 MODELS["qwen2-moe"] = QWEN2_MOE

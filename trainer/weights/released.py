@@ -114,9 +114,8 @@ def repeated(model: Model) -> dict[str, str]:
 
 
 def mtp_layers(model: Model) -> range:
-    layers = model.config.get("num_hidden_layers", 0)  # GPT-2 has another name for it, and no such layers
-    key = families.of(model.config).key("num_nextn_predict_layers")
-    return range(layers, layers + (model.config.get(key) or 0))
+    facts = model_facts.facts_from_hf(model.config)
+    return range(facts.layers, facts.layers + facts.mtp_layers)
 
 
 def of_mtp(model: Model) -> dict[str, tuple[int, str]]:

@@ -120,8 +120,16 @@ class ModelFacts:
         return self.latent or self.hidden
 
     def base(self, kind: str) -> str:
-        """Return the kind of layer that a multi-token-prediction layer is like: the last ordinary one."""
-        return self.kinds[-1] if kind == "mtp" else kind
+        """Return the kind of layer that a multi-token-prediction layer is like: the last ordinary one.
+
+        If layers are one block only, it has two: attention and experts.
+        """
+        like = "attention_moe" if self.blocks and self.mtp_layers else self.kinds[-1]
+        return like if kind == "mtp" else kind
+
+    def blocks_in(self, kind: str) -> int:
+        """Return the number of blocks in layers of this kind, each with a norm and a residual sum."""
+        return 1 if self.base(kind) in self.blocks else 2
 
     def routed(self, kind: str) -> bool:
         """Whether layers of this kind have experts."""
@@ -137,7 +145,7 @@ class ModelFacts:
 
     def mixes(self, kind: str) -> bool:
         """Whether layers of this kind mix tokens, by attention or otherwise."""
-        return not self.blocks or self.base(kind) in ("attention", "mamba")
+        return not self.blocks or self.base(kind).startswith(("attention", "mamba"))
 
     def attends(self, kind: str) -> bool:
         return self.mixes(kind) and not self.delta_of(kind)

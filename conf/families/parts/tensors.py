@@ -22,6 +22,7 @@ LAYER_AHEAD = "layers.0."  # the layer's own tensors, after Family.ahead
 # By DeepSeek-V3's names, the names of Qwen's releases after Family.ahead.
 AHEAD = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
 AHEAD = {f"{name}.weight": f"{other}.weight" for name, other in AHEAD.items()}
+LAST_AHEAD = "layers.1.final_layernorm.weight"  # Nemotron's name of shared_head.norm
 # Kinds that Megatron has no parameter for: a buffer of the router, and a second copy of the embedding or output layer.
 BUFFER, COPY = "buffer", "copy"
 
@@ -202,7 +203,8 @@ def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
 
 def within_ahead(name: str) -> str:
     """Return DeepSeek-V3's name of a renamed tensor."""
-    return next((usual for usual, other in AHEAD.items() if other == name), name.removeprefix(LAYER_AHEAD))
+    usual = {other: usual for usual, other in AHEAD.items()} | {LAST_AHEAD: "shared_head.norm.weight"}
+    return usual.get(name, name.removeprefix(LAYER_AHEAD))
 
 
 def stacked(tensors: Tensors) -> Tensors:

@@ -122,6 +122,10 @@ def swapped_norms_of_mtp(patch: Patch) -> None:
     _swap(patch, "model.layers.4", "enorm", "hnorm")
 
 
+def swapped_norms_of_two_blocks(patch: Patch) -> None:
+    _swap(patch, "mtp.layers", "0.norm", "1.norm")
+
+
 def another_theta(patch: Patch) -> None:
     _provided(patch, rotary_base=1e4)
 

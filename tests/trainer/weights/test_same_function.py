@@ -20,6 +20,7 @@ FAULTS = [
     ("glm4-moe-mtp", "no_router_bias", "model.layers.1 (moe)"),
     ("glm4-moe-mtp", "no_routing_scale", "model.layers.1 (moe)"),
     ("glm4-moe-mtp", "swapped_norms_of_mtp", "model.layers.4 (multi-token prediction)"),
+    ("nemotron-h-mtp", "swapped_norms_of_two_blocks", "mtp.layers.0 (multi-token prediction)"),
     ("qwen3-moe", "unnormalised_experts", "model.layers.0 (moe)"),
     ("gpt2", "swapped_norms_of_gpt2", "transformer.h.0 (dense)"),
     ("gpt2", "turned_matrix_of_gpt2", "transformer.h.0 (dense)"),
@@ -29,6 +30,7 @@ SOUND = {
     "glm4-moe-mtp": ["model.layers.0", "model.layers.1", "model.layers.4", "the logits"],
     "qwen3-moe": ["model.layers.0", "the logits"],
     "qwen3-next-mtp": [*(f"model.layers.{layer}" for layer in range(4)), "mtp.layers.0", "the logits"],
+    "nemotron-h-mtp": [*(f"backbone.layers.{layer}" for layer in range(4)), "mtp.layers.0", "the logits"],
     "gpt2": ["transformer.h.0", "the logits"],
 }
 # Keys of config.json that Bridge reads, or drops, which conf/rules/function.py refuses beforehand.

@@ -32,6 +32,7 @@ import psutil
 import torch
 
 from conf import families, model_facts
+from conf.families.parts.tensors import ROOT
 from conf.model_facts import ModelFacts, facts_from_hf
 from conf.model_files import config_json
 from conf.model_files.weights import LAYER, layer_of
@@ -56,6 +57,7 @@ PLENTY = 5e8  # bytes; limit of the memory, unless the smallest possible number 
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")  # names of the key in config.json, by family
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 OF_ALL_EXPERTS = re.compile(r"\.((gate|router|experts)\.|e_score_correction_bias$)")  # with a row for each expert
+BLOCK_AHEAD = re.compile(r"layers\.(\d)\.")  # a further block of an MTP layer, which is another layer of transformers
 MEGATRON_EXPERT = re.compile(r"(.+\.experts\..+\.(?:weight|bias))(\d+)$")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 Added = dict[str, torch.Tensor]  # by the layer's released name, each [row, token, ...]
@@ -238,11 +240,12 @@ def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> A
     with no_init_weights():  # touches no memory
         kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=own))
     weights, of_mtp = _weights(cut, types)
-    kinds = {key: of_layers for key in config_json.PER_LAYER if cut.mtp and (of_layers := getattr(config, key, None))}
+    kinds = {key: getattr(config, key, None) for key in config_json.PER_LAYER if cut.mtp}
+    kinds = {key: of_layers for key, of_layers in kinds.items() if isinstance(of_layers, list)}
     if cut.mtp:
         config.num_hidden_layers += 1
         for key, of_layers in kinds.items():
-            setattr(config, key, [*of_layers, of_layers[-1]])
+            setattr(config, key, of_layers + (getattr(config, "mtp_layers_block_type", None) or of_layers[-1:]))
     options = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
     with _made_on_cpu(kind):
         model, loaded = kind.from_pretrained(None, config=config, state_dict=weights, **options)
@@ -261,7 +264,8 @@ def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> A
     logits = model(input_ids=cut.tokens, use_cache=False).logits
     keep.remove()
     if cut.mtp:
-        norm = type(decoder.norm)
+        last_norm = families.of(cut.config).ends(cut.facts)[1][0].name.removeprefix(ROOT).removesuffix(".weight")
+        norm = type(getattr(decoder, last_norm))
         embedded = model.get_input_embeddings()(cut.tokens.roll(-1, 1))  # of the next token
         parts = (
             _norm(norm, config, of_mtp["enorm.weight"])(embedded),
@@ -270,7 +274,7 @@ def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> A
         decoder.layers = blocks[cut.layers :]
         for key in kinds:  # transformers chooses the mask by the layer's place
             setattr(decoder.config, key, kinds[key][-1:])
-        decoder.norm = _norm(norm, config, of_mtp["shared_head.norm.weight"])
+        setattr(decoder, last_norm, _norm(norm, config, of_mtp["shared_head.norm.weight"]))
         mixed = torch.nn.functional.linear(torch.cat(parts, -1), of_mtp["eh_proj.weight"])
         # The last token has no next token.
         added[cut.mtp_name] = decoder(inputs_embeds=mixed, use_cache=False).last_hidden_state[:, :-1]
@@ -295,7 +299,7 @@ def _made_on_cpu(kind) -> Iterator[None]:
 
 
 def _norm(kind, config, weight: torch.Tensor):
-    norm = kind(len(weight), eps=config.rms_norm_eps)
+    norm = kind(len(weight), eps=getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon)
     norm.weight.copy_(weight)
     return norm
 
@@ -309,7 +313,9 @@ def _weights(cut: Cut, types: dict[str, torch.dtype]) -> tuple[Added, Added]:
     shapes = model_facts.shapes(cut.config, cut.model.weights)
     for released_name, (_, part) in _taken(cut.model, cut.layers, cut.mtp).items():
         expert = EXPERT.search(released_name)
-        name = f"{cut.name(cut.layers)}.{part}" if part else released_name
+        block = BLOCK_AHEAD.match(part)
+        number, within = (int(block[1]), part[block.end() :]) if block else (0, part)
+        name = f"{cut.name(cut.layers + number)}.{within}" if part else released_name
         if expert and int(expert[1]) not in cut.experts:
             continue
         tensor = released_tensors.read(cut.model, released_name)
