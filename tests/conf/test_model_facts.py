@@ -138,6 +138,18 @@ def test_facts_that_are_no_sizes(value):
             families.tiny()["qwen3-next-mtp"] | {"num_hidden_layers": 3},
             "num_nextn_predict_layers is 1 after a layer with linear_attention, but only 1 is supported, after a layer",
         ),
+        *(
+            (
+                families.tiny()["nemotron-h-mtp"] | change,
+                f"num_nextn_predict_layers is {found}, but only 1 of attention and moe is supported, in a model with",
+            )
+            for change, found in (
+                ({"num_nextn_predict_layers": 2}, '2 of ["attention", "moe"] in a model with experts'),
+                ({"mtp_hybrid_override_pattern": "*-"}, '1 of ["attention", "mlp"] in a model with experts'),
+                ({"mtp_layers_block_type": ["moe"]}, '1 of ["moe"] in a model with experts'),
+                ({"layers_block_type": ["attention"]}, '1 of ["attention", "moe"] in a model without experts'),
+            )
+        ),
         (LLAMA | {"head_dim": 33}, "head_dim is 33, but rotary embeddings rotate pairs"),
         (
             LLAMA | {"head_dim": 20, "partial_rotary_factor": 0.25},

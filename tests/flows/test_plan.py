@@ -68,6 +68,7 @@ PRESETS = {
     "qwen3-next-80b-4xh100": (0, 4, 1),
     "qwen35-35b-1xh100": (0, 1, 1),
     "nemotron3-nano-1xh100": (0, 1, 1),
+    "nemotron3-super-4xh100": (0, 4, 1),
     "gemma3-27b-1xh100": (0, 1, 1),
     "gemma3-12b-1xl40s": (0, 1, 1),
     "gemma4-26b-1xh100": (0, 1, 1),

@@ -61,6 +61,8 @@ CASES = {
     "full, layers of one block": Case("nemotron-h", ("adapter.kind=none",), "tp=2 sp=true gpus_per_node=2"),
     "lora, MTP after delta nets": Case("qwen3-next-mtp", (), "ep=2 gpus_per_node=2", "pp=2 gpus_per_node=2"),
     "full, MTP after delta nets": Case("qwen3-5-moe-mtp", ("adapter.kind=none",), "pp=2 ep=2 gpus_per_node=4"),
+    "lora, MTP of two blocks": Case("nemotron-h-mtp", ("adapter.targets=all-linear",), "pp=2 ep=2 gpus_per_node=4"),
+    "full, MTP of two blocks": Case("nemotron-h-mtp", ("adapter.kind=none",), "tp=2 sp=true ep=2 gpus_per_node=2"),
     "full": Case("glm4-moe-mtp", ("adapter.kind=none",), "tp=2 sp=true ep=2 gpus_per_node=2"),
 }
 QUICK = ("lora", "lora shared by experts", "lora, latent attention", "dora", "full, tied", "lora, stacked experts")

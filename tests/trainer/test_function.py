@@ -160,7 +160,7 @@ READ = [
     ("nemotron-h", {"mamba_n_groups": 1, "mamba_d_conv": 2, "expand": 3, "head_dim": 15}),
     ("nemotron-h", {"layers_block_type": None, "hybrid_override_pattern": "-MM*E*-", "num_hidden_layers": 7}),
     *(("nemotron-h", {"layers_block_type": [kind, "attention", "mamba"]}) for kind in ("mamba", "mlp", "moe")),
-    ("nemotron-h", {"hybrid_override_pattern": "M", "num_nextn_predict_layers": 2, "chunk_size": 16}),
+    ("nemotron-h", {"hybrid_override_pattern": "M", "num_nextn_predict_layers": 1, "chunk_size": 16}),
     ("nemotron-h-latent", {"moe_latent_size": 24, "moe_intermediate_size": 40, MOE_SHARED: 72, "intermediate_size": 7}),
     ("llama", LINEAR),
     ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 1e4}),

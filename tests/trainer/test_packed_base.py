@@ -60,6 +60,7 @@ ROWS = [
     ("gpt-oss", "fp8", "tp2", True),
     ("qwen3-next-mtp", "fp8", "tp2", False),
     ("qwen3-5-moe-mtp", "int4", "ep2", True),
+    ("nemotron-h-mtp", "fp8", "ep2", True),
     ("gpt-oss", "int4", "alone", True),
 ]
 

@@ -115,6 +115,7 @@ def test_a_fault_of_the_process_that_measures_is_one_line():
         ("qwen3-235b", 3, 3 * ["moe"], 0),
         ("llama31-70b", 4, 4 * ["dense"], 0),
         ("gpt2-large", 5, 5 * ["dense"], 0),
+        ("nemotron3-super-4xh100", 8, [*3 * ["mamba", "moe"], "mamba", "attention"], 1),
     ],
 )
 def test_a_cut_model_has_layers_of_every_kind(name, layers, kinds, mtp):

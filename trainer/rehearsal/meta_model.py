@@ -99,7 +99,8 @@ def kind_of(name: str) -> str:
     if "layernorm" in name or "layer_norm" in name:
         return "norms"
     parts = {"embedding.": "embedding", "output_layer.": "output", ".self_attention.": "attention"}
-    parts |= {".shared_experts.": "shared_experts", ".router.": "router", ".experts.": "experts", ".mlp.": "mlp"}
+    parts |= {".shared_experts.": "shared_experts", "_latent_proj.": "shared_experts", ".router.": "router"}
+    parts |= {".experts.": "experts", ".mlp.": "mlp"}
     return next(kind for part, kind in parts.items() if part in name)
 
 

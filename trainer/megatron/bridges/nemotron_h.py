@@ -5,7 +5,7 @@ layer of multi-token prediction has two blocks, attention and experts, so it is 
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOptionalSubscript=false
-# pyright: reportOptionalMemberAccess=false
+# pyright: reportOptionalMemberAccess=false, reportIndexIssue=false
 
 from copy import copy
 from dataclasses import replace
@@ -122,8 +122,9 @@ class Bridge(nemotron_h_bridge.NemotronHBridge):
             mapping.megatron_param = mapping.megatron_param.replace(".mixer.", ".self_attention.")
             if mapping.hf_param == "backbone.embeddings.weight":
                 mapping.hf_param = self._family().embedded(self._names())
-        besides = [f"mtp.layers.{{}}.{name}.weight" for name in BESIDES]
-        ahead = [AutoMapping(name.format(0), name.format(of)) for name, of in zip(besides, BESIDES.values(), strict=True)]
+        ahead = [
+            AutoMapping(f"mtp.layers.0.{name}.weight", f"mtp.layers.{of}.{name}.weight") for name, of in BESIDES.items()
+        ]
         return MegatronMappingRegistry(*mappings, *ahead, *filter(None, map(_ahead, mappings)))
 
     def _family(self) -> families.Family:
