@@ -112,6 +112,7 @@ TABLE = (
     *(Case("nemotron-h-latent", cut) for cut in ("tp=2 sp=true etp=2", "pp=4", "ep=2")),
     Case("qwen3-next", "ep=2", base="fp8"),
     *(Case("nemotron-h-latent", cut, base="fp8") for cut in ("tp=2 sp=true etp=2", "ep=2")),
+    *(Case("nemotron-h-mtp", cut, base="fp8") for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2")),
     *(Case("nemotron-h", cut, packed=True) for cut in ("tp=2 sp=true", "pp=2", "cp=2")),
     *(Case("nemotron-h-mtp", cut, packed=True) for cut in ("tp=2 sp=true etp=2", "pp=2 vpp=2 ep=2", "cp=2")),
     *(Case("gemma4-text", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "tp=2 sp=true", "dp=2", "ep=4")),

@@ -37,6 +37,7 @@ ROWS = [
     ("llama", "int4", "tp2", True),
     ("gpt2", "int4", "tp2", True),
     ("qwen3-next-mtp", "fp8", "tp2", True),
+    ("nemotron-h-mtp", "fp8", "ep2", True),
 ]
 
 

@@ -20,6 +20,7 @@ from trainer import train
 from trainer.weights.quantised import e2m1, pack, unpack
 
 SCHEMES = {"fp8": Scheme("fp8", "", "", (128, 128)), "int4": Scheme("int", "", "", (1, 32), 4)}
+MATRIX = re.compile(r"\.(linear\w*|(eh|in|out|fc\d_latent)_proj)\.weight\d*$")
 SCALES = {"fp8": torch.float32, "int4": torch.bfloat16}
 
 
@@ -33,7 +34,7 @@ def main(run: Run) -> None:
         found = usual(*args, model=model, **kwargs)
         for chunk in unwrap_model(model):
             for name, parameter in chunk.named_parameters():
-                if re.search(r"\.(linear\w*|(eh|in|out)_proj)\.weight\d*$", name) and is_packed(chosen, name):
+                if MATRIX.search(name) and is_packed(chosen, name):
                     parts = parameter.data.chunk(2 if "linear_fc1" in name and chunk.config.gated_linear_unit else 1)
                     if ".in_proj." in name:
                         net = chunk.get_submodule(name.partition(".in_proj.")[0])
