@@ -62,7 +62,7 @@ from conf.rules.gpus import takes
 from conf.rules.layout import grid, packing_multiple, problems
 from conf.schema.run import Run
 from contract import closed_pipe
-from contract.faults import Fault
+from contract.faults import Fault, named
 from contract.installation import runs_folder
 from contract.processes import end_with_parent
 from trainer.data.preparation import MANIFEST
@@ -137,8 +137,8 @@ def _best(options: argparse.Namespace, configured: Run, run: Run, facts: ModelFa
         rows.append(best_layouts.measured(candidate, options.conf, options.overrides, more))
         file.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
         _to_stderr(f"{len(rows)} of {len(candidates)}  {best_layouts.line(rows[-1])}")
-    named = best_layouts.verdict(rows, options.conf, options.overrides)
-    print(json.dumps([asdict(row) for row in rows]) if options.json else named)
+    fastest = best_layouts.verdict(rows, options.conf, options.overrides)
+    print(json.dumps([asdict(row) for row in rows]) if options.json else fastest)
     return 0 if any(row.seconds is not None for row in rows) else 1
 
 
@@ -155,7 +155,9 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
         shorter["mlp_only_layers"] = [layer for layer in facts.dense_too if layer < layers]
     shorter |= {key: config[key][:layers] for key in config_json.PER_LAYER if config.get(key)}
     shorter |= families.of(config).cut(config, layers)
-    if missing := {*facts.kinds} - {*facts_from_hf(shorter).kinds}:
+    with named(f"--layers {layers}", ValueError):  # such as multi-token prediction without any experts
+        kinds = facts_from_hf(shorter).kinds
+    if missing := {*facts.kinds} - {*kinds}:
         raise Fault(f"--layers: {layers} leaves no {missing.pop()} layer of {facts.layers}")
     return shorter
 

@@ -86,6 +86,7 @@ def test_results_without_a_place_go_to_the_folder_of_runs(tmp_path, monkeypatch)
         ("--steps 4 train.precision=bf16 train.cuda_graphs=true", "--steps: 4, but the first 4 are not measured"),
         ("--layers 5", "--layers: 5 is not between 1 and 4"),
         ("--layers 1", "--layers: 1 leaves no dense layer of 4"),
+        ("model.source=tiny://nemotron-h-mtp --layers 1", "--layers 1: config.json: num_nextn_predict_layers is 1 of"),
         ("layout.ep=3 layout.gpus_per_node=3", "layout.ep: 3 does not divide the 8 experts"),
         ("--gpu h300", "gpu: 'h300' is not one of "),
         ("--profile-to conf", "conf exists and is not empty"),
