@@ -42,6 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ON_GPU = ("evaluate-base", "train", "evaluate-tuned")  # convert computes on CPUs
 STAGES = ("download", "prepare", "convert", "evaluate-base", "train", "export", "evaluate-tuned", "promote")
 BLOCK = 32 << 20  # numbers that all tensors are windows of
+TOKENIZER = 512  # most tokens; models have more, as many releases do
 WIDE = dict(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768)
 WIDE |= dict(num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=64, num_experts_per_tok=8)
 SIZES = {  # parameters: 15 or 5 layers of 321 million; 3 layers of 230 thousand
@@ -83,7 +84,8 @@ def make_model(folder: Path, config: dict, spread: float = 0.02, shards: int = 8
     from trainer.rehearsal import tiny_models
 
     tokens = dict(bos_token_id=None, eos_token_id=0, pad_token_id=1)
-    config |= tokens | dict(dtype="bfloat16")
+    text = config.get("text_config", config)
+    text |= tokens | dict(dtype="bfloat16")
     released = shapes(config)
     largest = max(int(np.prod(shape)) for shape in released.values())
     drawn = np.random.default_rng(13).standard_normal(BLOCK, dtype=np.float32)
@@ -117,7 +119,7 @@ def make_model(folder: Path, config: dict, spread: float = 0.02, shards: int = 8
     folder.mkdir(parents=True)
     with ThreadPoolExecutor(shards) as threads:
         total = sum(threads.map(write, parts, files))
-    tiny_models.make_tokenizer(folder, config["vocab_size"])
+    tiny_models.make_tokenizer(folder, min(text["vocab_size"], TOKENIZER))
     weight_map = {name: file for part, file in zip(parts, files, strict=True) for name in part}
     tiny_models.write_json(folder / "config.json", config)
     tiny_models.write_json(folder / "generation_config.json", tokens)
@@ -135,13 +137,24 @@ def preset(options: argparse.Namespace, work: Path) -> Iterator[tuple[str, dict[
     from trainer.trial import cut
 
     run = load(options.preset)
-    make_model(work / "model", cut(config_of(run)[0], options.layers))
+    make_model(work / "model", as_released(cut(config_of(run)[0], options.layers)))
     make_questions(work / "rows", run.data.config, options.rows)
     with stand_in_hub.serve(work / "hub") as hub:
         hub.publish(f"models/{run.model.source}", work / "model")
         hub.publish(f"datasets/{run.data.source}", work / "rows")
         shutil.rmtree(work / "model")
         yield options.preset, {"HF_ENDPOINT": hub.url, "HF_HOME": str(work / "home"), "HF_HUB_OFFLINE": "0"}
+
+
+def as_released(config: dict) -> dict:
+    """Nest the keys of a text model in those of the whole model, if the family's releases do."""
+    from conf import families
+
+    like = next(one for one in families.tiny().values() if one["architectures"] == config["architectures"])
+    if "text_config" not in like:
+        return config
+    tied = {"tie_word_embeddings": config["tie_word_embeddings"]}
+    return like | tied | {"text_config": config | {"model_type": like["text_config"]["model_type"]}}
 
 
 def make_questions(folder: Path, config: str | None, rows: int) -> None:
