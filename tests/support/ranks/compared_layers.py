@@ -170,6 +170,12 @@ def little_memory(patch: Patch) -> None:
     patch.setattr(same_function, "available", lambda: 3_500_000)
 
 
+def few_experts(patch: Patch) -> None:
+    from trainer.weights.conversion import same_function
+
+    patch.setattr(same_function, "PLENTY", 0)
+
+
 def no_memory(patch: Patch) -> None:
     from trainer.weights.conversion import same_function
 

@@ -372,7 +372,8 @@ def _fill(cut: Cut, chunks, stored: torch_dist.Stored) -> None:
             tensor.data[: len(cut.rows)] = some[:, : tensor.shape[1]]
         else:
             whole = torch_dist.read(stored, place)
-            some = whole[[*cut.experts]] if len(whole) == cut.facts.experts else whole
+            of_experts = len(whole) == cut.facts.experts and len(tensor) == len(cut.experts)  # and not of as many heads
+            some = whole[[*cut.experts]] if of_experts else whole
             tensor.data.copy_(some[tuple(map(slice, tensor.shape))])
 
 
