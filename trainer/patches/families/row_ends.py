@@ -1,8 +1,8 @@
 """Patch for layers that ask the GPU where packed rows end: the host asks once per micro batch, and not in each layer.
 
 Megatron-core's gated delta net asks five times, and flash-linear-attention's scan of Mamba-2 layers four times. The
-host waits for the GPU each time, and then the GPU for the host. A step of Qwen3.5-35B on an H100 took 7.4 s, of which
-the GPU computed 6.3 s. Remove when neither waits.
+host waits for the GPU each time, and then the GPU for the host. A step of Qwen3.5-35B on an H100 took 7.4 s, and the
+GPU computed for 6.3 s. Remove when neither waits.
 """
 
 import functools
@@ -19,7 +19,7 @@ SCAN = "fla.ops.common.chunk_h"
 
 
 class Torch(ModuleType):
-    """torch, which knows without asking the GPU that a tensor equals itself."""
+    """The module torch. It knows without the GPU that a tensor equals itself."""
 
     def __getattr__(self, name: str):
         return getattr(torch, name)
@@ -65,7 +65,7 @@ def checked_once(check: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 def known(offsets: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """Remember on the ends where the chunks of each row begin."""
+    """Remember the first chunk of each row, on the ends of the rows."""
 
     @functools.wraps(offsets)
     def of_rows(ends: torch.Tensor, size: int) -> torch.Tensor:
