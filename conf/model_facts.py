@@ -38,6 +38,20 @@ def facts_from_hf(config: dict[str, Any]) -> ModelFacts:
     return replace(facts, architecture=architecture, **_packed(config))
 
 
+def by_layer(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a config.json with a value for each layer."""
+    layers = facts_from_hf(config).layers
+    found = {key: value for key, value in config.items() if isinstance(value, list) or key in config_json.PER_LAYER}
+    return {key: value for key, value in found.items() if value and len(value) == layers > 1}
+
+
+def first_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Return the config.json of a model's first layers."""
+    family = families.of(config)
+    cut = {key: value[:layers] for key, value in by_layer(config).items()} | family.cut(config, layers)
+    return config | cut | {family.key("num_hidden_layers"): layers}
+
+
 def shapes(config: dict[str, Any], names: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor, by the names of a release or, without `names`, by the usual ones."""
     family, keys = families.of(config), Keys(config_json.of_text(config))

@@ -51,8 +51,7 @@ import numpy as np
 from conf import families
 from conf.host import gpu_locks, nvidia_smi
 from conf.load import dump, load
-from conf.model_facts import ModelFacts, facts_from_hf
-from conf.model_files import config_json
+from conf.model_facts import ModelFacts, facts_from_hf, first_layers
 from conf.planner import hardware, verdict
 from conf.planner.hardware import GPUS, Gpu, by_device, read
 from conf.planner.memory import memory
@@ -147,14 +146,12 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
     facts = facts_from_hf(config)
     if not 1 <= layers <= facts.layers:
         raise Fault(f"--layers: {layers} is not between 1 and {facts.layers}")
-    shorter = {**config, families.of(config).key("num_hidden_layers"): layers}
+    shorter = first_layers(config, layers)
     if facts.experts and facts.dense_layers:
         share = round(facts.dense_layers * layers / facts.layers)
         shorter["first_k_dense_replace"] = min(layers - 1, max(1, share))
     if facts.dense_too:
         shorter["mlp_only_layers"] = [layer for layer in facts.dense_too if layer < layers]
-    shorter |= {key: config[key][:layers] for key in config_json.PER_LAYER if config.get(key)}
-    shorter |= families.of(config).cut(config, layers)
     with named(f"--layers {layers}", ValueError):  # such as multi-token prediction without any experts
         kinds = facts_from_hf(shorter).kinds
     if missing := {*facts.kinds} - {*kinds}:

@@ -33,7 +33,7 @@ import torch
 
 from conf import families, model_facts
 from conf.families.parts.tensors import ROOT
-from conf.model_facts import ModelFacts, facts_from_hf
+from conf.model_facts import ModelFacts, by_layer, facts_from_hf, first_layers
 from conf.model_files import config_json
 from conf.model_files.weights import LAYER, layer_of
 from conf.schema.run import Layout, Run
@@ -121,7 +121,7 @@ def cut_down(run: Run) -> Cut:
     """Return the first layers of the run's model, as few as include every kind of layer."""
     model = released.read(Path(run.paths.model))
     facts = facts_from_hf(model.config)
-    lists = _by_layer(model.config)
+    lists = by_layer(model.config)
     turns = families.of(model.config).layer_turns or [""]
     kinds = [
         (kind, turns[layer % len(turns)], *(str(each[layer]) for each in lists.values()))
@@ -132,7 +132,7 @@ def cut_down(run: Run) -> Cut:
     while (mtp and kinds[layers - 1] != kinds[-1]) or not _begins(model.config, layers, facts):
         layers += 1
     experts, count = _experts(model, facts, layers, mtp), min(VOCABULARY, facts.vocab)
-    config = _first(model.config, layers) | dict.fromkeys(TOKENS) | {"dtype": "float32"}
+    config = first_layers(model.config, layers) | dict.fromkeys(TOKENS) | {"dtype": "float32"}
     config |= {key: count for key in VOCABULARIES if key in config}
     config.pop("quantization_config", None)
     config |= {key: len(experts) for key in EXPERTS if facts.experts and config.get(key) == facts.experts}
@@ -147,23 +147,9 @@ def cut_down(run: Run) -> Cut:
     return Cut(changed, model, families.as_text(config), facts, layers, mtp, rows, tokens, experts)
 
 
-def _first(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Return the config.json of the first layers."""
-    family = families.of(config)
-    cut = {key: value[:layers] for key, value in _by_layer(config).items()} | family.cut(config, layers)
-    return config | cut | {family.key("num_hidden_layers"): layers}
-
-
 def _begins(config: dict[str, Any], layers: int, facts: ModelFacts) -> bool:
     of_mtp = families.of(config).key("num_nextn_predict_layers")
-    return facts_from_hf(_first(config, layers) | {of_mtp: 0}).kinds == facts.kinds[:layers]
-
-
-def _by_layer(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys with a value for each layer."""
-    layers = facts_from_hf(config).layers
-    found = {key: value for key, value in config.items() if isinstance(value, list) or key in config_json.PER_LAYER}
-    return {key: value for key, value in found.items() if value and len(value) == layers > 1}
+    return facts_from_hf(first_layers(config, layers) | {of_mtp: 0}).kinds == facts.kinds[:layers]
 
 
 def _experts(model: released.Model, facts: ModelFacts, layers: int, mtp: bool) -> tuple[int, ...]:
