@@ -6,7 +6,7 @@ endif
 PYTHON := .venv/bin/python
 STAMP := .venv/.synced-$(EXTRA)
 
-.PHONY: help setup tiny tiny-rl up down test slow doctor lint families layouts study bench-store bench-flow bench-data bench-convert bench-packed bench-libraries faults scale gpu gpu-kit schema presets docs licences clean
+.PHONY: help setup tiny tiny-rl up down test slow doctor lint families layouts study bench-store bench-flow bench-data bench-convert bench-save bench-packed bench-libraries faults scale gpu gpu-kit schema presets docs licences clean
 
 help: ## list these targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' Makefile
@@ -79,6 +79,9 @@ SIZE_GB ?= 12
 BRIDGE ?= 1
 bench-convert: $(STAMP) ## compare conversion and export with cp -r and Megatron-Bridge; SIZE_GB=2, BRIDGE= without
 	$(PYTHON) -m benchmarks.convert --size-gb $(SIZE_GB) $(if $(BRIDGE),,--no-bridge)
+
+bench-save: $(STAMP) ## compare host memory of a save with the plan
+	$(PYTHON) -m benchmarks.save
 
 bench-packed: $(STAMP) ## measure LoRA on each packed base
 	$(PYTHON) -m benchmarks.packed_quality $(SHORTLY)

@@ -20,9 +20,8 @@ the input it also needs the transposed copy, unless FP8 products accept both lay
 In each copy, blocks of 128 x 128 have an fp32 scale, blocks of 32 (mxfp8) a scale of one byte. With train.fp8_weights
 only the copies remain after loading, which writes them from bf16.
 
-A checkpoint holds the optimizer's states by parameter. To write it, every rank gets the states of its whole buffer on
-the host, weight and two means in fp32, and copies of the part that the rank writes
-(trainer/patches/checkpoints/exchanged_states.py).
+A checkpoint holds the optimizer's states by parameter. Each rank copies only its part of the weights and states to the
+host and writes the copies (trainer/patches/checkpoints/divided_states.py). Loading takes less.
 
 A packed base (model.base) has only its codes and scales, also while it is loaded.
 
@@ -87,14 +86,9 @@ def passing(run: Run, cut: Grid, dense: int, expert: int, quantized: int) -> int
 
 
 def saving(run: Run, cut: Grid, dense: int, expert: int) -> int:
-    """Return the bytes of the weights that a rank writes; with optimizer states, also all its buffers and its part."""
-    ways = cut.dp * run.layout.cp, cut.edp
-    part = ceil(dense / ways[0]) + ceil(expert / ways[1])
-    if not run.checkpoint.save_optimizer:
-        return part * byte(run.train)
-    if not run.optimizer.distributed:
-        return part * (byte(run.train) + SAVED)
-    return SAVED * (dense + expert) + part * (byte(run.train) + SAVED)
+    """Return the bytes of the rank's part of the weights and, if they are saved, of the optimizer's states."""
+    part = ceil(dense / (cut.dp * run.layout.cp)) + ceil(expert / cut.edp)
+    return part * (byte(run.train) + (SAVED if run.checkpoint.save_optimizer else 0))
 
 
 def shares(run: Run, cut: Grid, dense: int, expert: int) -> tuple[int, int]:

@@ -24,13 +24,13 @@ def train(run: Run, config: Any, forward_step: Any, callbacks: list[Any]) -> Non
     from megatron.bridge.training.finetune import finetune
 
     from trainer.patches import resharding
-    from trainer.patches.checkpoints import exchanged_states
+    from trainer.patches.checkpoints import divided_states
     from trainer.patches.gradients import local_norms
     from trainer.weights.conversion import unwritten
     from trainer.weights.packed_base import loading
 
     resharding.install()
-    exchanged_states.install()
+    divided_states.install()
     callbacks = [local_norms.install(), *callbacks]
     if run.model.base != "bf16":
         loading.prepare(run)

@@ -1,6 +1,4 @@
-"""trainer.train, whose checkpoints compare the exchanged states of the optimizer with those of megatron-core."""
-
-# pyright: reportFunctionMemberAccess=false, reportIndexIssue=false
+"""trainer.train, whose checkpoints compare the optimizer's states with those that megatron-core gathers."""
 
 import os
 from pathlib import Path
@@ -13,30 +11,48 @@ def main(run: Run) -> None:
 
     device.start()  # before the first import of Megatron
     import torch
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import apply_factories
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     from trainer import train
-    from trainer.patches.checkpoints import exchanged_states
+    from trainer.patches.checkpoints import divided_states
 
-    exchanged_states.install()
-    exchange, ours = exchanged_states.exchange, DistributedOptimizer.get_parameter_state_dp_zero
-    exchanged_states.exchange = lambda own, whole, group: exchange(own, whole, group, piece=10_001)
-    seen = []
+    gathered = DistributedOptimizer.sharded_param_state_fully_reshardable
+    divided_states.install()
+    divided_states.install, seen = lambda: None, []
+    divided = DistributedOptimizer.sharded_param_state_fully_reshardable
 
-    def compared(self, *args, **kwargs):
-        found = ours(self, *args, **kwargs)
-        if not kwargs.get("empty_data"):
-            theirs = ours.__wrapped__(self, *args, **kwargs)
-            assert found.keys() == theirs.keys()
-            for index in theirs.keys() - {"buckets_coalesced"}:
-                for kind, states in theirs[index].items():
-                    for key, state in states.items():
-                        same = torch.equal if isinstance(state, torch.Tensor) else int.__eq__
-                        assert same(state, found[index][kind][key]), key
-                        seen.append(key)
+    def compared(self, model, is_loading=False, metadata=None):
+        found = divided(self, model, is_loading, metadata)
+        if is_loading:
+            return found
+        theirs = gathered(self, model, is_loading, metadata)
+        apply_factories(theirs)
+        whole = {}
+        for tensor in nested_values(theirs):
+            ends = [start + size for start, size in zip(tensor.global_offset, _sizes(tensor), strict=True)]
+            whole.setdefault(tensor.key, []).append((tensor.global_offset, ends, tensor))
+        for part in nested_values(found):
+            sizes = part.local_shape
+            for starts, ends, tensor in whole[part.key]:
+                place = [at - start for at, start in zip(part.global_offset, starts, strict=True)]
+                if all(at >= 0 for at in place) and all(
+                    at + size <= end for at, size, end in zip(part.global_offset, sizes, ends, strict=True)
+                ):
+                    cut = tuple(slice(at, at + size) for at, size in zip(place, sizes, strict=True))
+                    assert torch.equal(tensor.data.reshape(_sizes(tensor))[cut], part.data), part.key
+                    assert tensor.global_shape == part.global_shape, part.key
+                    seen.append(f"{part.key} {part.data.numel()}")
+                    break
+            else:
+                raise AssertionError(f"{part.key}: outside the tensors of this rank")
         return found
 
-    compared.__wrapped__ = ours.__wrapped__
-    DistributedOptimizer.get_parameter_state_dp_zero = compared
+    DistributedOptimizer.sharded_param_state_fully_reshardable = compared
     train.main(run)
-    Path(run.paths.output, f"states-{os.environ['RANK']}.txt").write_text(" ".join(seen))
+    Path(run.paths.output, f"states-{os.environ['RANK']}.txt").write_text("\n".join(seen))
+
+
+def _sizes(tensor) -> tuple[int, ...]:
+    return (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)

@@ -42,7 +42,7 @@ LIGHT = {
 }
 # They import Megatron when they are imported.
 HEAVY = {
-    "checkpoints/exchanged_states": ["install"],
+    "checkpoints/divided_states": ["install"],
     "dora": ["install", "mark_magnitudes"],
     "expert_adapters": ["install", "install_shared", "count_once"],
     "families/delta_nets": ["use_kernels"],
