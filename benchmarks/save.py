@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2, 4])
     options = parser.parse_args()
     titles = " ".join(f"{title:>7}" for title in ("steps", "files", "save", "resume", "plan"))
-    print(f"{'GB':8} ranks {titles} save/plan", flush=True)
+    print(f"{'GB':8} ranks {titles} most/plan", flush=True)
     with workspace("save") as folder:
         for name in options.only:
             for ranks in options.ranks:
@@ -75,7 +75,7 @@ def measure(folder: Path, name: str, ranks: int, layers: int) -> None:
     planned = next(need.memory for need in plan(first, facts, hardware.of(first)).needs if need.stage == "train")
     shown = [steps, 16 * parameters.total(facts), save, resumed, planned]
     figures = " ".join(f"{one / GB:7.2f}" for one in shown)
-    print(f"{name:8} {ranks:5} {figures} {save / planned:9.2f}", flush=True)
+    print(f"{name:8} {ranks:5} {figures} {max(steps, save, resumed) / planned:9.2f}", flush=True)
     shutil.rmtree(paths["output"])
 
 

@@ -36,5 +36,4 @@ def test_a_save_and_a_resume_take_no_more_memory_than_planned():
     command = [sys.executable, "-m", "benchmarks.save", "--layers", "5", "--only", "dense", "--ranks", "2"]
     header, row = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     found = dict(zip(header.split()[1:], map(float, row.split()[1:]), strict=True))
-    assert max(found["save"], found["resume"]) < 1.1 * found["plan"]
-    assert found["save"] > 0.85 * found["plan"]
+    assert 0.85 < found["most/plan"] < 1.15

@@ -2,7 +2,7 @@
 
 A checkpoint that any layout can resume stores states by parameter, and a rank holds flat ranges of parameters. For it
 megatron-core gathers whole buffers on the host of every data-parallel rank, 12 bytes for each parameter: 770 GB on a
-host that trains all weights of Llama-3.1-8B on 8 GPUs. To load, each rank reads as much. Its format without a gather
+host with 8 replicas of Llama-3.1-8B. To load, each rank reads as much. Its format without a gather
 (fully_sharded_model_space) describes flat ranges, which its checkpoints no longer accept. Here a range becomes blocks
 of the parameter: the rest of its first row, whole rows, the beginning of its last row. The checkpoint's keys, shapes
 and values stay megatron-core's, so each reads checkpoints of the other.
@@ -27,7 +27,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from trainer.patches import versions
 
 Ints = tuple[int, ...]
-OWN = "own"  # the rank's range of a state while it is loaded; its blocks are views of it
+OWN = "own"  # while loading, the rank's range of a state; its blocks are views of it
 
 
 def install() -> None:
@@ -40,15 +40,17 @@ def install() -> None:
 def _states(optimizer: Any, model: dict[str, Any], is_loading: bool = False, metadata: Any = None) -> dict[int, Any]:
     places = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(model)[0])}
     buckets = (bucket for kinds in optimizer.gbuf_ranges for buckets in kinds.values() for bucket in buckets)
+    # A precision-aware optimizer returns unpacked copies of its states; other states are loaded in place.
+    is_new = is_loading and optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
     states: dict[int, Any] = {}
     for parameter, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
         place, start, end = places[parameter], ranges["param"].start, ranges["param"].end
         # Data-parallel ranks, the last index, hold copies of the parameter, but not of its states.
         place = replace(place, replica_id=(*place.replica_id[:2], optimizer.distributed_optimizer_instance_id))
-        values = {} if is_loading else optimizer._get_main_param_and_optimizer_states(parameter)
+        values = {} if is_new else optimizer._get_main_param_and_optimizer_states(parameter)
         kept = states[len(states)] = {}
         for key in ("param", *optimizer.optimizer_state_keys):
-            own = torch.empty(end - start) if is_loading else values[key].detach().flatten()
+            own = torch.empty(end - start, dtype=torch.float32) if is_new else values[key].detach().flatten()
             parts = _sharded(place, f"optimizer.state.{key}.{place.key}", own, start, _same if is_loading else _copy)
             kept[key] = dict(enumerate(parts)) | ({OWN: LocalNonpersistentObject(own)} if is_loading else {})
     return states
@@ -68,12 +70,12 @@ def _same(part: torch.Tensor) -> torch.Tensor:
 
 def _copy(part: torch.Tensor) -> torch.Tensor:
     """Return a copy in fp32 on the host; the writer would copy the storage of a view."""
-    return torch.empty(part.shape).copy_(part)
+    return torch.empty(part.shape, dtype=torch.float32).copy_(part)
 
 
 def _sharded(place: Any, key: str, own: torch.Tensor, start: int, data: Callable) -> Iterator[ShardedTensor]:
     """Yield the blocks of a parameter that cover `own`, its flat range from `start`, with the data of their views."""
-    whole = torch.empty(place.data.shape, device="meta")
+    whole = torch.empty(place.data.shape, dtype=torch.float32, device="meta")
     if isinstance(place, ShardedTensorFactory):
         tensors = list(nested_values({0: place.build_fn(key, whole, place.replica_id, None)}))
     else:
