@@ -147,20 +147,23 @@ def _from_training(run: Run, trained, partial: Path, entries: list) -> dict:
 
 def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
     from trainer.weights.exported import as_released as format_of_release
-    from trainer.weights.exported import merged_format, parts, peft_format
+    from trainer.weights.exported import merged_format, packed_format, parts, peft_format
 
     facts = {}
     if "merged" in formats:
         as_released = run.export.quantization == "as_released"
-        source = format_of_release.Rounding(trained) if as_released else parts.Merged(trained)
-        layouts = merged_format.layouts(trained.model, as_released)
+        codes = packed_format.open_codes(run, trained) if run.export.quantization == "packed" else None
+        source = codes or (format_of_release.Rounding(trained) if as_released else parts.Merged(trained))
+        layouts = codes.layouts() if codes else merged_format.layouts(trained.model, as_released)
         journal = partial / JOURNAL
         entries = parts.write(source, layouts, partial / "merged", journal)
         if as_released:
             facts["rounding"] = format_of_release.lost(entries)
-        facts |= _from_training(run, trained, partial, entries)
+        facts |= _from_training(run, trained, partial, entries) | ({"codes": run.model.base} if codes else {})
         if atomic_folder.rank() == 0:
             facts["chat_template"] = merged_format.copy_other_files(trained.model, partial / "merged", as_released)
+            if codes:
+                codes.describe(partial / "merged")
         _require_all_used(trained, [])
     if "adapter" in formats and atomic_folder.rank() == 0:
         facts["left_out"] = peft_format.write(trained, partial / "adapter", str(run.model.source))

@@ -33,7 +33,7 @@ def obstacles(config: dict[str, Any], ignored: Collection[str] = ()) -> list[str
 def unwritable(config: dict[str, Any], quantized: str | None) -> str:
     """The reason why the merged model cannot have the release's format, if export.quantization is set; "" if it can."""
     scheme = quantization.scheme(config)
-    if quantized is None or (scheme and scheme.kind == "fp8"):
+    if quantized in (None, "packed") or (scheme and scheme.kind == "fp8"):
         return ""
     if scheme is None:
         return f"export.quantization: {quantized}, but the release is not quantised; null"

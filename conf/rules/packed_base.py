@@ -5,6 +5,8 @@
     is_same(scheme, form)    whether a release has the codes and blocks of a format and is used without rounding
     once_rounded(run, ...)   whether earlier versions rounded such a release again
     merges_onto(run)         whether an export is merged onto the packed numbers
+    is_served(run)           whether vLLM serves the codes, with the adapter not merged
+    of_pack(run)             the run that exports the codes in a format of vLLM
     contradictions(run)      (key, problem), for conf/rules/contradictions.py
     missing(run, facts)      parts in model.pack that the model lacks, for conf/rules/model.py
     widths(run, facts)       sizes that the format needs as a multiple of something, for conf/rules/model.py
@@ -46,6 +48,7 @@ FORMATS = {
     "nvfp4": Format("nvfp4", 4, (1, 16), 1, 4),
     "mxfp4": Format("mxfp4", 4, (1, 32), 1),
 }
+SERVED = ("fp8", "int4")  # formats that vLLM and our codes have in common
 ROUNDED = ("fp8", "int4")  # formats for which earlier versions rounded every release
 PARTS = ("experts", "attention", "dense")  # choices of model.pack
 COLUMNS = 8  # the columns of a rank's part must be a multiple: 8 codes of 4 bits fill a word of 32
@@ -62,8 +65,13 @@ def parts(run: Run) -> tuple[str, ...]:
 
 def is_packed(run: Run, layer: str) -> bool:
     """Whether model.pack includes the matrices of this layer, by Megatron's name."""
-    part = "experts" if ".experts." in layer else "attention" if ".self_attention." in layer else "dense"
-    return part in parts(run)
+    kind = "experts" if ".experts." in layer else "attention" if ".self_attention." in layer else ""
+    return part_of(kind) in parts(run)
+
+
+def part_of(kind: str) -> str:
+    """The part of the model with this kind of matrices."""
+    return kind if kind in PARTS else "dense"
 
 
 def is_same(scheme: Scheme, form: Format) -> bool:
@@ -87,8 +95,20 @@ def merges_onto(run: Run) -> bool:
     return format_of(run) is not None and run.export.merge_onto == "packed"
 
 
+def is_served(run: Run) -> bool:
+    return run.evaluate.adapter == "packed"
+
+
+def of_pack(run: Run) -> Run:
+    export = {"checkpoint": "base", "formats": ("merged",), "quantization": "packed"}
+    export |= {"weights": "trained", "merge_onto": "released"}
+    return run.changed(export=export, evaluate={"adapter": "merged", "tasks": ()})
+
+
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     base, kind = run.model.base, run.adapter.kind
+    if is_served(run) or run.export.quantization == "packed":
+        yield from _unserved(run)
     if run.export.merge_onto == "packed":
         yield from _unmerged(run)
     if format_of(run) is None:
@@ -107,6 +127,18 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "model.base", f"{base}, but reinforce.steps {run.reinforce.steps} samples from unpacked weights; bf16"
 
 
+def _unserved(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield reasons why the codes cannot be written for vLLM."""
+    key = "evaluate.adapter" if is_served(run) else "export.quantization"
+    if run.model.base not in SERVED:
+        yield key, f"packed, but vLLM and model.base {run.model.base} share no format; model.base {' or '.join(SERVED)}"
+    elif run.convert.to != "packed":
+        yield key, f"packed, but convert.to {run.convert.to} keeps no codes; convert.to=packed"
+    if run.export.quantization == "packed" and run.export.checkpoint != "base":
+        text = f"packed, but export.checkpoint {run.export.checkpoint} has an adapter, which codes cannot hold; base"
+        yield "export.quantization", f"{text}, or evaluate.adapter=packed serves it next to the codes"
+
+
 def _unmerged(run: Run) -> Iterator[tuple[str, str]]:
     """Yield reasons why no adapter is merged onto the packed weights."""
     key, export = "export.merge_onto", run.export
@@ -119,7 +151,7 @@ def _unmerged(run: Run) -> Iterator[tuple[str, str]]:
     if export.checkpoint == "base":
         yield key, "packed, but export.checkpoint is base, which has no adapter; released"
     if run.evaluate.adapter != "merged" and run.evaluate.tasks:
-        yield key, f"packed, but evaluate.adapter {run.evaluate.adapter} serves the released weights; released"
+        yield key, f"packed, but evaluate.adapter {run.evaluate.adapter} serves no merged model; released"
 
 
 def missing(run: Run, facts: ModelFacts) -> list[str]:

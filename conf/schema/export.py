@@ -37,9 +37,10 @@ class Export(Section):
         default=None, strict=False
     )
     """merged = whole model; adapter = PEFT's format; null = all that apply"""
-    quantization: Annotated[Literal["as_released"] | None, bears("export", "evaluate", absent=None)] = None
-    """of the merged model of a quantised release: as_released = in the release's FP8 format, with the rounding errors
-    in the export's report; null = bf16, as trained"""
+    quantization: Annotated[Literal["as_released", "packed"] | None, bears("export", "evaluate", absent=None)] = None
+    """as_released = the merged model of a quantised release in its FP8 format, with the rounding errors in the export's
+    report; packed = the untrained model (checkpoint: base) as the codes of model.base, for vLLM; null = bf16, as
+    trained"""
     merge_onto: Annotated[Literal["released", "packed"], bears("export", absent="released")] = "released"
     """weights onto which the adapter of a packed base (model.base) is merged: released, or packed = the values of its
     codes, as in training"""

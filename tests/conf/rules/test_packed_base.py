@@ -41,7 +41,7 @@ def test_what_cannot_be_packed_is_refused_in_one_line(name, changes, says):
             ["export.checkpoint=base", "export.formats=[merged]"],
             "packed, but export.checkpoint is base, which has no ad",
         ),
-        (["evaluate.adapter=unmerged"], "packed, but evaluate.adapter unmerged serves the released weights; released"),
+        (["evaluate.adapter=unmerged"], "packed, but evaluate.adapter unmerged serves no merged model; released"),
     ],
 )
 def test_what_is_not_merged_onto_packed_weights_is_refused_in_one_line(changes, says):

@@ -25,12 +25,13 @@ from trainer.weights import mapping
 from trainer.weights.conversion import unwritten
 from trainer.weights.packed_base import files, packing
 from trainer.weights.packed_base.loading import Source
-from trainer.weights.packed_base.part import Part, unpacked
+from trainer.weights.packed_base.part import Found, Part, unpacked
 from trainer.weights.quantised import report
 from trainer.weights.quantised.pack import Squares
 from trainer.weights.released import Model, enumerate_names
 
 NAME = "from-training.jsonl"  # in an export: a line for all matrices, then a line for each, the largest distance first
+GATED = ("gate", "up")  # roles of stacked matrices, in order
 BOUND, LEAST = 0.01, 2.0**-8  # tolerance of errors: the base may have another type than the release
 
 
@@ -66,13 +67,25 @@ class AsTrained:
         """Return the weight's values during training, in the release's orientation; None if it was not packed."""
         if (entry := self.parts.get(part.name, {}).get(part.expert)) is None:
             return None
-        name, _ = entry
-        count = 2 if self.gated and "linear_fc1" in name else 1
-        if part.role in ("gate", "up"):
-            numbers = self._matrix(name, ("gate", "up").index(part.role), count)
-        else:
-            numbers = part.rows(torch.cat([self._matrix(name, i, count) for i in range(count)]), self.config)
-        return part.turn(numbers.to(self.dtype))
+        numbers = [unpacked(found, block) for found, block in self._matrices(entry[0], part.role)]
+        rows = numbers[0] if part.role in GATED else part.rows(torch.cat(numbers), self.config)
+        return part.turn(rows.to(self.dtype))
+
+    def codes(self, part: mapping.Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the codes and scales of a packed weight, in the release's rows and in the format's blocks."""
+        name, _ = self.parts[part.name][part.expert]
+        matrices = self._matrices(name, part.role)
+        codes = torch.cat([found[0] for found, _ in matrices])
+        scales = torch.cat([found[1].repeat_interleave(block[0], 0)[: len(found[0])] for found, block in matrices])
+        if part.role not in GATED:
+            rows = part.rows(torch.arange(len(codes)), self.config)
+            codes, scales = codes.view(torch.uint8)[rows].view(codes.dtype), scales[rows]
+        height = self.form.block[0]
+        of_blocks = scales[::height]
+        if not torch.equal(of_blocks.repeat_interleave(height, 0)[: len(scales)], scales):
+            text = f"the rows of {part.name} share no scales in blocks of {height}"
+            raise Fault(f"export.quantization: packed, but {text}; model.base=int4 has a scale for each row")
+        return codes, of_blocks
 
     def measure(self, part: mapping.Part, before: torch.Tensor, trained: torch.Tensor, merged: torch.Tensor) -> None:
         """Add the distance of a weight from the trained one. All are in the release's orientation; `trained` is in
@@ -88,10 +101,15 @@ class AsTrained:
         of_names = {name: self.sums[name] for name in names if name in self.sums}
         return {"sums": {name: {key: asdict(one) for key, one in each.items()} for name, each in of_names.items()}}
 
-    def _matrix(self, name: str, number: int, count: int) -> torch.Tensor:
-        part = Part.of_matrix(name, self.source.shape(name), number, count)
-        block = (self.source.height(part), self.form.block[1])
-        return unpacked(self.source.of_part(part, block), block)
+    def _matrices(self, name: str, role: str | None) -> list[tuple[Found, tuple[int, int]]]:
+        """Return the matrices of a Megatron weight, or only that of gate or up, with their blocks."""
+        count = 2 if self.gated and "linear_fc1" in name else 1
+        shape, found = self.source.shape(name), []
+        for number in [GATED.index(role)] if role in GATED else range(count):
+            part = Part.of_matrix(name, shape, number, count)
+            block = (self.source.height(part), self.form.block[1])
+            found.append((self.source.of_part(part, block), block))
+        return found
 
 
 def open_as_trained(run: Run, model: Model, registry: Any, config: Any) -> AsTrained:
@@ -106,13 +124,19 @@ def open_as_trained(run: Run, model: Model, registry: Any, config: Any) -> AsTra
     else:
         stored = unwritten.open_base(run, checkpoints.step_folder(base, 0))
         source = packing.Packing(form, stored, packing.release(run, form, config), None, "cpu")
+    packed = of_source(run, source, model, registry, config, [row["tensor"] for row in rows])
+    packed.recorded.update({row["tensor"]: row["error"] for row in rows})
+    return packed
+
+
+def of_source(run: Run, source: Source, model: Model, registry: Any, config: Any, names: Iterable[str]) -> AsTrained:
+    """Return the packed weights of a base. `names` are Megatron's."""
     parts: dict[str, dict[int | None, tuple[str, mapping.Part]]] = defaultdict(dict)
-    for row in rows:
-        for part in mapping.parts(registry, row["tensor"]) or ():
-            parts[part.name][part.expert] = row["tensor"], part
-    errors = {row["tensor"]: row["error"] for row in rows}
+    for name in names:
+        for part in mapping.parts(registry, name) or ():
+            parts[part.name][part.expert] = name, part
     dtype, gated = precision.dtype(run.train.precision), bool(config.gated_linear_unit)
-    return AsTrained(source, form, dtype, gated, config, model, errors, dict(parts))
+    return AsTrained(source, source.form, dtype, gated, config, model, {}, dict(parts))
 
 
 def recorded(run: Run) -> tuple[dict[str, Any], list[dict[str, Any]]]:
