@@ -16,11 +16,11 @@ from typing import Any
 from prefect import State, allow_failure
 from prefect.futures import PrefectFuture, as_completed
 
-from conf.rules import objectives, pretraining, reinforcement
+from conf.rules import objectives, packed_base, pretraining, reinforcement
 from conf.schema.run import Run
 from tasks.run.session import Session
 from tasks.run.steps import Pipeline, Step, makers
-from tasks.stages import convert, download, evaluate, export, prepare, promote, reference, reinforce, train
+from tasks.stages import convert, download, evaluate, export, pack, prepare, promote, reference, reinforce, train
 
 
 def no_evaluation(run: Run) -> str:
@@ -37,6 +37,7 @@ def no_training(run: Run) -> str:
 
 MODEL = {"model": "download"}
 PROMPTS = ("prepare-prompts", "prepare")  # the first of these that the run has
+SERVED = ("pack", "download")
 JUDGE = ("convert-teacher", "convert")
 TRAINED = ("reinforce", "train")
 OF_TEACHER: dict[str, Any] = {"exists": objectives.has_teacher, "view": objectives.of_teacher}
@@ -47,7 +48,8 @@ PIPELINE = Pipeline(
     Step("prepare", prepare, MODEL),
     Step("prepare-prompts", prepare, MODEL, options={"source": "reinforce.source"}, **OF_PROMPTS),
     Step("convert", convert, MODEL, gpus=True),
-    Step("evaluate-base", evaluate, MODEL | {"data": PROMPTS}, gpus=True, skip=no_base_evaluation),
+    Step("pack", pack, MODEL | {"base": "convert"}, exists=packed_base.is_served, skip=no_evaluation),
+    Step("evaluate-base", evaluate, {"model": SERVED, "data": PROMPTS}, gpus=True, skip=no_base_evaluation),
     Step("download-teacher", download, **OF_TEACHER),
     Step("convert-teacher", convert, {"model": "download-teacher"}, gpus=True, **OF_TEACHER),
     Step(
@@ -80,7 +82,7 @@ PIPELINE = Pipeline(
         "evaluate-tuned",
         evaluate,
         {"model": "export", "data": PROMPTS, "trained": TRAINED, "before": "evaluate-base"},
-        reads={"released": "download"},
+        reads={"released": SERVED},
         may_fail="before",
         gpus=True,
         skip=no_evaluation,

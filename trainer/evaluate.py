@@ -21,7 +21,7 @@ also ends with a fault, before loading anything, if the export says that it was 
 belongs to other weights. The model must also give the same log-probabilities for tokens when it generates them and when
 it reads them (trainer/serving/decoding.py). One line says what was compared, or why nothing was.
 
-With evaluate.adapter=unmerged the model is paths.model, served with the adapter in paths.export.
+With evaluate.adapter unmerged or packed the model is paths.model, served with the adapter in paths.export.
 """
 
 # pyright: reportArgumentType=false

@@ -6,7 +6,7 @@ In the tiny models, heads x head_dim is not hidden_size, as in the releases.
 from functools import partial
 
 from conf.families.parts import family as shared
-from conf.families.parts.family import Balance, Family
+from conf.families.parts.family import Balance, Family, Serving
 from conf.families.parts.keys import llama_facts
 
 FAMILY = Family(
@@ -21,5 +21,6 @@ FAMILY = Family(
     not_null=(*shared.HEADS, *shared.SIGMOID_SIZES, *shared.COUNTS, *shared.GROUPED, "use_qk_norm"),
     facts=partial(llama_facts, expert_bias=True),
     balance=Balance(always=True),
+    serving=Serving(packed=True),
     releases={"zai-org/GLM-4.5-Air": 110.0, "zai-org/GLM-4.7": 358.0},
 )

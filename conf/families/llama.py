@@ -3,7 +3,7 @@
 With 2 tensor ranks, Megatron pads the vocabulary of 500 of the tiny model to 504.
 """
 
-from conf.families.parts.family import ANY, DEFAULT, PLAIN, SILU, YARN, Family, Rotation
+from conf.families.parts.family import ANY, DEFAULT, PLAIN, SILU, YARN, Family, Rotation, Serving
 
 LINEAR = {"linear": Rotation({"factor": ANY}, ("factor",))}
 FACTORS = {"low_freq_factor": (1,), "high_freq_factor": (4,), "original_max_position_embeddings": (8192,)}
@@ -15,6 +15,7 @@ FAMILY = Family(
     read=PLAIN,
     assumed=SILU | {"attention_bias": (False,), "mlp_bias": (False,)},
     rotations=DEFAULT | LINEAR | LLAMA3 | YARN,
+    serving=Serving(packed=True),
     releases={
         "meta-llama/Llama-3.2-1B-Instruct": 1.24,
         "meta-llama/Llama-3.1-70B-Instruct": 70.6,

@@ -5,7 +5,7 @@ The embedding of the tiny model is tied, as in the releases up to 4B.
 
 from functools import partial
 
-from conf.families.parts.family import DEFAULT, HEADS, PLAIN, QWENS, YARN, Family
+from conf.families.parts.family import DEFAULT, HEADS, PLAIN, QWENS, YARN, Family, Serving
 from conf.families.parts.keys import llama_facts
 
 FAMILY = Family(
@@ -17,6 +17,7 @@ FAMILY = Family(
     stated=HEADS,
     not_null=("head_dim",),
     facts=partial(llama_facts, qk_norm=True),
+    serving=Serving(packed=True),
     releases={
         "Qwen/Qwen3-1.7B": 1.7,
         "Qwen/Qwen3-4B": 4.0,

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from conf.families.parts.family import DEFAULT, EXPERTS, HEADS, PLAIN, QWENS, YARN, Balance, Family
+from conf.families.parts.family import DEFAULT, EXPERTS, HEADS, PLAIN, QWENS, YARN, Balance, Family, Serving
 from conf.families.parts.keys import llama_facts
 
 FAMILY = Family(
@@ -19,5 +19,6 @@ FAMILY = Family(
     not_null=(*HEADS, "intermediate_size", "moe_intermediate_size", "num_experts", "norm_topk_prob"),
     facts=partial(llama_facts, qk_norm=True),
     balance=Balance(always=True),
+    serving=Serving(packed=True),
     releases={"Qwen/Qwen3-30B-A3B": 30.5, "Qwen/Qwen3-235B-A22B": 235.0},
 )

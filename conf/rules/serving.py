@@ -24,6 +24,7 @@ FP8 = 8.9  # CUDA's compute capability that quantization needs
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a weight, by precision
 LATENT = "kv_b_proj"  # Hugging Face's name of linear_kv_up_proj
 LATENT_HEADS = ((128, 64, 128), (192, 64, 256), (64, 64, 128))  # qk_nope_head_dim, qk_rope_head_dim, v_head_dim
+MARLIN = 128  # vLLM's kernel for experts in 4 bits needs this multiple
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
@@ -34,8 +35,8 @@ def precision(run: Run) -> str:
 
 def rounding(run: Run) -> str | None:
     """Format that weights are rounded to for serving, base and tuned alike: fp8, the release's own, or none."""
-    own = run.export.quantization if run.evaluate.adapter == "merged" else None
-    return run.evaluate.quantization or own
+    own = run.evaluate.adapter == "merged" and run.export.quantization == "as_released"
+    return run.evaluate.quantization or ("as_released" if own else None)
 
 
 def is_apart(run: Run) -> bool:
@@ -56,11 +57,38 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "evaluate.quantization", f"{evaluate.quantization}, but export.quantization rounds weights already; null"
     if evaluate.adapter == "merged":
         return
+    if packed_base.is_served(run) and precision(run) != "bf16":
+        yield "evaluate.adapter", f"packed, but evaluate.precision is {precision(run)}, and codes need bf16"
+    if packed_base.is_served(run) and evaluate.quantization:
+        yield "evaluate.quantization", f"{evaluate.quantization}, but evaluate.adapter packed serves codes; null"
     if kind != "lora":
         why = "there is no adapter" if kind == "none" else next(unadded(dora=True))
         yield "evaluate.adapter", f"{evaluate.adapter}, but adapter.kind is {kind}: {why}; merged"
     elif "adapter" not in (run.export.formats or ("adapter",)):
         yield "evaluate.adapter", f"{evaluate.adapter}, but export.formats lacks adapter"
+
+
+def _packed(run: Run, facts: ModelFacts, serving: families.Serving, cpu: bool) -> Iterator[str]:
+    """Yield reasons why vLLM cannot compute with the codes of the packed base."""
+    if not packed_base.is_served(run):
+        return
+    (height, width), gpus = (packed_base.FORMATS[run.model.base].block, run.evaluate.gpus or 1)
+    key, other = f"evaluate.adapter is packed with model.base {run.model.base}", "merged or unmerged serves it"
+    if not serving.packed:
+        yield f"{key}, and its packed matrices were not compared with vLLM's for {facts.architecture}; {other}"
+    if cpu and (run.model.base != "int4" or facts.experts):
+        yield f"{key}, and on a CPU vLLM computes only int4, without experts; {other}"
+    ways = {"experts": 1 if run.evaluate.expert_parallel else gpus}
+    sizes = [("attention", facts.heads * facts.head_dim), ("experts", facts.expert_ffn)]
+    for part, size in [*sizes, ("dense", facts.ffn), ("dense", facts.shared_ffn)]:
+        share = size // ways.get(part, gpus)
+        if part in packed_base.parts(run) and share % width:
+            remedy = other if size % width else "other evaluate.gpus"
+            yield f"{key}, and the part of a GPU of {part} is {share} wide, not a multiple of {width}; {remedy}"
+    if facts.experts and facts.hidden % MARLIN and run.model.base == "int4":
+        yield f"{key}, and for experts the hidden size, {facts.hidden}, must be a multiple of {MARLIN}; {other}"
+    if height > 1 and "attention" in packed_base.parts(run) and facts.head_dim % height:
+        yield f"{key}, and rows of {height} share a scale, but a head has {facts.head_dim}; model.base=int4"
 
 
 def unservable(run: Run, facts: ModelFacts, cpu: bool) -> list[str]:
@@ -77,7 +105,7 @@ def unservable(run: Run, facts: ModelFacts, cpu: bool) -> list[str]:
     if rounding(run) == "as_released" and (cpu or precision(run) != "bf16"):
         needs = "a GPU and bf16" if cpu else "bf16 (evaluate.precision)"
         found.append(f"export.quantization is as_released, which needs {needs}; evaluate.tasks=[] evaluates nothing")
-    return found + list(_unmerged(run, facts, family.serving, cpu))
+    return [*found, *_unmerged(run, facts, family.serving, cpu), *_packed(run, facts, family.serving, cpu)]
 
 
 def _unmerged(run: Run, facts: ModelFacts, serving: families.Serving, cpu: bool) -> Iterator[str]:

@@ -17,7 +17,17 @@ from pydantic.fields import FieldInfo
 
 # The stages of tasks/stages/; "source" is the stage prepare's identity of each source of data.
 Stage = Literal[
-    "download", "prepare", "source", "convert", "reference", "train", "reinforce", "export", "evaluate", "promote"
+    "download",
+    "prepare",
+    "source",
+    "convert",
+    "pack",
+    "reference",
+    "train",
+    "reinforce",
+    "export",
+    "evaluate",
+    "promote",
 ]
 ALWAYS = object()  # equal to no value: a key that is in every identity
 

@@ -278,9 +278,9 @@ class Evaluate(Section):
     """of serving; null = train.precision"""
     quantization: Annotated[Literal["fp8"] | None, bears("evaluate", absent=None)] = None
     """fp8 = weights are rounded to FP8 when they are loaded: half of bf16's bytes, different answers"""
-    adapter: Annotated[Literal["merged", "unmerged"], bears(derived="evaluate")] = "merged"
+    adapter: Annotated[Literal["merged", "unmerged", "packed"], bears(derived="evaluate")] = "merged"
     """how a trained adapter is served: merged = the whole exported model; unmerged = the released model and the
-    exported adapter"""
+    exported adapter; packed = the codes of model.base and the exported adapter, as in training"""
     nodes: Annotated[Degree | None, NOWHERE] = None
     """hosts that serve one model, each a stage of vLLM's pipeline; null = the fewest on which it fits"""
     gpus: Annotated[Degree | None, NOWHERE] = None

@@ -19,7 +19,7 @@ class Step:
     module: ModuleType  # its function `stage` returns the identity, its task of the module's name makes the artifact
     inputs: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)  # by parameter of both functions
     # More parameters of the task: artifacts that its inputs were made from.
-    reads: Mapping[str, str] = field(default_factory=dict)
+    reads: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     may_fail: str = ""  # an input whose failure is passed to the task
     after: str = ""  # a stage that ends first, unless this host has GPUs for both
     gpus: bool = False  # waits for its turn at this host's GPUs

@@ -8,7 +8,7 @@
 
 A version records the fingerprint of its export and the digest of its content. Other content is refused. The server uses
 the evaluation's precision and quantization, and runs code of the model's folder only if the download was allowed to
-fetch it. An export without a merged model is served as base and adapter.
+fetch it. An export without a merged model is served as base and adapter; the base is packed if it was evaluated so.
 """
 
 import contextlib
@@ -173,10 +173,11 @@ class Sources:
     data: Artifact
     evaluation: Artifact | None
     unmerged: bool  # served as base and adapter
+    codes: Artifact | None = None  # of a packed base that is served
 
     @property
     def form(self) -> str:
-        return "base and adapter" if self.unmerged else "merged"
+        return f"{'packed ' * bool(self.codes)}base and adapter" if self.unmerged else "merged"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -196,7 +197,8 @@ def collect(named: Named, store: Store, adapter: bool, gpus: bool) -> Sources:
     trained = _input(export, "trained", "train", store, whole=False)
     data = _input(trained, "data", "prepare", store)
     unmerged = adapter or not merged
-    sources = Sources(named, base, data, _evaluation(named, store, unmerged), unmerged)
+    evaluation = _evaluation(named, store, unmerged)
+    sources = Sources(named, base, data, evaluation, unmerged, _codes(evaluation, store) if unmerged else None)
     if sources.unmerged:
         _require_servable(sources, store, gpus)
     return sources
@@ -206,6 +208,7 @@ def served_model(sources: Sources, store: Store, cache: Path, **where: Any) -> S
     """Fetch all files to this host, and return the description of the served model."""
     export = artifact.local(sources.named.export, store, cache)
     base = artifact.local(sources.base, store, cache) if sources.unmerged else export / "merged"
+    base = artifact.local(sources.codes, store, cache) / "merged" if sources.codes else base
     return ServedModel(
         name=sources.named.name,
         model=str(base),
@@ -238,6 +241,13 @@ def _evaluation(named: Named, store: Store, unmerged: bool) -> Artifact | None:
         return (record.stage.config.get("adapter", "merged") != "merged") == unmerged, record.made["at"]
 
     return max(whole, key=fitness, default=None)
+
+
+def _codes(evaluation: Artifact | None, store: Store) -> Artifact | None:
+    """Return the packed base with which the adapter was evaluated, if it was."""
+    if evaluation is None or evaluation.stage.config.get("adapter") != "packed":
+        return None
+    return _input(_input(evaluation, "before", "evaluate", store, whole=False), "model", "pack", store)
 
 
 def _require_servable(sources: Sources, store: Store, gpus: bool) -> None:

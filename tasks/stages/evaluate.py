@@ -9,7 +9,7 @@ from typing import Any
 
 from prefect import State, task
 
-from conf.rules import serving
+from conf.rules import packed_base, serving
 from conf.schema import identity
 from conf.schema.run import Run
 from conf.strict_yaml import UNFIT
@@ -88,11 +88,12 @@ def evaluate(
 
 def _served(stage_run: StageRun, model: Artifact, released: Artifact | None) -> dict[str, Artifact | Path]:
     """Paths of the served model: the base, the merged model, or the base with the exported adapter."""
+    as_codes = packed_base.is_served(stage_run.run)
     if released is None:
-        return {"served": model}
+        return {"served": stage_run.local(model) / "merged" if as_codes else model}
     if stage_run.run.evaluate.adapter == "merged":
         return {"served": stage_run.local(model) / "merged"}
-    return {"model": released, "export": model}
+    return {"model": stage_run.local(released) / "merged" if as_codes else released, "export": model}
 
 
 def _made(before: Any) -> Artifact:

@@ -62,7 +62,7 @@ def check_export(run: Run) -> None:
 
 def check_evaluate(run: Run) -> None:
     tasks: Inputs = {"evaluate.tasks": [task for task in run.evaluate.tasks if task.endswith((".yaml", ".yml"))]}
-    served = ("model", "export") if run.evaluate.adapter == "unmerged" else ("served",)
+    served = ("served",) if run.evaluate.adapter == "merged" else ("model", "export")
     base = ("of_base",) if is_apart(run) else ()
     inputs = _inputs(run, *served, *base, "data", "parity", "kernels") | tasks
     _check(inputs, _outputs(run, evaluation=marks.EVALUATION))

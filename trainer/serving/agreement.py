@@ -18,6 +18,10 @@ base's evaluation writes its log-probabilities. A missing or half merged adapter
 rounding costs. The same bound holds if training rounded the base (model.base) and the adapter is served with the
 released weights. If the adapter is merged onto the weights of the training (export.merge_onto: packed), the normal
 bound holds.
+
+If the codes of the training are served (evaluate.adapter: packed), the base without the adapter shows what the kernels
+round: served and in training, it differs only by them. The bound is ROUNDED times this difference on the same rows, and
+at most the bound of a packed base. The share is bounded as usual.
 """
 
 import json
@@ -26,6 +30,7 @@ from itertools import chain
 from pathlib import Path
 
 from conf.model_files import config_json
+from conf.rules import packed_base
 from conf.rules.serving import is_apart, rounding
 from conf.schema.run import Run
 from contract import checksums, json_object
@@ -39,6 +44,7 @@ BOUNDS = {"fp32": 1e-3, "bf16": 0.05, "fp8": 0.1, "as_released": 0.1, "packed": 
 WORST = 4  # times the bound, for a single prompt: rounding may send one of its tokens to another expert
 LOST = 0.01  # of the adapter's effect
 OF_BASE = 0.25  # of the rounded base's distance, and of the adapter's effect, if weights are rounded
+ROUNDED = 3  # times the rounding of the base's kernels: on an H100 an adapter of all layers nearly doubled it
 ERRORS = 5  # standard errors by which a share must differ from 0
 OUTLIERS = 0.02  # share of the tokens that differ most, left out: rounding may have sent them to other experts
 SUFFIXES = ("", "-best", "-ema", "-best-ema")  # of the names of training's records
@@ -123,7 +129,10 @@ def compare(run: Run, served, precision: str) -> tuple[dict | None, str]:
     of_base = read_base(run, rows) if is_apart(run) else None
     log_probs, written = served.read(rows), decoding.write(served, rows)
     _write(run, rows, log_probs, [tokens for tokens, _ in written])
-    parity, decoded = judge(trained, log_probs, bound, of_base), decoding.compare(served, rows, written, bound)
+    same_codes = packed_base.is_served(run)
+    least = run.evaluate.parity_bound or BOUNDS["fp32"] if same_codes else bound
+    parity = judge(trained, log_probs, least, of_base, same_codes)
+    decoded = decoding.compare(served, rows, written, bound)
     if not decoded["ok"]:
         parity["ok"] = False
         difference = f"log-probabilities of written and of read tokens differ by {decoded['mean']:.3g} nats per token"
@@ -167,19 +176,32 @@ def read_base(run: Run, rows: list[list[int]]) -> list[list[float]]:
     raise Fault(f"paths.of_base: {path}: was served with quantization {record['quantization']!r}; {advice}")
 
 
-def judge(trained: dict, log_probs: list[list[float]], bound: float, of_base: list[list[float]] | None = None) -> dict:
-    """The verdict on a served model's log-probabilities. Those of the rounded base, if given, extend the bound."""
-    rows = trained["rows"]
-    base = _mean([*chain(*_differences(rows, of_base))]) if of_base else None
+def judge(
+    trained: dict,
+    log_probs: list[list[float]],
+    bound: float,
+    of_base: list[list[float]] | None = None,
+    same_codes: bool = False,
+) -> dict:
+    """The verdict on a served model's log-probabilities. Those of the rounded base, if given, extend the bound.
+
+    With the codes of training, the base may differ from training's base only by the rounding of kernels.
+    """
+    rows, faults = trained["rows"], []
+    compared = "base_log_probs" if same_codes else "log_probs"
+    base = _mean([*chain(*_differences(rows, of_base, compared))]) if of_base else None
     if base is not None:
-        bound = max(bound, OF_BASE * base)
-    may_lose = LOST if base is None else OF_BASE
+        bound = max(bound, min(ROUNDED * base, BOUNDS["packed"]) if same_codes else OF_BASE * base)
+    if same_codes and base is not None and not base <= BOUNDS["packed"]:
+        difference = f"log-probabilities of the base alone differ by {base:.3g} nats per token from training's"
+        faults.append(f"{difference}, the bound is {BOUNDS['packed']:.3g}")
+    may_lose = LOST if base is None or same_codes else OF_BASE
     differences = _differences(rows, log_probs)
     means = [_mean(of_row) for of_row in differences]
     worst = max(range(len(rows)), key=lambda i: means[i] if means[i] == means[i] else math.inf)
     every = [*chain(*differences)]
     lost = _lost(rows, every)
-    mean, faults = _mean(every), []
+    mean = _mean(every)
     if not mean <= bound:  # true for nan
         difference = f"log-probabilities differ by {mean:.3g} nats per token"
         faults.append(f"{difference}, the bound is {bound:.3g} (evaluate.parity_bound)")
@@ -197,6 +219,7 @@ def judge(trained: dict, log_probs: list[list[float]], bound: float, of_base: li
         "p90": sorted(map(abs, every))[math.ceil(0.9 * len(every)) - 1],
         "bound": bound,
         "base": base,
+        "same_codes": same_codes,
         "prompts": len(rows),
         "tokens": len(every),
         "step": trained["step"],
@@ -225,7 +248,8 @@ def summary(parity: dict | None, reason: str) -> str:
         share = f"{abs(lost['share']):.2%} (+- {lost['error']:.2%})"
         effect = f"{share} of the adapter's effect of {lost['effect']:.3g} lost (bound {parity['may_lose']:.0%})"
     if parity["base"] is not None:
-        effect += f"; the rounded base differs by {parity['base']:.3g} nats"
+        which = "base alone" if parity["same_codes"] else "rounded base"
+        effect += f"; the {which} differs by {parity['base']:.3g} nats"
     if "decoded" in parity:
         effect += f"; {decoding.summary(parity['decoded'])}"
     return (
@@ -255,11 +279,10 @@ def _mean(values: list[float]) -> float:
     return sum(map(abs, values)) / len(values)
 
 
-def _differences(rows: list[dict], log_probs: list[list[float]]) -> list[list[float]]:
+def _differences(rows: list[dict], log_probs: list[list[float]], compared: str = "log_probs") -> list[list[float]]:
     """Differences from training's log-probabilities, for each row."""
     return [
-        [a - b for a, b in zip(of_row, row["log_probs"], strict=True)]
-        for of_row, row in zip(log_probs, rows, strict=True)
+        [a - b for a, b in zip(of_row, row[compared], strict=True)] for of_row, row in zip(log_probs, rows, strict=True)
     ]
 
 

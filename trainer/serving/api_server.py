@@ -65,7 +65,7 @@ def arguments(settings: ServedModel, folder: Path, gpus: int) -> list[str]:
     values |= {"served_model_name": settings.name + (BASE if adapter else "")}
     values |= {"dtype": engine.DTYPE[settings.precision], "trust_remote_code": settings.trust_remote_code}
     values |= engine.ALWAYS
-    values |= engine.UNPACKED if adapter and engine.is_quantised(Path(settings.model)) else LOADED
+    values |= engine.UNPACKED if adapter and engine.is_unpacked(Path(settings.model)) else LOADED
     values |= {"generation_config": "vllm", "override_generation_config": DEFAULTS}
     values |= {"structured_outputs_config": {"backend": constraints.BACKEND}}
     values |= {"max_model_len": settings.length or "auto", "max_num_seqs": SEQUENCES}

@@ -21,6 +21,7 @@ import yaml
 from conf.model_files import config_json, quantization
 from conf.rules.serving import FP8, rounding
 from conf.schema.run import Run
+from contract import json_object
 from contract.faults import Fault
 from trainer.patches import store_address, vllm_cpu
 from trainer.patches.transformers_imports import import_transformers
@@ -113,8 +114,8 @@ def serve(run: Run, precision: str, progress: Progress):
         if not vllm_cpu.is_installed() and not of_hosts:
             path = stack.enter_context(start_up.fixed_name(Path(run.paths.kernels).absolute(), path, precision))
         settings = arguments(run, precision, adapter)
-        if rounding(run) != "as_released" and is_quantised(unmerged.model(run)):
-            settings |= UNPACKED  # as in training
+        if rounding(run) != "as_released" and is_unpacked(unmerged.model(run)):
+            settings |= UNPACKED
         served = Served(pretrained=str(path), **settings, **of_hosts)
     if of_hosts:
         hosts.report_steps(served.model.llm_engine)
@@ -166,8 +167,10 @@ def gpus(configured: int | None) -> int:
     return configured or torch.cuda.device_count()
 
 
-def is_quantised(folder: Path) -> bool:
-    return bool(config_json.read(folder / config_json.NAME).get(quantization.KEY))
+def is_unpacked(folder: Path) -> bool:
+    """Whether vLLM gets the weights of a quantised release unpacked, as in training; a packed base stays packed."""
+    quantised = bool(config_json.read(folder / config_json.NAME).get(quantization.KEY))
+    return quantised and "codes" not in json_object.read_or_empty(folder.parent / "complete.json")
 
 
 def _quantization(run: Run) -> str | None:

@@ -1,8 +1,8 @@
-"""Serve the released model with an exported adapter that is not merged (evaluate.adapter=unmerged).
+"""Serve a model with an exported adapter that is not merged (evaluate.adapter: unmerged, packed).
 
-No copy of the model is written: vLLM loads paths.model, and adds <paths.export>/adapter to each layer while it answers.
-For experts the adapter's file has two parameters per layer, as in transformers. vLLM splits them by expert only if both
-a setting and the request say so.
+vLLM loads paths.model, the release or the codes of a packed base (trainer/weights/exported/packed_format.py), and adds
+<paths.export>/adapter to each layer while it answers. For experts the adapter's file has two parameters per layer, as
+in transformers. vLLM splits them by expert only if both a setting and the request say so.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class Adapter:
 
 
 def is_configured(run: Run) -> bool:
-    return run.evaluate.adapter == "unmerged"
+    return run.evaluate.adapter != "merged"
 
 
 def model(run: Run) -> Path:

@@ -51,6 +51,7 @@ class Serving:
 
     on_cpu: str = ""  # reason why vLLM cannot serve it on a CPU; empty if it can
     expert_adapters: str = ""  # reason why adapters of experts cannot be served next to the base; empty if they can
+    packed: bool = False  # whether it serves the codes of a packed base (tests/trainer/test_packed_for_vllm.py)
 
 
 @dataclass(frozen=True)

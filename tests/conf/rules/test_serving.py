@@ -115,3 +115,47 @@ def test_the_tables_are_those_of_the_installed_vllm():
     assert (
         'raise NotImplementedError("MLA is not supported on CPU.")' in (Path(folder) / "platforms/cpu.py").read_text()
     )
+
+
+PACKED = {"evaluate.adapter": "packed", "convert.to": "packed", "evaluate.tasks": "[held_out]"}
+
+
+def packed(changes: list[str]):
+    every = PACKED | dict(change.split("=") for change in changes)
+    return load("glm45-air-1xh100", [f"{key}={value}" for key, value in every.items()])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["model.base=nvfp4"], "packed, but vLLM and model.base nvfp4 share no format; model.base fp8 or int4"),
+        (["convert.to=none"], "packed, but convert.to none keeps no codes; convert.to=packed"),
+        (["evaluate.precision=fp32"], "packed, but evaluate.precision is fp32, and codes need bf16"),
+        (["evaluate.quantization=fp8"], "fp8, but evaluate.adapter packed serves codes; null"),
+        (["export.formats=[merged]"], "packed, but export.formats lacks adapter"),
+        (["export.quantization=packed"], "packed, but export.checkpoint latest has an adapter"),
+    ],
+)
+def test_codes_that_vllm_does_not_read_are_refused_in_one_line(changes, said):
+    with pytest.raises(ConfigError) as error:
+        packed(changes)
+    assert sum(said in line for line in str(error.value).splitlines()) == 1
+    assert packed([])
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "cpu", "said"),
+    [
+        ("glm45-air", [], False, None),
+        ("glm45-air", [], True, "on a CPU vLLM computes only int4, without experts"),
+        ("glm45-air", ["evaluate.gpus=8"], False, "the part of a GPU of experts is 176 wide, not a multiple of 32"),
+        ("glm45-air", ["evaluate.gpus=8", "evaluate.expert_parallel=true"], False, "of dense is 1368 wide"),
+        ("glm45-air", ["model.base=fp8"], False, "of dense is 10944 wide, not a multiple of 128; merged"),
+        ("qwen3-235b", ["model.base=fp8"], False, None),
+        ("qwen3-8b", [], True, None),
+        ("deepseek-v3", [], False, "its packed matrices were not compared with vLLM's for DeepseekV3ForCausalLM"),
+    ],
+)
+def test_codes_of_a_model_that_vllm_cannot_compute_with_are_known_before(model, changes, cpu, said):
+    lines = unservable(packed(changes), known(model), cpu)
+    assert lines == [] if said is None else any(said in line for line in lines)
