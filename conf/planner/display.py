@@ -243,7 +243,7 @@ def evaluation(plan: Plan) -> Iterator[str]:
         way, room = served.way, served.memory
         spread = " with whole experts" * way.expert_parallel + " and a separate adapter" * (way.adapter is not None)
         graphs = "eager" if way.eager else "compiled"
-        kind = "fp8" if way.quantized else {2: "bf16", 4: "fp32"}[way.byte]
+        kind = plan.run.model.base if way.codes else "fp8" if way.quantized else {2: "bf16", 4: "fp32"}[way.byte]
         parts = _parts(room, max(0, room.cache), room.taken)
         yield f"serving  {way.hosts} x {way.tp} {plan.gpu.name} in {kind}{spread}, {graphs}: each {_amounts(parts)}"
         if served.lacks <= 0:

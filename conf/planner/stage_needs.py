@@ -87,6 +87,7 @@ def stage_needs(
     count = parameters.total(facts)
     released = _released(facts)
     needs = [*_model(run, facts), StageNeed("prepare", 1, 0, 0, GIB, 0)]
+    needs += [_pack(run, facts)] if packed_base.is_served(run) and run.evaluate.tasks else []
     evaluations = [_evaluation(run, facts, gpu, serving)] if run.evaluate.tasks else []
     needs += [replace(need, stage="evaluate-base") for need in evaluations if not pretraining.is_drawn(run)]
     if asking and objectives.has_teacher(run):
@@ -248,6 +249,13 @@ def _export(run: Run, facts: ModelFacts, merged: int) -> StageNeed:
     written = whole + (_trained(each, facts) * states.byte(run.train) if "adapter" in formats else 0)
     seconds = START + written / min(EXPORT * here.world, READ / 2)
     return StageNeed("export", 1, 0, 0, 2 * FILE * here.world, written, seconds)
+
+
+def _pack(run: Run, facts: ModelFacts) -> StageNeed:
+    """Return the needs of writing the codes of the base for vLLM."""
+    here, written = on_one_host(run) if run.layout.nodes > 1 else run, converted(run, facts)
+    seconds = START + written / min(EXPORT * here.world, READ / 2)
+    return StageNeed("pack", 1, 0, 0, 2 * FILE * here.world, written, seconds)
 
 
 def _evaluation(run: Run, facts: ModelFacts, gpu: Gpu, serving: Serving | None) -> StageNeed:

@@ -32,7 +32,7 @@ def duration(run: Run, facts: ModelFacts, gpu: Gpu, serving: Serving) -> float:
     way, tasks = serving.way, max(1, len(run.evaluate.tasks))
     rows = run.evaluate.rows or ROWS
     at_once = max(1, min(serving.at_once, rows, SEQUENCES))
-    bytes_read = parameters.total(facts) * way.byte
+    bytes_read = parameters.total(facts) * (way.codes.bytes if way.codes else way.byte)
     low = "fp8" if way.quantized and "fp8" in gpu.tflops else "fp32" if way.byte == 4 else "bf16"
     share = GEMM["current" if low == "fp8" else low]
     flops = gpu.flops(low) * share * way.tp  # stages of a pipeline wait for one another

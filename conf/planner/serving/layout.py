@@ -18,7 +18,7 @@ from math import ceil
 from conf.model_facts import ModelFacts
 from conf.planner.hardware import GB, Gpu
 from conf.planner.serving.memory import ServedMemory, Way, memory, tokens_of_a_step
-from conf.rules import serving
+from conf.rules import packed_base, serving
 from conf.schema.run import Run
 from conf.schema.sections import Evaluate
 
@@ -80,8 +80,10 @@ def of(run: Run, facts: ModelFacts, gpu: Gpu, tp: int, hosts: int = 1) -> Servin
         hosts=hosts,
         expert_parallel=spreads_experts(run, facts, tp),
         quantized=serving.rounding(run) is not None,
+        codes=packed_base.format_of(run) if packed_base.is_served(run) else None,
+        packed=packed_base.parts(run),
         byte=byte,
-        adapter=run.adapter if evaluate.adapter == "unmerged" else None,
+        adapter=None if evaluate.adapter == "merged" else run.adapter,
         sequences=sequences,
         tokens=tokens_of_a_step(facts, byte, sequences),
     )

@@ -2,7 +2,8 @@
 
     memory(model, way, gpu) -> ServedMemory
 
-Bytes on a GPU. A weight has w bytes (bf16 2, FP8 1 and a scale for each row), every other number B bytes:
+Bytes on a GPU. A weight has w bytes (bf16 2, FP8 1 and a scale for each row, a code of a packed base those of its
+format), every other number B bytes:
 
     weights      of a pipeline stage: w * (attention + dense MLP + shared experts + experts) / tp + B * (embedding,
                  output) / tp + B * the rest. If there are fewer key-value heads than tp, they are repeated. Latent
@@ -29,11 +30,13 @@ from conf.model_facts import ModelFacts
 from conf.planner import parameters
 from conf.planner.hardware import Gpu
 from conf.planner.memory import CONTEXT, NCCL_ALONE, WORKSPACE
+from conf.rules import packed_base
 from conf.schema.sections import Adapter
 
 UTILIZATION = 0.9  # of a GPU; vLLM's default of 0.92 leaves too little for the prompts' log-probabilities
 BLOCK = 16  # tokens of a block of the cache
 FP8 = 1.001  # bytes of a weight, with an fp32 scale for each row of a matrix
+MATRICES = ("attention", "mlp", "shared_experts", "experts")
 GRAPHS, GRAPHS_A_LAYER = 0.1e9, 0.02e9
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters: vLLM reserves memory for the next larger one
 PROMPTS = 3.2e9  # bytes of log-probabilities of prompts in a step, at most
@@ -48,11 +51,19 @@ class Way:
     hosts: int = 1  # stages of the pipeline
     expert_parallel: bool = False
     quantized: bool = False  # weights in FP8
+    codes: packed_base.Format | None = None  # of the matrices in `packed`, as in training
+    packed: tuple[str, ...] = ()  # parts of the model, as in model.pack
     eager: bool = False
     byte: int = 2  # bytes of numbers that are not quantized
     adapter: Adapter | None = None  # served next to the base
     sequences: int = 256  # computed at once
     tokens: int = 2048  # of a step
+
+    def each(self, kind: str) -> float:
+        """Bytes of a weight of this kind of matrices."""
+        if self.codes and packed_base.part_of(kind) in self.packed:
+            return self.codes.bytes
+        return FP8 if self.quantized else self.byte
 
 
 @dataclass(frozen=True)
@@ -147,21 +158,20 @@ def _stage(facts: ModelFacts, way: Way, place: int) -> tuple[int, int, int]:
 
 
 def _layer(facts: ModelFacts, kind: str, way: Way) -> float:
-    each = FP8 if way.quantized else way.byte
-    part = parameters.parts(facts, kind)
+    each, part = way.each("attention"), parameters.parts(facts, kind)
     plain = part["norms"] + part.get("router", 0)
-    matrices = sum(part[name] for name in ("attention", "mlp", "shared_experts", "experts") if name in part)
+    matrices = sum(part[name] * way.each(name) for name in MATRICES if name in part)
     if facts.routed(kind) and way.expert_parallel:  # some GPUs have one expert more if experts do not divide evenly
-        matrices += part["experts"] // facts.experts * (-facts.experts % way.tp)
+        matrices += part["experts"] // facts.experts * (-facts.experts % way.tp) * way.each("experts")
     if facts.kv_rank:
-        whole = facts.hidden * (facts.q_rank + facts.kv_rank + facts.qk_rope)
+        whole = facts.hidden * (facts.q_rank + facts.kv_rank + facts.qk_rope) * each
         cut = whole + (matrices - whole) / way.tp
         plain += facts.kv_rank * facts.heads * (facts.qk_nope + facts.v_head) // way.tp
     else:
         own = facts.of(kind)
-        keys = (own.keys + own.values) * facts.hidden * own.kv_heads * own.head_dim if facts.attends(kind) else 0
+        keys = (own.keys + own.values) * facts.hidden * own.kv_heads * own.head_dim * each if facts.attends(kind) else 0
         cut = (matrices - keys) / way.tp + keys / min(way.tp, own.kv_heads)
-    return cut * each + plain * way.byte
+    return cut + plain * way.byte
 
 
 def _cached(facts: ModelFacts, way: Way) -> int:
