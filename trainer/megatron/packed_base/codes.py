@@ -24,7 +24,7 @@ BIAS = 127  # added to exponents stored in a byte
 FP8 = torch.float8_e4m3fn
 # Types of scales by kind (conf/rules/packed_base.py).
 SCALES = {"fp8": torch.float32, "int": torch.bfloat16, "nvfp4": FP8, "mxfp4": torch.uint8}
-AT_ONCE = 2**26  # fp32 values unpacked at a time
+AT_ONCE = 2**18  # fp32 values unpacked at a time: they fit into a CPU's cache
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from trainer.weights.packed_base import released_scales
 from trainer.weights.packed_base.part import Found, Part, cut, unpacked
 from trainer.weights.quantised import e2m1, pack, report
 
+AT_ONCE = 2**18  # values that a CPU packs at a time: they fit into its cache
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -102,10 +104,17 @@ def release(run: Run, form: Format, config: Any) -> released_scales.Release | No
 
 def _pack(form: Format, read: torch.Tensor) -> Found:
     """Return codes and scales of whole blocks, and the factor of a whole matrix."""
-    if form.kind == "nvfp4":
+    if form.factor_bytes:
         return e2m1.nvfp4(read)
+    height, columns = form.block[0], read.shape[1]
+    each = len(read) if read.is_cuda else max(1, AT_ONCE // (height * columns)) * height
+    codes, scales = zip(*(_pack_rows(form, rows) for rows in read.split(each)), strict=True)
+    return torch.cat(codes), torch.cat(scales), None
+
+
+def _pack_rows(form: Format, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if form.kind == "mxfp4":
-        return *e2m1.mxfp4(read), None
+        return e2m1.mxfp4(read)
     scheme, kind = quantization.Scheme(form.kind, "", "", form.block, form.bits), SCALES[form.kind]
     codes, scales = pack.pack(quantization.Packed(scheme, (read.shape[0], read.shape[1]), "", ""), read, kind)
-    return codes.view(torch.uint8) if form.kind == "int" else codes, scales.to(kind), None
+    return codes.view(torch.uint8) if form.kind == "int" else codes, scales.to(kind)
