@@ -9,7 +9,8 @@ from conf.planner import parameters
 from conf.planner.hardware import GPUS
 from conf.planner.serving.duration import duration
 from conf.planner.serving.layout import Serving, choose, is_eager, of, refusal, unsupported, with_layout
-from conf.planner.serving.memory import Way, layers_of, memory, tokens_of_a_step
+from conf.planner.serving.memory import MATRICES, Way, layers_of, memory, tokens_of_a_step
+from conf.rules.packed_base import FORMATS, PARTS, part_of
 from tests.support.known_models import known
 
 H100, H200, B200, A100 = (GPUS[name] for name in ("h100", "h200", "b200", "a100"))
@@ -38,6 +39,22 @@ def test_weights_and_cache_of_released_models(name, way, gigabytes, token):
 def test_one_gpu_holds_all_parameters_but_those_of_multi_token_prediction(name):
     facts = replace(known(name), mtp_layers=0)
     assert memory(facts, Way(1), H100).weights == pytest.approx(2 * parameters.total(facts), rel=1e-4)
+
+
+@pytest.mark.parametrize("packed", [("experts",), ("attention", "dense"), PARTS])
+def test_codes_take_the_bytes_of_their_format(packed):
+    facts, form = replace(known("glm45-air"), mtp_layers=0), FORMATS["int4"]
+    plain, found = (memory(facts, way, H100).weights for way in (Way(1), Way(1, codes=form, packed=packed)))
+    counts = [parameters.parts(facts, kind) for kind in facts.kinds]
+    kinds = [kind for kind in MATRICES if part_of(kind) in packed]
+    numbers = sum(of_layer.get(kind, 0) for of_layer in counts for kind in kinds)
+    assert plain - found == pytest.approx(numbers * (2 - form.bytes), rel=1e-9)
+
+
+def test_a_model_that_does_not_fit_in_bf16_is_served_as_codes():
+    run = load("glm45-air-1xh100")
+    assert refusal(run, known("glm45-air"), H100) == ""
+    assert "are missing" in refusal(run.changed(evaluate={"adapter": "unmerged"}), known("glm45-air"), H100)
 
 
 def test_a_qwen3_moe_as_an_h200_has_served_it():

@@ -67,7 +67,6 @@ def test_the_codes_and_the_adapter_agree_with_training_within_what_the_kernels_r
     result = served("tuned", model=codes, of_base=of_base.folder)
     assert result.code == 0, result.output + result.errors
     parity = result.results["parity"]
-    print(parity)
     assert parity["same_codes"] and parity["mean"] < parity["bound"] <= agreement.BOUNDS["packed"]
     assert parity["base"] < parity["lost"]["effect"] and abs(parity["lost"]["share"]) < agreement.LOST
 
@@ -83,3 +82,16 @@ def test_the_released_weights_and_half_an_adapter_are_found(of_base, served, cod
     of_release = served("released", "merged", served=trained.paths.model, parity="/nowhere/parity.json")
     result = served("other", of_base=of_release.folder)
     assert result.code == 2 and "of the base alone differ by" in result.errors
+
+
+def test_scales_of_another_tensor_are_found(of_base, served, codes, tmp_path):
+    model = tmp_path / "codes/merged"
+    shutil.copytree(codes.parent, model.parent)
+    for file in model.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in [name for name in tensors if name.endswith("up_proj.weight_scale")]:
+            gate = name.replace("up_proj", "gate_proj")
+            tensors[name] = tensors[gate].flip(1).contiguous()
+        save_file(tensors, file, {"format": "pt"})
+    result = served("scales", model=model, of_base=of_base.folder)
+    assert result.code == 2 and "parity: the served model is not the trained one" in result.errors
