@@ -52,7 +52,7 @@ def test_codes_take_the_bytes_of_their_format(packed):
 
 
 def test_a_model_that_does_not_fit_in_bf16_is_served_as_codes():
-    run = load("glm45-air-1xh100")
+    run = load("glm45-air-1xh100", ["convert.to=packed", "evaluate.adapter=packed"])
     assert refusal(run, known("glm45-air"), H100) == ""
     assert "are missing" in refusal(run.changed(evaluate={"adapter": "unmerged"}), known("glm45-air"), H100)
 
