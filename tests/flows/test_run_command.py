@@ -129,7 +129,7 @@ def test_a_dry_run_names_every_stage_and_starts_none(run, tmp_path):
     asked = [
         name
         for name in PIPELINE.names
-        if name not in ("prepare-prompts", "download-teacher", "convert-teacher", "reference", "reinforce")
+        if name not in ("prepare-prompts", "download-teacher", "convert-teacher", "pack", "reference", "reinforce")
     ]
     assert [line.split()[0] for line in lines] == asked
     assert all(" miss " in line and "exists yet" in line for line in lines)
