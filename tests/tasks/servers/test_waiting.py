@@ -44,3 +44,31 @@ time.sleep(1)
 def test_a_process_that_does_not_end_after_a_signal_is_cut_off(kind, code, line):
     done = subprocess.run([sys.executable, "-c", CODE, kind], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stderr) == (code, line)
+
+
+IGNORED = """
+import os, signal, time, weakref
+from prefect.exceptions import TerminationSignal
+from tasks.servers.waiting import limited_end
+
+def raised(number, _frame):
+    raise TerminationSignal(signal=number)
+
+class Referred:
+    pass
+
+signal.signal(signal.SIGTERM, raised)
+with limited_end(60, "later"):
+    referred = Referred()
+    reference = weakref.ref(referred, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        del referred
+        time.sleep(20)
+    except TerminationSignal:
+        print("ended")
+"""
+
+
+def test_a_signal_in_a_callback_whose_exceptions_are_ignored_is_sent_again():
+    done = subprocess.run([sys.executable, "-c", IGNORED], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
