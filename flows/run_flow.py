@@ -20,6 +20,7 @@ from contract.faults import ConfigError, Fault
 from flows.pipeline import PIPELINE, run_stages
 from tasks.run.session import Session
 from tasks.servers import prefect_server
+from tasks.servers.waiting import no_lost_signals
 from tasks.stages import run_report
 from tasks.stages.plan import plan, tell
 
@@ -39,6 +40,7 @@ def name_of_run() -> str:
     return f"{PurePath(flow_run.parameters['conf']).stem}-{flow_run.scheduled_start_time.astimezone(UTC):%m%d-%H%M%S}"
 
 
+@no_lost_signals()  # for a worker's process, which has no limited_end
 def run_flow(
     conf: str,
     overrides: list[str],

@@ -47,9 +47,8 @@ class Wait:
 def limited_end(seconds: float, then: str) -> Iterator[None]:
     """End this process at most `seconds` after SIGTERM or Ctrl-C; the message contains `then`, the next action.
 
-    Otherwise an outage of a server delays the end of a run, as Prefect's client repeats each request for a minute. A
-    signal is sent again if its exception was raised where Python ignores exceptions. Call it in the main thread of a
-    command.
+    Otherwise an outage of a server delays the end of a run, as Prefect's client repeats each request for a minute. Call
+    it in the main thread of a command.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -67,14 +66,23 @@ def limited_end(seconds: float, then: str) -> Iterator[None]:
 
     before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # independent of the signal's handlers
     threading.Thread(target=watch, daemon=True).start()
-    ignored, sys.unraisablehook = sys.unraisablehook, _send_again
     try:
-        yield
+        with no_lost_signals():
+            yield
     finally:
-        sys.unraisablehook = ignored
         if not signalled.is_set():
             signal.set_wakeup_fd(before)
             os.close(writing)
+
+
+@contextlib.contextmanager
+def no_lost_signals() -> Iterator[None]:
+    """Send a signal again if Python ignored the exception of its handler."""
+    before, sys.unraisablehook = sys.unraisablehook, _send_again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def _send_again(ignored: "sys.UnraisableHookArgs") -> None:

@@ -49,7 +49,7 @@ def test_a_process_that_does_not_end_after_a_signal_is_cut_off(kind, code, line)
 IGNORED = """
 import os, signal, time, weakref
 from prefect.exceptions import TerminationSignal
-from tasks.servers.waiting import limited_end
+from tasks.servers.waiting import no_lost_signals
 
 def raised(number, _frame):
     raise TerminationSignal(signal=number)
@@ -58,7 +58,7 @@ class Referred:
     pass
 
 signal.signal(signal.SIGTERM, raised)
-with limited_end(60, "later"):
+with no_lost_signals():
     referred = Referred()
     reference = weakref.ref(referred, lambda _: os.kill(os.getpid(), signal.SIGTERM))
     try:
