@@ -2,7 +2,8 @@
 
     python -m trainer.trial CONF [--steps N] [--layers K] [--rows TOKENS] [--gpu KIND] [--profile] [--json]
         [key=value ...]
-    python -m trainer.trial CONF --best N [--steps N] [--layers K] [--gpu KIND] [--json] [key=value ...]
+    python -m trainer.trial CONF --best N [--steps N] [--layers K] [--rows TOKENS] [--gpu KIND] [--json]
+        [key=value ...]
 
     python -m trainer.trial glm47 --layers 6 layout.nodes=1 layout.gpus_per_node=1 layout.tp=1 layout.sp=false \\
         layout.pp=1 layout.vpp=null layout.ep=1 train.global_batch=4
@@ -127,6 +128,7 @@ def _best(options: argparse.Namespace, configured: Run, run: Run, facts: ModelFa
     gpu = read(options.gpu) if options.gpu else by_device(nvidia_smi.kind() or "") or hardware.of(run)
     more = ["--steps", str(options.steps), *(["--gpu", options.gpu] if options.gpu else [])]
     more += ["--layers", str(options.layers)] if options.layers is not None else []
+    more += ["--rows", str(options.rows)] if options.rows is not None else []
     candidates = best_layouts.candidates(configured, run, facts, gpu, options.best)
     file = _place("best", options).with_suffix(".json")
     file.parent.mkdir(parents=True, exist_ok=True)
