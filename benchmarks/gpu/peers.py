@@ -9,8 +9,9 @@ with random weights, sdpa attention, grouped_mm for experts, LoRA of the same ra
 tokens a step. Its layers are recomputed if ours are. A micro batch that does not fit is halved. Steps are the median
 after the first two, GB the most that torch has allocated. A ratio above 1 means that ours is faster.
 
-The loop adapts all linear layers that PEFT accepts. Experts are no linear layers there: such a model has one line
-without adapters of experts, and one with those of PEFT's target_parameters. Neither is ours, whose experts share one.
+The loop adapts all linear layers that PEFT accepts. transformers keeps the experts of a layer in one tensor, so the
+table has two lines for such a model: without adapters of experts, and with PEFT's target_parameters. Our experts share
+one adapter.
 
 Liger's kernels are used if they are importable and know the model, except those of experts: they compute gradients of
 frozen weights. Packages that the environment lacks can be in the folder of PEERS_SITE, which is searched last:
@@ -93,7 +94,7 @@ def label(one: Trial) -> str:
 
 
 def sides(one: Trial, out: Path) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
-    """Side, command, and what is known before it runs: ours, theirs, and theirs with adapters of experts."""
+    """Yield a row's runs, as side, command and known figures: ours, theirs, and theirs with adapters of experts."""
     from conf import families
     from conf.load import load
     from conf.model_facts import facts_from_hf

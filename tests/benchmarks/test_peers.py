@@ -1,4 +1,4 @@
-"""benchmarks/gpu/peers.py: the plain loop trains what it says, and every end of either side is a line of the table."""
+"""benchmarks/gpu/peers.py: the plain loop trains the adapters, and the table has a line for each result and failure."""
 
 import importlib
 from pathlib import Path

@@ -70,7 +70,7 @@ def test_a_stage_is_made_from_its_inputs(keys):
         assert stages[step.name].inputs == inputs
         made = {*makers(step.inputs, stages).values()}
         others = {maker for name in made for maker in makers(known(name), stages).values()}
-        assert {*makers(step.reads, stages).values()} <= made | others  # so that its fingerprint covers what it reads
+        assert {*makers(step.reads, stages).values()} <= made | others  # its fingerprint covers them
 
 
 def known(name: str) -> dict:

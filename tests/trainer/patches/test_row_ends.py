@@ -1,4 +1,4 @@
-"""trainer/patches/families/row_ends.py: layers share what is known of the ends of packed rows."""
+"""trainer/patches/families/row_ends.py: the first layer reads the ends of packed rows for all layers."""
 
 import torch
 

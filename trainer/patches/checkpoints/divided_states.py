@@ -99,7 +99,7 @@ def _sharded(place: Any, key: str, own: torch.Tensor, start: int, data: Callable
 def blocks(sizes: Ints, strides: Ints, first: int, start: int, end: int) -> Iterator[tuple[Ints, Ints, int]]:
     """Yield the blocks of a tensor in row-major order, whose values are at `start` to `end` in its storage.
 
-    The tensor begins at `first`. A block is its offsets, its sizes and the place where it begins.
+    `first` is the place of the tensor's first value. A block has offsets, sizes and the place of its first value.
     """
     last = first + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1
     if start <= first and last <= end:

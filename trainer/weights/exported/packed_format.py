@@ -127,6 +127,6 @@ def open_codes(run: Run, trained: Trained) -> Codes:
     plain = {name for parts in packed.parts.values() for name, part in parts.values() if not part.turned}
     stacks = {parts[at][0] for parts in packed.parts.values() for at in parts if at is not None}
     if odd := sorted({*names} - (plain - stacks)):
-        text = f"these have no matrices of their own in the release: {released.enumerate_names(odd)}"
+        text = f"the release stores these in other shapes: {released.enumerate_names(odd)}"
         raise Fault(f"export.quantization: packed, but {text}; null")
     return Codes(replace(trained, packed=packed))
