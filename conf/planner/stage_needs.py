@@ -87,7 +87,7 @@ def stage_needs(
     count = parameters.total(facts)
     released = _released(facts)
     needs = [*_model(run, facts), StageNeed("prepare", 1, 0, 0, GIB, 0)]
-    needs += [_pack(run, facts)] if packed_base.is_served(run) and run.evaluate.tasks else []
+    needs += [_writing("pack", run, converted(run, facts))] if packed_base.is_served(run) and run.evaluate.tasks else []
     evaluations = [_evaluation(run, facts, gpu, serving)] if run.evaluate.tasks else []
     needs += [replace(need, stage="evaluate-base") for need in evaluations if not pretraining.is_drawn(run)]
     if asking and objectives.has_teacher(run):
@@ -133,7 +133,12 @@ def _released(facts: ModelFacts) -> int:
 
 
 def on_one_host(run: Run) -> Run:
-    """Return the run in a few processes of one host, which share the files of a model that needs several hosts."""
+    """Return the run in a few processes of one host, which share the files of a model that needs several hosts.
+
+    A run of one host stays as it is.
+    """
+    if run.layout.nodes == 1:
+        return run
     count = next(n for n in (4, 2, 1) if run.layout.ep % n == 0 and run.train.global_batch % n == 0)
     return run.changed(layout=dict(Layout(gpus_per_node=count, ep=count)), train={"micro_batch": 1})
 
@@ -242,20 +247,18 @@ def _reinforcement(
 
 def _export(run: Run, facts: ModelFacts, merged: int) -> StageNeed:
     formats = run.export.formats or (("merged",) if run.adapter.kind == "none" else ("merged", "adapter"))
-    here = on_one_host(run) if run.layout.nodes > 1 else run
     whole = merged if "merged" in formats else 0
     # PEFT's files have an adapter for each expert, even if all experts of a layer share one
     each = run.changed(adapter={"experts": "each"})
     written = whole + (_trained(each, facts) * states.byte(run.train) if "adapter" in formats else 0)
-    seconds = START + written / min(EXPORT * here.world, READ / 2)
-    return StageNeed("export", 1, 0, 0, 2 * FILE * here.world, written, seconds)
+    return _writing("export", run, written)
 
 
-def _pack(run: Run, facts: ModelFacts) -> StageNeed:
-    """Return the needs of writing the codes of the base for vLLM."""
-    here, written = on_one_host(run) if run.layout.nodes > 1 else run, converted(run, facts)
+def _writing(stage: str, run: Run, written: int) -> StageNeed:
+    """Return the needs of a stage that reads weights and writes others."""
+    here = on_one_host(run)
     seconds = START + written / min(EXPORT * here.world, READ / 2)
-    return StageNeed("pack", 1, 0, 0, 2 * FILE * here.world, written, seconds)
+    return StageNeed(stage, 1, 0, 0, 2 * FILE * here.world, written, seconds)
 
 
 def _evaluation(run: Run, facts: ModelFacts, gpu: Gpu, serving: Serving | None) -> StageNeed:

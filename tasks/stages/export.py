@@ -49,7 +49,7 @@ def export(stage_run: StageRun, model: Artifact, base: Artifact, trained: Artifa
 
     def make(work: Work) -> dict:
         run = stage_run.at(work, model=model, base=base, output=trained, export=work.files)
-        run = on_one_host(run) if run.layout.nodes > 1 else run  # its processes share the files
+        run = on_one_host(run)  # its processes share the files
         launch.process(*launch.trainer("export", run, work.folder), work.say, stage_run.stopped(work))
         return _links(stage_run, work.files, f"{model.key}/files")
 

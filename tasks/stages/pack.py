@@ -21,8 +21,7 @@ def pack(stage_run: StageRun, model: Artifact, base: Artifact) -> State:
     """Write the codes of the base for vLLM."""
 
     def make(work: Work) -> dict:
-        run = packed_base.of_pack(stage_run.at(work, model=model, base=base, export=work.files))
-        run = on_one_host(run) if run.layout.nodes > 1 else run
+        run = on_one_host(packed_base.of_pack(stage_run.at(work, model=model, base=base, export=work.files)))
         launch.process(*launch.trainer("export", run, work.folder), work.say, stage_run.stopped(work))
         return {}
 
