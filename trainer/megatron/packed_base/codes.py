@@ -24,7 +24,7 @@ BIAS = 127  # added to exponents stored in a byte
 FP8 = torch.float8_e4m3fn
 # Types of scales by kind (conf/rules/packed_base.py).
 SCALES = {"fp8": torch.float32, "int": torch.bfloat16, "nvfp4": FP8, "mxfp4": torch.uint8}
-AT_ONCE = {"cpu": 2**18, "cuda": 2**26}  # fp32 values unpacked at a time; so many fit into a CPU's cache
+AT_ONCE = 2**18  # fp32 values unpacked at a time: they fit into a CPU's cache
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def unpack(store: Codes) -> torch.Tensor:
         assert rows % factors.shape[1] == 0 and block[0] == 1, "stacked matrices have equal numbers of rows"
         scales = scales * factors.repeat_interleave(rows // factors.shape[1], 1).unsqueeze(-1)
     whole = torch.empty((count, rows, columns), dtype=store.dtype, device=codes.device)
-    each = max(1, AT_ONCE[codes.device.type] // (block[0] * columns)) * block[0]
+    each = max(1, AT_ONCE // (block[0] * columns)) * block[0]
     for weight, of_weight, target in zip(codes, scales, whole, strict=True):
         for start in range(0, rows, each):
             part = weight[start : start + each]
