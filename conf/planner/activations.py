@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from conf import families
 from conf.families.parts.sizes import DeltaNet
 from conf.model_facts import ModelFacts
-from conf.rules import objectives, precision, reinforcement
+from conf.rules import chunked_loss, objectives, precision, reinforcement
 from conf.schema.run import Run
 from conf.schema.sections import Adapter
 from conf.schema.training import Train
@@ -151,12 +151,14 @@ def at_loss(run: Run, facts: ModelFacts) -> dict[str, int]:
 
 
 def logits(run: Run, facts: ModelFacts) -> int:
-    """Return the bytes of the logits at the loss, of the model and of each MTP layer.
+    """Return the bytes of the logits at the loss, of the model and of each MTP layer, or of a chunk of tokens.
 
     The gradient replaces the logits, or the copy that Transformer Engine's loss makes of them.
     """
     t = tokens(run, facts)
+    chunked = chunked_loss.is_chunked(run)
     rows = t.whole * facts.padded_vocab(run.layout.tp) // run.layout.tp
+    rows = min(rows, chunked_loss.LOGITS) if chunked else rows
     # In fp32: the logits minus their maximum, and the exponentials. Distillation also has logits divided by its
     # temperature. Transformer Engine's loss makes neither, but does not support fp16, in which GPT2-large took 13.6 GB
     # more on an H200. It copies the logits: with 8,192 tokens, Qwen3-30B-A3B and Llama-3.1-8B had two copies of 2.1 and
@@ -170,7 +172,8 @@ def logits(run: Run, facts: ModelFacts) -> int:
     copied = 0 if own_loss else rows * (4 if exact else t.byte)
     copied += rows * t.byte if facts.capped else 0  # kept for the gradient
     in_fp32 = 12 * rows if has_teacher else 8 * rows if twice else 0
-    return rows * of_each * (1 + (facts.mtp_layers if run.model.mtp else 0)) + copied + in_fp32
+    outputs_at_once = 1 if chunked else 1 + (facts.mtp_layers if run.model.mtp else 0)
+    return rows * of_each * outputs_at_once + copied + in_fp32
 
 
 def outputs(run: Run) -> int:

@@ -59,6 +59,7 @@ NEED_DATA += (
     "train_unpacked",
     "frozen_experts",
     "train_dividing_at_the_clip",
+    "train_in_chunks",
     "train_comparing_states",
     "train_extended",
     "train_reading_ahead",

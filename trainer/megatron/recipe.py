@@ -6,7 +6,7 @@ import logging
 import math
 from pathlib import Path
 
-from conf.rules import batch_ramp, schedule
+from conf.rules import batch_ramp, chunked_loss, schedule
 from conf.schema.run import Run
 from contract import checkpoints
 from trainer.megatron import precision
@@ -33,12 +33,14 @@ def make_config(run: Run, bridge, resume_step: int | None):
     from trainer.megatron.sequences import make_dataset
     from trainer.patches import batch_ramp as ramp
     from trainer.patches import packed_positions, wide_heads
-    from trainer.patches.gradients import token_count
+    from trainer.patches.gradients import chunked_losses, token_count
 
     train, optimizer, checkpoint = run.train, run.optimizer, run.checkpoint
     precision.prepare(run, resume_step is not None)
     if run.data.packed:
         packed_positions.install()
+    if chunked_loss.is_chunked(run):
+        chunked_losses.install()
     if device.has_gpu():
         wide_heads.install()
     if train.batch_ramp:

@@ -30,6 +30,7 @@ LIGHT = {
     "families/row_ends": "install",
     "families/scaled_positions": "install",
     "gradients/accumulation": "install",
+    "gradients/chunked_losses": "install",
     "gradients/split": "install",
     "gradients/token_count": "install",
     "import_fixes": "install",

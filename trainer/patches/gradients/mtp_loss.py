@@ -27,6 +27,7 @@ from megatron.core.transformer import multi_token_prediction
 from torch import distributed
 
 from trainer.patches import versions
+from trainer.patches.gradients import chunked_losses
 
 LOSS_MASK = 2  # index in the tuple that get_batch() returns
 
@@ -37,8 +38,8 @@ _sums: torch.Tensor | None = None  # of the losses, and of the learned tokens, o
 def install() -> None:
     """Make MTP layers learn the tokens of the loss mask. A second call has no effect."""
     versions.check(__name__)
-    if not hasattr(gpt_model.process_mtp_loss, "__wrapped__"):
-        gpt_model.process_mtp_loss = _of_learned(gpt_model.process_mtp_loss)
+    if gpt_model.process_mtp_loss is not _process_mtp_loss:
+        gpt_model.process_mtp_loss = _process_mtp_loss
         gpt_step.get_batch = _noting_mask(gpt_step.get_batch)
         multi_token_prediction._roll_tensor_packed_seq = _with_padded_bounds(
             multi_token_prediction._roll_tensor_packed_seq
@@ -74,30 +75,23 @@ def _noting_mask(get_batch: Callable[..., Any]) -> Callable[..., Any]:
     return get_batch_and_mask
 
 
-def _of_learned(process: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(process)
-    def process_mtp_loss(**kwargs: Any) -> torch.Tensor:
-        if not torch.is_grad_enabled() or kwargs["labels"] is None:
-            return process(**kwargs)
-        mask = _mask
-        assert mask is not None, "an MTP layer ran in training without a batch"
-        bounds = {name: kwargs[name] for name in ("cp_group", "packed_seq_params")}
-        # A rank without a learned token may still predict the first one of the next rank.
-        counted = ones = torch.where(mask.any(), mask, torch.ones_like(mask))
-        ahead, all_tokens = mask, ones.sum()
-
-        def losses(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-            """Return losses divided by the weight with which process() multiplies them."""
-            nonlocal ahead, ones
-            ahead, _ = multi_token_prediction.roll_tensor(ahead, **bounds)
-            ones, predicted = multi_token_prediction.roll_tensor(ones, **bounds)
-            learned = kwargs["compute_language_model_loss"](labels, logits) * ahead
-            _add(learned, mask)
-            return learned * (predicted.clamp(min=1) / all_tokens)
-
-        return process(**kwargs | {"loss_mask": counted, "compute_language_model_loss": losses})
-
-    return process_mtp_loss
+def _process_mtp_loss(hidden_states: torch.Tensor, labels: torch.Tensor | None, **given: Any) -> torch.Tensor:
+    """Return the hidden states of the model without those of MTP layers, whose losses join the backward pass."""
+    config = given["config"]
+    own, *predicted = hidden_states.chunk(1 + config.mtp_num_layers)
+    if not torch.is_grad_enabled() or labels is None:
+        return own
+    assert _mask is not None, "an MTP layer ran in training without a batch"
+    bounds = {name: given[name] for name in ("cp_group", "packed_seq_params")}
+    learned, weight = _mask, config.mtp_loss_scaling_factor / config.mtp_num_layers
+    for hidden in predicted:
+        labels, _ = multi_token_prediction.roll_tensor(labels, **bounds)
+        learned, _ = multi_token_prediction.roll_tensor(learned, **bounds)
+        output = (given["output_layer"], given["output_weight"], given["compute_language_model_loss"])
+        losses = chunked_losses.of(hidden, labels, *output) * learned
+        _add(losses, _mask)
+        own = multi_token_prediction.MTPLossAutoScaler.apply(own, weight * losses)
+    return own
 
 
 def _with_padded_bounds(roll: Callable[..., Any]) -> Callable[..., Any]:
