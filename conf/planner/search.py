@@ -4,11 +4,11 @@
     fastest(run, facts, gpu, gpus) -> Candidate     the fastest with room; layouts that cannot be faster are not tried
     changes(before, after) -> str                   the keys in which two runs differ, as overrides of a command line
 
-The search tries all degrees that divide the GPUs, micro batches of 1 to 8, and no, selective and full recompute. It
-sets sp if tp > 1, as sp costs nothing. A layout that does not fit otherwise is tried with half of the optimizer or
-all of it on the host, if that is legal (conf/rules/precision.py) and makes enough room. FP8, the global batch, the
-model and the trained weights stay the same. Stages share the layers evenly, or the last one has fewer, as it also
-computes the loss.
+The search tries all degrees that divide the GPUs, micro batches of 1 to 8, and no, selective and full recompute, the
+last also of a part of the layers. It sets sp if tp > 1, as sp costs nothing. A layout that does not fit otherwise is
+tried with half of the optimizer or all of it on the host, if that is legal (conf/rules/precision.py) and makes enough
+room. FP8, the global batch, the model and the trained weights stay the same. Stages share the layers evenly, or the
+last one has fewer, as it also computes the loss.
 
 Some layouts are never best and are not tried: tp or etp over the network, cp that leaves a rank less than 1024 tokens,
 and more than 4 virtual stages.
@@ -36,6 +36,7 @@ Memo = dict[Any, Any]  # values that the layouts of one search share
 TIGHT = 0.1  # difference between plans and measured runs
 FEWEST_TOKENS = 1024
 MICRO_BATCHES = (1, 2, 4, 8)
+PARTS = (0.25, 0.5, 0.75)  # of a stage's layers that full recompute can be limited to
 VIRTUAL = (None, 2, 4)
 OFFLOADS = (0.5, 1.0)
 
@@ -100,18 +101,19 @@ def search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Found:
                 candidate = _candidate(bare, fullest(bare, facts, gpu, memo))
                 closest = min(filter(None, (closest, candidate)), key=lambda candidate: candidate.over)
             continue
-        lacks: dict[str, str] = {}  # by recompute: a larger micro batch lacks no less
+        lacks: dict[tuple[str, int | None], str] = {}  # by recompute: a larger micro batch lacks no less
         for train in _trains(run, facts, layout, reasons, memo):
-            if train.recompute in lacks:
-                reasons[lacks[train.recompute]] += 1
+            kind = (train.recompute, train.recompute_first)
+            if kind in lacks:
+                reasons[lacks[kind]] += 1
                 continue
             tried, stage = _least(bare.model_copy(update={"train": train}), facts, gpu, offloads, memo)
             candidate = _candidate(tried, stage)
             if candidate.over <= 0:
                 fitting.append(replace(candidate, seconds=step(tried, facts, gpu, memo).seconds))
                 continue
-            lacks[train.recompute] = _lack(candidate)
-            reasons[lacks[train.recompute]] += 1
+            lacks[kind] = _lack(candidate)
+            reasons[lacks[kind]] += 1
             closest = min(filter(None, (closest, candidate)), key=lambda candidate: candidate.over)
     fitting.sort(key=lambda candidate: (candidate.seconds, candidate.memory))
     return Found(fitting, closest, reasons)
@@ -180,9 +182,9 @@ def _candidate(run: Run, stage: StageMemory) -> Candidate:
     return Candidate(run.layout, run.train, inf, stage.total, stage.rank, stage.over, run.optimizer)
 
 
-def _recompute(kind: str, modules: tuple[str, ...] = ()) -> dict[str, Any]:
+def _recompute(kind: str, modules: tuple[str, ...] = (), first: int | None = None) -> dict[str, Any]:
     """Return the keys of `train` for this kind of recompute, in blocks of one layer."""
-    return {"recompute": kind, "recompute_modules": modules, "recompute_layers": 1, "recompute_first": None}
+    return {"recompute": kind, "recompute_modules": modules, "recompute_layers": 1, "recompute_first": first}
 
 
 def _lack(one: Candidate) -> str:
@@ -248,7 +250,9 @@ def _trains(run: Run, facts: ModelFacts, layout: Layout, reasons: Counter[str], 
     dp = layout.world // (layout.tp * layout.cp * layout.pp)
     modules = ["layernorm", *(["moe_act"] if run.moe.grouped_gemm else [])] if facts.experts else ["mlp"]
     modules += ["mla_up_proj"] if facts.kv_rank else []
-    choices = (_recompute("none"), _recompute("selective", tuple(modules)), _recompute("full"))
+    of_stage = facts.layers // (layout.pp * (layout.vpp or 1))
+    some = [_recompute("full", first=first) for part in PARTS if 0 < (first := int(of_stage * part)) < of_stage]
+    choices = (_recompute("none"), _recompute("selective", tuple(modules)), *some, _recompute("full"))
     for choice, micro_batch in product(choices, (1,) if run.data.packed else MICRO_BATCHES):
         microbatches, rest = divmod(run.train.global_batch, micro_batch * dp)
         if rest:
@@ -261,7 +265,7 @@ def _trains(run: Run, facts: ModelFacts, layout: Layout, reasons: Counter[str], 
                 "overlap_tp": run.train.overlap_tp and 1 < layout.tp <= layout.gpus_per_node,
                 "cuda_graphs": run.train.cuda_graphs and choice["recompute"] != "full",
             }
-            key = ("train", choice["recompute"], micro_batch, *kept.values())
+            key = ("train", choice["recompute"], choice["recompute_first"], micro_batch, *kept.values())
             if key not in memo:
                 memo[key] = run.train.model_copy(update={**choice, **kept, "micro_batch": micro_batch})
             yield memo[key]
