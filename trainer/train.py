@@ -49,6 +49,7 @@ def main(run: Run) -> None:
     from trainer.training.loss_scaling import LossScaling
     from trainer.training.mark_checkpoints import MarkCheckpoints
     from trainer.training.metrics import Metrics
+    from trainer.training.packing_cost import PackingCost
     from trainer.training.parity import Parity
     from trainer.training.validations import Validations
     from trainer.training.weight_means import WeightMeans
@@ -69,6 +70,7 @@ def main(run: Run) -> None:
             validations = Validations(run, metrics, start)
             means = WeightMeans(run, start) if run.train.ema_decay else None
             callbacks = [metrics, LearningCheck(run, metrics), validations, *([means] if means else [])]
+            callbacks += [PackingCost(run, metrics)] if run.model.base != "bf16" and not start else []
             callbacks += [
                 Parity(run, validations, means),
                 MarkCheckpoints(run, metrics, validations),

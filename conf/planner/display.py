@@ -15,7 +15,7 @@ from conf.planner.search import Candidate, Found, changes
 from conf.planner.serving.layout import Serving
 from conf.planner.serving.memory import ServedMemory
 from conf.planner.serving.rollout import Rollout
-from conf.planner.stage_needs import Asking, Loading, StageNeed, loadings
+from conf.planner.stage_needs import Asking, Loading, StageNeed, loadings, packing_cost
 from conf.planner.timing import HIGH_ON_CPU, LOW_ON_CPU
 from conf.planner.verdict import LARGEST, WITH_BASE, WITH_LORA, Plan
 from conf.rules import gpus, objectives, schedule
@@ -194,6 +194,9 @@ def base(plan: Plan) -> Iterator[str]:
         taken = "  <- configured" if way.to == plan.run.convert.to else ""
         yield f"{named} convert.to={way.to}: {costs}, {way.read / GB:,.1f} GB read until the first step{taken}"
     yield f"         {cheaper(ways[0], ways[1])}"
+    if seconds := packing_cost(plan.run, plan.facts):
+        text = "reads the unpacked base before the first step, to report what packing costs"
+        yield f"         log.packing_cost: {duration(seconds)} once: {text}"
 
 
 def cheaper(converted: Loading, direct: Loading) -> str:

@@ -201,6 +201,16 @@ def _load(run: Run, facts: ModelFacts) -> float:
     return DESCRIBED + max(_released(facts) / READ, unpacked)
 
 
+def packing_cost(run: Run, facts: ModelFacts) -> float:
+    """Return the seconds in which a training reads the unpacked base, to compare it with the packed one; 0: never."""
+    if not packed_base.measures_cost(run, bool(facts.packed)):
+        return 0.0
+    way = "torch_dist" if run.convert.to == "torch_dist" else "none"
+    described = DESCRIBED if way == "none" else 0.0
+    read = _load(run.changed(convert={"to": way}), facts) - described
+    return described + packed_base.measured_batches(run) * read
+
+
 def _training(run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], time: Timing | None, gpu: Gpu) -> StageNeed:
     trained, byte = _trained(run, facts), states.byte(run.train)
     kept = (8 if byte == 4 else 12) * trained if run.checkpoint.save_optimizer else 0  # always in fp32
@@ -209,7 +219,8 @@ def _training(run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], time
     copies = min(written, run.checkpoint.keep + 1) if run.checkpoint.keep else written
     layout = run.layout
     hours = time.hours if time else None
-    seconds = None if hours is None else hours * 3600 + START + _load(run, facts)
+    began = START + _load(run, facts) + packing_cost(run, facts)
+    seconds = None if hours is None else hours * 3600 + began
     fullest, resident = max(stage.total for stage in stages), _host(run, facts, stages, gpu)
     disk = copies * (trained * byte + kept)
     return StageNeed("train", layout.nodes, layout.gpus_per_node, fullest, resident, disk, seconds)

@@ -257,6 +257,9 @@ class Log(Section):
     profile_every: Annotated[int | None, NOWHERE] = Field(default=None, ge=2)
     """steps between two profiles of torch's profiler, in paths.logs/profile/step-N; python -m trainer.profiling FOLDER
     reads them; null = none"""
+    packing_cost: Annotated[bool | None, NOWHERE] = None
+    """with model.base, also compute the loss of the unpacked base before the first step, which reads it again; null =
+    unless a quantised release must be unpacked for it"""
 
 
 class Evaluate(Section):

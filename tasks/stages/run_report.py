@@ -37,6 +37,9 @@ TRAINED = {
     "loss": "loss/training",
     "validation_loss": "loss/validation",
     "validation_perplexity": "loss/validation_perplexity",
+    "packed_loss": "packing/packed_loss",
+    "unpacked_loss": "packing/unpacked_loss",
+    "packing_cost": "packing/cost",
     "median_step_seconds": "speed/step_seconds",
     "peak_memory_gb": "speed/memory_gb",
 }

@@ -23,6 +23,7 @@ from tasks.sources import adapters, released_config
 from tasks.stages import export
 from tasks.stages.run_job import Line, learn
 
+PACKING = {"packed_loss": "packed_loss", "unpacked_loss": "unpacked_loss", "packing_cost": "cost"}
 STEP_EVERY = 5.0  # seconds between lines of steps in the log
 
 
@@ -139,6 +140,8 @@ def _summary(lines: list[dict]) -> dict:
     summary = {"steps": steps[-1]["step"], "loss": steps[-1]["lm_loss"], "first_loss": steps[0]["lm_loss"]}
     summary |= {"median_step_seconds": seconds[len(seconds) // 2], "peak_memory_gb": steps[-1]["memory_gb"]}
     summary |= {key: steps[-1][key] for key in ("skipped_steps", "nan_steps") if key in steps[-1]}
+    for line in (line for line in lines if line["kind"] == "packing"):
+        summary |= {key: line[name] for key, name in PACKING.items() if name in line}
     if validations:
         best = min(validations, key=lambda line: line["lm_loss"])
         summary["validation_loss"] = validations[-1]["lm_loss"]

@@ -62,7 +62,7 @@ class Tail:
 
 def metrics(line: dict) -> list[list]:
     """Return the numbers of a line of a known kind, each as [key, value, milliseconds, step]."""
-    if line["kind"] not in ("train", "validation", "start", "reinforce", "held_out"):
+    if line["kind"] not in ("train", "validation", "start", "packing", "reinforce", "held_out"):
         return []
     at = round(float(line.get("time") or 0) * 1000)
     numbers = {key: value for key, value in line.items() if key not in NOT_METRICS and _is_number(value)}
@@ -70,7 +70,7 @@ def metrics(line: dict) -> list[list]:
 
 
 def _name(kind: str, key: str) -> str:
-    if kind in ("reinforce", "held_out"):
+    if kind in ("packing", "reinforce", "held_out"):
         return f"{kind}/{key}"
     if kind != "validation":
         return NAMES.get(key, f"other/{key}")

@@ -63,6 +63,7 @@ NEED_DATA += (
     "train_comparing_states",
     "train_extended",
     "train_reading_ahead",
+    "train_other_scales",
 )
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from itertools import chain
 from math import lcm
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.bridge.training.callbacks import Callback
@@ -110,7 +111,7 @@ def log_probs(run: Run, context, rows_of_tokens: list[list[int]]) -> list[list[f
     return (-from_last_stage(all_losses)).tolist()
 
 
-def forward_only(context, step: Callable, batches: list[dict], rows: int, length: int) -> list[torch.Tensor]:
+def forward_only(context, step: Callable, batches: list[dict], rows: int, length: int) -> list[Any]:
     """Run a forward_step on micro batches without training. Returns its outputs, on the last pipeline stage."""
     chunks = context.model
     training, config = [chunk.training for chunk in chunks], get_model_config(chunks[0])

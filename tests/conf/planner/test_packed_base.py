@@ -1,5 +1,6 @@
 """Plans of a base that lies packed: its bytes, what is unpacked at once, and the time that unpacking takes."""
 
+from dataclasses import replace
 from math import ceil
 
 import pytest
@@ -11,9 +12,10 @@ from conf.planner.memory import holdings, memory
 from conf.planner.rates import preparing
 from conf.planner.search import search
 from conf.planner.serving.duration import READ
-from conf.planner.stage_needs import converted, loadings
+from conf.planner.stage_needs import converted, loadings, packing_cost
 from conf.planner.timing import timing
 from conf.planner.work import products
+from conf.rules import packed_base
 from conf.rules.packed_base import FORMATS
 from tests.support.known_models import known
 
@@ -123,3 +125,16 @@ def test_a_base_that_is_packed_once_takes_its_codes_on_disk_and_is_read_as_fast_
     assert ways["packed"].disk == converted(packed, FACTS) == pytest.approx(0.505 * ways["torch_dist"].disk, rel=0.01)
     assert ways["packed"].start == ways["packed"].disk / READ < ways["torch_dist"].start < ways["none"].start
     assert ways["packed"].once > ways["none"].once
+
+
+def test_the_cost_of_packing_reads_the_unpacked_base_once_per_micro_batch():
+    run = plan("fp8")
+    assert packing_cost(plan("bf16"), FACTS) == packing_cost(run.changed(log={"packing_cost": False}), FACTS) == 0
+    short = run.changed(data={"seq_length": 1024}, train={"micro_batch": 1})
+    for one in (run, short):
+        torch_dist = one.changed(convert={"to": "torch_dist"})
+        (read,) = (way.start for way in loadings(one, FACTS) if way.to == "torch_dist")
+        assert packing_cost(torch_dist, FACTS) == pytest.approx(read * packed_base.measured_batches(one))
+    quantised = replace(FACTS, packed=1.0)
+    assert packing_cost(run.changed(convert={"to": "none"}), quantised) == 0
+    assert packing_cost(run.changed(convert={"to": "packed"}, log={"packing_cost": True}), quantised) > 0

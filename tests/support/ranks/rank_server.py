@@ -22,6 +22,7 @@ OF_COMMANDS = (
     "trainer.training.loss_scaling",
     "trainer.training.mark_checkpoints",
     "trainer.training.metrics",
+    "trainer.training.packing_cost",
     "trainer.training.parity",
     "trainer.training.validations",
     "trainer.training.weight_means",

@@ -23,6 +23,7 @@ from conf.schema.run import Run
 from trainer.megatron.packed_base.codes import Codes, shape_of
 
 MATRIX = re.compile(r"weight\d*")
+PARTS = "parts_of_base"  # attribute of a layer that was loaded: for each matrix its parts in the base
 USUAL = 0.02  # standard deviation of a random matrix
 _PASSED_ON = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 

@@ -68,6 +68,7 @@ def load(form: Format, run: Run, source: Source, chunks: list) -> int:
         for _, layer, names in [*weight.layers(chunk, run)]:
             matrices = [parts_of.pop(storage(layer._parameters[name])) for name in names]
             weight.attach(layer, names, held := store(form, dtype, source, matrices))
+            vars(layer)[weight.PARTS] = matrices
             count += held.bytes
         for old, new in weight.fill(chunk):
             parts_of[storage(new)] = parts_of.pop(storage(old))
