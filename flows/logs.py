@@ -1,6 +1,6 @@
 """Print the output of a run over several hosts (a gang), while it runs or afterwards.
 
-    python -m flows.logs                                   gangs, newest first, and how each attempt ended
+    python -m flows.logs                                   gangs, newest first, their time and how each attempt ended
     python -m flows.logs train-6a8e                        rank 0 of the newest attempt
     python -m flows.logs train-6a8e --attempt 1 --rank 17 --err --tail 50
     python -m flows.logs train-6a8e --host node7           all ranks of that host
@@ -25,7 +25,7 @@ from contract import closed_pipe
 from contract.faults import Fault
 from flows import arguments
 from tasks.gang.board import Board, newest_attempt
-from tasks.gang.history import logs, timeline
+from tasks.gang.history import logs, spent, timeline
 from tasks.gang.history.logs import Log
 from tasks.gang.history.timeline import DONE, Attempt, History, Host
 from tasks.run import lease
@@ -63,6 +63,8 @@ def listing(store: Store) -> Iterator[str]:
         state = "no flow controls it" if told.gang in silent else timeline.state(told)
         yield f"{told.gang}  {told.run}  {told.flow}  {state}"
         yield f"    hosts {hosts or 'have not joined yet'}"
+        if time_spent := spent.text(told.seconds):
+            yield f"    time {time_spent}"
         attempts = timeline.settled(told)
         if len(attempts) > SHOWN:
             yield f"    {len(attempts) - SHOWN} earlier attempts"

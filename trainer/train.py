@@ -56,6 +56,7 @@ def main(run: Run) -> None:
     from trainer.weights import starting_adapter
 
     start = done[-1] if done else 0
+    heartbeat.account(Path(run.paths.output), start)
     with megatron_to(Path(run.paths.logs)):
         bridge = open_bridge(run)
         config, forward_step = make_config(run, bridge, start or None), objectives.step(run)

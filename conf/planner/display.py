@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from conf.planner import parameters, picture
+from conf.planner.goodput import Goodput, goodput
 from conf.planner.hardware import GB, Gpu
 from conf.planner.memory import StageMemory
 from conf.planner.search import Candidate, Found, changes
@@ -129,10 +130,22 @@ def _time_lines(plan: Plan) -> Iterator[str]:
     yield f"waits    {waits or 'for no other GPU'}; {time.bubble:.0%} of a step for the pipeline"
     cost = "" if time.cost is None else f" at {plan.gpu.price:g} per GPU and hour"
     yield f"run      {length(plan)}{cost}"
+    if found := _goodput(plan):
+        yield f"time     {_time_text(plan, found)}"
     if plan.compared:
         yield f"faster   {_faster(plan, time.likely)}"
     elif plan.fits and plan.run.world > LARGEST:
         yield f"faster   not searched beyond {LARGEST} GPUs; --gpus {plan.run.world} does"
+
+
+def _goodput(plan: Plan) -> Goodput | None:
+    return goodput(plan.run, plan.facts, plan.time, plan.steps) if plan.time and plan.steps else None
+
+
+def _time_text(plan: Plan, found: Goodput) -> str:
+    parts = [f"{name} {seconds / found.whole:.1%}" for name, seconds in found.seconds.items() if name != "training"]
+    failures = f"{found.failures:.2g} failures at one in {plan.run.hardware.mtbf:,.0f} GPU-hours (hardware.mtbf)"
+    return f"{found.effective:.1%} effective of {duration(found.whole)}: {', '.join(parts)}; {failures}"
 
 
 def length(plan: Plan) -> str:
@@ -360,6 +373,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "stages": [_stage_dict(stage) for stage in plan.stages],
         "picture": picture.as_dict(plan),
         "time": dict(vars(time)) if time else None,
+        "goodput": vars(found) | {"effective": found.effective} if (found := _goodput(plan)) else None,
         "faster": plan.faster and _candidate_dict(plan.faster, gpu),
         "stage_needs": [dict(vars(need)) for need in plan.needs],
         "base": [dict(vars(way)) for way in loadings(plan.run, plan.facts)] if gpu.cuda else None,

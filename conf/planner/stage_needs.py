@@ -116,7 +116,7 @@ def _asked(asking: Asking, gpu: Gpu) -> StageNeed:
     disk = (rows or 0) * 8 * (run.train.teacher_top_k * run.data.seq_length if teaches else 1)
     seconds = None
     if rows is not None:
-        seconds = START + _load(run, asking.facts) + seconds_of_asking(run, asking.facts, gpu, rows)
+        seconds = START + load(run, asking.facts) + seconds_of_asking(run, asking.facts, gpu, rows)
     resident = 0 if gpu.cuda else _fullest_host(run, [one.total for one in asking.stages])
     hosts, fullest = takes(run, "reference").hosts, asking.fullest.total
     return StageNeed("reference", hosts, layout.gpus_per_node, fullest, resident, disk, seconds)
@@ -188,11 +188,11 @@ def loadings(run: Run, facts: ModelFacts) -> list[Loading]:
         assert need.seconds is not None
         loaded = released if to == "none" else need.disk
         again = released if to == "packed" else 0  # to compute its checksums and to pack it
-        found.append(Loading(to, need.seconds, _load(one, facts), need.disk, released + again + loaded))
+        found.append(Loading(to, need.seconds, load(one, facts), need.disk, released + again + loaded))
     return found
 
 
-def _load(run: Run, facts: ModelFacts) -> float:
+def load(run: Run, facts: ModelFacts) -> float:
     """Return the seconds in which the start of a training loads the base."""
     base = parameters.total(facts) * states.byte(run.train)
     if run.convert.to != "none":
@@ -207,22 +207,26 @@ def packing_cost(run: Run, facts: ModelFacts) -> float:
         return 0.0
     way = "torch_dist" if run.convert.to == "torch_dist" else "none"
     described = DESCRIBED if way == "none" else 0.0
-    read = _load(run.changed(convert={"to": way}), facts) - described
+    read = load(run.changed(convert={"to": way}), facts) - described
     return described + packed_base.measured_batches(run) * read
 
 
-def _training(run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], time: Timing | None, gpu: Gpu) -> StageNeed:
+def checkpoint_bytes(run: Run, facts: ModelFacts) -> int:
     trained, byte = _trained(run, facts), states.byte(run.train)
     kept = (8 if byte == 4 else 12) * trained if run.checkpoint.save_optimizer else 0  # always in fp32
+    return trained * byte + kept
+
+
+def _training(run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], time: Timing | None, gpu: Gpu) -> StageNeed:
     written = schedule.saved(run)
     # a new checkpoint is complete before the oldest is removed
     copies = min(written, run.checkpoint.keep + 1) if run.checkpoint.keep else written
     layout = run.layout
     hours = time.hours if time else None
-    began = START + _load(run, facts) + packing_cost(run, facts)
+    began = START + load(run, facts) + packing_cost(run, facts)
     seconds = None if hours is None else hours * 3600 + began
     fullest, resident = max(stage.total for stage in stages), _host(run, facts, stages, gpu)
-    disk = copies * (trained * byte + kept)
+    disk = copies * checkpoint_bytes(run, facts)
     return StageNeed("train", layout.nodes, layout.gpus_per_node, fullest, resident, disk, seconds)
 
 
@@ -247,7 +251,7 @@ def _reinforcement(
     """Return the needs of reinforcement learning. Training and vLLM may share GPUs; the host's memory holds both."""
     need = _training(reinforcement.as_training(run), facts, stages, None, gpu)
     phases = rollout.seconds
-    seconds = None if phases is None else BEGINNING + _load(run, facts) + run.reinforce.steps * phases.step
+    seconds = None if phases is None else BEGINNING + load(run, facts) + run.reinforce.steps * phases.step
     asked, share = run.reinforce, takes(run, "reinforce")
     engines = asked.engines * rollout.way.tp * (OF_VLLM if gpu.cuda else rollout.memory.weights + GIB + 2 * PROCESS)
     training = need.memory + held(run) * run.layout.gpus_per_node

@@ -224,6 +224,9 @@ class Hardware(Section):
     null = the one in the run's name, else cpu for tiny://KIND and h100 for any other model"""
     price: Annotated[float | None, NOWHERE] = Field(default=None, ge=0, le=10_000)
     """USD per GPU and hour; null = the .yaml's, or an approximate rental price"""
+    mtbf: Annotated[float, NOWHERE] = Field(default=50_000, gt=0, le=10**9)
+    """GPU-hours between failures that end an attempt, for the predicted time; default: Llama 3's 419 failures of 16,384
+    H100 in 54 days (arXiv 2407.21783)"""
     gate: Annotated[Literal["stop", "warn"], NOWHERE] = "stop"
     """action if the plan does not fit; stop = end before anything is downloaded"""
 

@@ -39,8 +39,10 @@ def seconds_left(lines: list[Line], steps: int) -> float | None:
     return max(0.0, each * (steps - latest[-1]["step"]))
 
 
-def training(name: str, lines: list[Line], steps: int, image: bytes | None, links: dict[str, str]) -> str:
-    """The page in Markdown."""
+def training(
+    name: str, lines: list[Line], steps: int, image: bytes | None, links: dict[str, str], spent: str = ""
+) -> str:
+    """The page in Markdown. `spent` is the share of each category of time."""
     trained, validated = _of("train", lines), _of("validation", lines)
     return render(
         "training",
@@ -53,6 +55,7 @@ def training(name: str, lines: list[Line], steps: int, image: bytes | None, link
         newest=validated[-1] if validated else None,
         best=min(validated, key=_loss, default=None),
         image=image and embedded("training", image),
+        spent=spent,
         end="\n".join(as_of(trained[-1]["time"], links)),
     )
 

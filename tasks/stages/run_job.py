@@ -3,7 +3,9 @@
 learn() also shows the metrics of a command that writes metrics.jsonl: a bar and a page in Prefect, curves in MLflow.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from conf.host import nvidia_smi
@@ -15,8 +17,8 @@ from tasks.gang import controller
 from tasks.gang import job as jobs
 from tasks.gang.attempt import Gang
 from tasks.gang.engines import engine_of
-from tasks.gang.history import prefect_page
-from tasks.gang.history.timeline import History
+from tasks.gang.history import prefect_page, spent, timeline
+from tasks.gang.history.timeline import Attempt, History, Host, Teller
 from tasks.gang.job import Job
 from tasks.run import launch
 from tasks.run.artifact import Work
@@ -41,20 +43,60 @@ def run_job(stage_run: StageRun, work: Work, command: str, run: Run, tick: Calla
     """
     job = job_of(command, run)
     stop = stage_run.stopped(work, fenced=job is not None)
+    metrics = work.folder / "files/metrics.jsonl"
     if job is None:
         grace = run.gang.grace if command in ("train", "reinforce") else launch.GRACE  # they save a checkpoint
         turn, arguments = stage_run.turn(work.say), launch.trainer(command, run, work.folder)
-        launch.process(*arguments, work.say, stop, tick, turn=turn, grace=grace)
+        history = History(work.folder.name, run.name, stage_run.tracking.name)
+        with _attempt(Teller(history, metrics, work=work.folder), run, turn) as turn:
+            launch.process(*arguments, work.say, stop, tick, turn=turn, grace=grace)
         return
     name, store, fits = work.folder.name, stage_run.store, fewer_hosts(job.run, job.trains)
     hasty, engine = open_store(store.uri, hasty=True), engine_of(job.run)
     history = History(name, run.name, stage_run.tracking.name)
-    metrics = work.folder / "files/metrics.jsonl"
     key = f"gang-{run.name}" if command == "train" else f"gang-{stage_run.name}-{run.name}"
-    with prefect_page.reporting(history, metrics, store, stage_run.tracked(), key) as teller:
+
+    def spends(attempts: Sequence[Attempt]) -> dict[str, float]:
+        return _spent(work, run, attempts).seconds if command == "train" else {}
+
+    with prefect_page.reporting(history, metrics, store, stage_run.tracked(), key, work.folder, spends) as teller:
+
+        def ticks() -> None:
+            tick()
+            teller.tick()
+
         controller.carry_out(
-            Gang(name, work.folder, job, hasty, engine, teller, work.say, stop, tick, fits, less_memory)
+            Gang(name, work.folder, job, hasty, engine, teller, work.say, stop, ticks, fits, less_memory)
         )
+
+
+@contextlib.contextmanager
+def _attempt(teller: Teller, run: Run, turn: launch.Turn) -> Iterator[launch.Turn]:
+    """Record an attempt on this host. Yield the turn that records when it has its GPUs."""
+    assert teller.work
+    teller.begins(1 + max((one.number for one in timeline.attempts(teller.work)), default=0))
+
+    def has(taken: tuple[str, ...]) -> None:
+        turn.has(taken)
+        teller.joins((Host("", "", 0, 0, run.layout.gpus_per_node),))
+
+    how = timeline.DONE
+    try:
+        yield replace(turn, has=has)
+    except BaseException as error:
+        how = (str(error) or type(error).__name__).partition("\n")[0]
+        raise
+    finally:
+        teller.ends(how)
+
+
+def time_spent(work: Work, run: Run) -> spent.Spent:
+    """Return the time of a training so far, of all its attempts."""
+    return _spent(work, run, timeline.attempts(work.folder))
+
+
+def _spent(work: Work, run: Run, attempts: Sequence[Attempt]) -> spent.Spent:
+    return spent.of(attempts, spent.read(work.files), run.layout.world)
 
 
 def learn(

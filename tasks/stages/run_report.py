@@ -16,9 +16,9 @@ from conf.planner import display, picture
 from conf.planner.verdict import Plan
 from conf.rules import gpus
 from conf.schema.run import Run
-from contract.amounts import dollars
+from contract.amounts import clock, dollars
 from tasks.gang.history import prefect_page as gang
-from tasks.gang.history import timeline
+from tasks.gang.history import spent, timeline
 from tasks.pages import data_report
 from tasks.pages.markdown import digits, embedded, render
 from tasks.run.artifact import Artifact
@@ -169,6 +169,8 @@ def page(name: str, planned: Plan, outcomes: Outcomes, links: dict[str, str], st
         data_headline=data_report.headline,
         trained=_trained(planned.run),
         spent=_spent(planned, made),
+        time=_time(planned, made),
+        shares=spent.text(made["train"].result.get("seconds", {})) if "train" in made else "",
         degrees=display.degrees,
         links=links,
         outcomes=outcomes,
@@ -228,6 +230,16 @@ def _spent(planned: Plan, made: Made) -> list[tuple[str, str]]:
     if planned.time:
         cost = "" if planned.time.cost is None else f", {dollars(planned.time.cost)} USD"
         rows.append(("planned", f"{planned.time.hours:.3g} hours of training{cost}"))
+    return rows
+
+
+def _time(planned: Plan, made: Made) -> list[tuple[str, str, str, str]]:
+    """Return rows of a training's time: category, time, GPU-hours, cost. Older trainings have none."""
+    result = made["train"].result if "train" in made else {}
+    price, rows = planned.gpu.price, []
+    for name, seconds in result.get("seconds", {}).items():
+        hours = result["gpu_seconds"][name] / 3600
+        rows.append((name, clock(seconds), f"{hours:.3g}", "" if price is None else dollars(hours * price)))
     return rows
 
 

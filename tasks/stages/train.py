@@ -13,6 +13,7 @@ from conf.rules import auxiliary_losses, packed_base, schedule
 from conf.schema import identity
 from conf.schema.run import Run
 from contract.faults import Fault, Stopped
+from tasks.gang.history import spent
 from tasks.gang.job import Job, Training
 from tasks.pages import learning_pages
 from tasks.run import launch
@@ -21,7 +22,8 @@ from tasks.run.session import OPTIONS, StageRun, may_pass
 from tasks.run.task_artifact import Page
 from tasks.sources import adapters, released_config
 from tasks.stages import export
-from tasks.stages.run_job import Line, learn
+from tasks.stages.run_job import Line, learn, time_spent
+from tasks.tracking import report_plots
 
 PACKING = {"packed_loss": "packed_loss", "unpacked_loss": "unpacked_loss", "packing_cost": "cost"}
 STEP_EVERY = 5.0  # seconds between lines of steps in the log
@@ -87,7 +89,8 @@ def train(
             if left := learning_pages.seconds_left(lines, run.train.steps):  # next to the curves on MLflow's page
                 tracked.metrics({"progress/hours_left": left / 3600}, step=lines[-1]["step"])
             links = stage_run.tracking.links(of_training=True)
-            return learning_pages.training(run.name, lines, run.train.steps, picture, links), line
+            so_far = spent.text(time_spent(work, run).seconds)
+            return learning_pages.training(run.name, lines, run.train.steps, picture, links, so_far), line
 
         work = replace(work, say=_Thinned(work.say))
         try:
@@ -97,7 +100,13 @@ def train(
                 raise Fault(f"stopped: {stage_run.pointless}") from None
             raise
         require_done(Training(run))
-        return _summary(lines)
+        whole = time_spent(work, run)
+        picture = report_plots.of_time(whole.seconds)
+        (work.files / "time.png").write_bytes(picture)
+        tracked.file(picture, "time.png")
+        hours = {f"time/{name}_hours": seconds / 3600 for name, seconds in whole.seconds.items()}
+        tracked.metrics(hours | {"time/effective": spent.effective(whole.seconds)})
+        return _summary(lines) | {"seconds": whole.seconds, "gpu_seconds": whole.gpu_seconds}
 
     return stage_run.get_or_make(make, valid)
 

@@ -1,7 +1,7 @@
 """Figures of reports, as PNG.
 
 For prepared data: lengths of rows, skipped rows, efficiency of packing. For a plan: the memory of every pipeline stage,
-and the content of each GPU.
+and the content of each GPU. For a training: its time by category.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -56,6 +56,16 @@ def _packing(report: dict[str, Any]) -> bytes | None:
     bars = axes.bar([*efficiency], [100 * value for value in efficiency.values()], width=0.5)
     axes.bar_label(bars, fmt="{:.1f}", padding=3)
     axes.set_ylim(0, 110)
+    return png(drawing)
+
+
+def of_time(seconds: dict[str, float]) -> bytes:
+    """Draw a training's time by category."""
+    drawing, axes = canvas("Time of the training", "hours", "")
+    names = [*seconds][::-1]
+    bars = axes.barh(names, [seconds[name] / 3600 for name in names])
+    whole = sum(seconds.values()) or 1.0
+    axes.bar_label(bars, [f"{seconds[name] / whole:.1%}" for name in names], padding=3)
     return png(drawing)
 
 

@@ -98,6 +98,19 @@ def test_without_arguments_it_lists_gangs(two):
     assert second.startswith("      2  ") and second.endswith("  done")
 
 
+def test_the_time_of_a_gang_is_listed_while_it_trains(world, tmp_path, monkeypatch):
+    seconds = {"training": 1.0, "lost": 1.0}
+    world.teller.work, world.teller.spends = tmp_path, lambda attempts: dict(seconds)
+    world.attempt(1)
+    assert "\n    time 50.0% effective: " in world.ask()[1]
+    seconds["training"] = 3.0
+    world.teller.tick()
+    assert "\n    time 50.0% effective: " in world.ask()[1]
+    monkeypatch.setattr(timeline, "LIVE", 0.0)
+    world.teller.tick()
+    assert "\n    time 75.0% effective: training 75.0%, lost 25.0%\n" in world.ask()[1]
+
+
 @BOTH
 def test_an_empty_store_lists_nothing_and_has_nothing(world):
     code, output, _ = world.ask()

@@ -3,6 +3,9 @@
 The files are those of contract/signs_of_life.py; without their folder nothing is written. The thread stops writing if
 the process is stopped or dead, or if a call holds the interpreter's lock. A rank of a gang (GANG_ATTEMPT) does not
 start its work before all ranks of this attempt have connected.
+
+Rank 0 of a training also appends the seconds of each phase to a journal, from which the flow accounts for all time
+(tasks/gang/history/spent.py).
 """
 
 import contextlib
@@ -24,18 +27,33 @@ MEET_WITHIN = 300.0  # seconds; hosts start at once, but imports from a cold dis
 
 signs: dict[str, Any] = {"phase": "starting", "step": 0, "usual": 0.0}
 durations: list[float] = []
+seconds: dict[str, float] = {}  # of each phase since the last line of the journal
+journals: list[Path] = []  # of this process: one or none
 
 
 def begin() -> None:
+    signs["step_at"] = time.monotonic()
     if signs_of_life.FOLDER not in os.environ:
         return
-    signs.update(rank=int(os.environ["RANK"]), pid=os.getpid(), step_at=time.monotonic())
+    signs.update(rank=int(os.environ["RANK"]), pid=os.getpid())
     _write()
     threading.Thread(target=_beat, daemon=True, name="life").start()
 
 
 def phase(name: str) -> None:
-    signs.update(phase=name, step_at=time.monotonic())
+    now = time.monotonic()
+    seconds[signs["phase"]] = seconds.get(signs["phase"], 0.0) + now - signs.get("step_at", now)
+    signs.update(phase=name, step_at=now)
+
+
+def account(folder: Path, start: int) -> None:
+    """Write the seconds of each phase to the journal in this folder from now on, in a training from step `start`."""
+    phase("loading")
+    signs["step"], attempt = start, os.environ.get("GANG_ATTEMPT", "").rpartition("-")[2]
+    if os.environ["RANK"] == "0":
+        folder.mkdir(parents=True, exist_ok=True)
+        journals[:] = [folder / signs_of_life.JOURNAL]
+        _account(start=start, **({"attempt": int(attempt)} if attempt else {}))
 
 
 def step(number: int) -> None:
@@ -45,7 +63,15 @@ def step(number: int) -> None:
         del durations[:-USUAL]
         signs["usual"] = statistics.median(durations)
     signs["step"] = number
-    phase("between steps")  # includes saves
+    phase("between steps")
+    _account()
+
+
+def saved() -> None:
+    """Note that a checkpoint is complete. Its save began when the last phase ended."""
+    signs["phase"] = "saving"
+    phase("between steps")
+    _account(saved=True)
 
 
 def over() -> None:
@@ -89,6 +115,7 @@ def callback():
     class Signs(Callback):
         def on_train_start(self, context) -> None:
             signs["step"] = self.first = context.state.train_state.step
+            phase("between steps")
 
         def on_train_step_start(self, context) -> None:
             first = signs["step"] == self.first  # it compiles, allocates and connects: not a usual step
@@ -100,8 +127,15 @@ def callback():
         def on_eval_start(self, context) -> None:
             phase("validating")
 
+        def on_eval_end(self, context) -> None:
+            phase("between steps")
+
+        def on_checkpoint_save(self, context) -> None:
+            saved()
+
         def on_train_end(self, context) -> None:
             phase("ending")
+            _account()
 
     return Signs()
 
@@ -115,6 +149,16 @@ def _beat() -> None:
 
 def _write() -> None:
     _put(signs_of_life.sign(signs.get("rank", 0)), signs | {"at": time.monotonic()})
+
+
+def _account(**facts: Any) -> None:
+    """Append a line to the journal."""
+    line = {"time": time.time(), "step": signs["step"], **facts}
+    line["seconds"] = {name: round(spent, 4) for name, spent in seconds.items()}
+    seconds.clear()
+    for journal in journals:
+        with contextlib.suppress(OSError), journal.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def _put(name: str, content: dict[str, Any]) -> None:

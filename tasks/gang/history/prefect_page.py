@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tasks.gang.history import timeline
-from tasks.gang.history.timeline import DONE, Attempt, History, Teller, settled, state
+from tasks.gang.history import spent, timeline
+from tasks.gang.history.timeline import DONE, Attempt, History, Spends, Teller, settled, state
 from tasks.pages.markdown import render, words
 from tasks.run.courier import Courier, closing
 from tasks.run.task_artifact import TaskArtifact
@@ -29,8 +29,16 @@ SHOWN = 50  # hosts and attempts on the page
 
 
 @contextlib.contextmanager
-def reporting(history: History, metrics: Path, store: Store, tracked: Stage, key: str) -> Iterator[Teller]:
-    """Report a gang to all services. Its page in Prefect has this key."""
+def reporting(
+    history: History,
+    metrics: Path,
+    store: Store,
+    tracked: Stage,
+    key: str,
+    work: Path | None = None,
+    spends: Spends = lambda _: {},
+) -> Iterator[Teller]:
+    """Report a gang to all services. Its page in Prefect has this key. The folder `work` keeps its attempts."""
     artifact = TaskArtifact(key, "markdown")
     earlier = functools.cache(lambda: timeline.read(store, history.gang))  # of earlier flow runs
 
@@ -48,7 +56,7 @@ def reporting(history: History, metrics: Path, store: Store, tracked: Stage, key
         for courier in couriers:
             courier.take(newest)
 
-    teller = Teller(history, metrics, tell)
+    teller = Teller(history, metrics, tell, work, spends)
     with closing(LAST_WORDS, *couriers), teller.over():
         yield teller
 
@@ -73,6 +81,7 @@ def page(history: History, store: Store) -> str:
         shown=SHOWN,
         attempts=settled(history)[: -SHOWN - 1 : -1],
         began=lambda attempt: f"{datetime.fromtimestamp(attempt.began, UTC):%m-%d %H:%M:%S}",
+        spent=spent.text(history.seconds),
         place=f"[{place}]({place})" if place.startswith("http") else f"`{place}`",
         commands=_commands(history),
     )

@@ -1,6 +1,7 @@
-"""History of a gang's attempts, for people: the controller reports it, and the store keeps it next to the boards.
+"""History of a job's attempts, for people: the controller of a gang or the flow's host reports it.
 
     gangs/history/<gang>.json      one object per gang: one listing shows all gangs, however long their logs are
+    <work>/attempts.json           attempts of a job on one host or of a gang, in the folder of the flow's work
 
 Times are of the clock of the host that runs the flow, and no decision depends on them. A step is the last that rank 0
 recorded. A repeated step counts for both attempts.
@@ -8,15 +9,17 @@ recorded. A repeated step counts for both attempts.
 
 # pyright: reportArgumentType=false
 
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from contract.files import write_atomically
 from tasks.gang.messages import Member
 from tasks.run.progress import newest
 from tasks.store import Store
@@ -24,6 +27,7 @@ from tasks.store import Store
 FOLDER = "gangs/history"
 KEPT = 200  # attempts, the newest
 DONE = "done"
+LIVE = 30.0  # seconds between reports of the time spent
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,14 @@ class Attempt:
     ended: float | None = None
     how: str = ""  # DONE, or the line of its failure
     next: str = ""  # the action after it
+    joined: float | None = None  # when it had all hosts, or its GPUs on the flow's host
+
+    @property
+    def gpus(self) -> int:
+        return sum(host.ranks for host in self.hosts)
+
+
+Spends = Callable[[Sequence[Attempt]], dict[str, float]]  # returns the seconds of attempts by category (spent.py)
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,7 @@ class History:
     flow: str  # the flow run's
     attempts: tuple[Attempt, ...] = ()
     end: str = ""  # why no attempt follows: DONE, or the error
+    seconds: dict[str, float] = field(default_factory=dict)  # of a training so far, by category (spent.py)
 
     @property
     def hosts(self) -> tuple[Host, ...]:
@@ -72,7 +85,8 @@ class History:
         return replace(self, attempts=(*before, *self.attempts)[-KEPT:])
 
 
-HISTORY = TypeAdapter(History)
+HISTORY, ATTEMPTS = TypeAdapter(History), TypeAdapter(tuple[Attempt, ...])
+ATTEMPTS_FILE = "attempts.json"
 
 
 @dataclass
@@ -82,7 +96,16 @@ class Teller:
     history: History
     metrics: Path  # rank 0 appends a line at each step
     tell: Callable[[History], None] = lambda _: None
+    work: Path | None = None  # folder that keeps the attempts
+    spends: Spends = lambda _: {}
     _before: Any = field(default=None, init=False)
+    _set_at: float = field(default=0.0, init=False)
+    _changing: Any = field(default_factory=threading.RLock, init=False)  # ticks come from another thread
+
+    def tick(self) -> None:
+        """Report the time spent so far, now and then."""
+        if self.history.attempts and time.monotonic() - self._set_at > LIVE:
+            self._set()
 
     def begins(self, number: int) -> None:
         self._set(attempts=(*self.history.attempts, Attempt(number, time.time()))[-KEPT:])
@@ -93,9 +116,11 @@ class Teller:
         `names` has the hosts by member, in the order of their ranks; `nodes` has the members' messages; `each` is the
         number of ranks per host.
         """
-        hosts = tuple(Host(names[k], nodes[k].address, k, place * each, each) for place, k in enumerate(names))
+        self.joins(tuple(Host(names[k], nodes[k].address, k, at * each, each) for at, k in enumerate(names)), start)
+
+    def joins(self, hosts: tuple[Host, ...], start: int = 0) -> None:
         self._before = _stamp(self.metrics)
-        self._change(hosts=hosts, start=start, reached=start)
+        self._change(hosts=hosts, start=start, reached=start, joined=time.time())
 
     def ends(self, how: str) -> None:
         last = self.history.attempts[-1]
@@ -120,12 +145,29 @@ class Teller:
         self._set(end=DONE)
 
     def _change(self, **changes: Any) -> None:
-        *others, last = self.history.attempts
-        self._set(attempts=(*others, replace(last, **changes)))
+        with self._changing:
+            *others, last = self.history.attempts
+            self._set(attempts=(*others, replace(last, **changes)))
 
     def _set(self, **changes: Any) -> None:
-        self.history = replace(self.history, **changes)
-        self.tell(self.history)
+        with self._changing:
+            self._set_at = time.monotonic()
+            self.history = replace(self.history, **changes)
+            if self.work:
+                numbers = {attempt.number for attempt in self.history.attempts}
+                every = (*(one for one in attempts(self.work) if one.number not in numbers), *self.history.attempts)
+                with suppress(OSError):
+                    write_atomically(self.work / ATTEMPTS_FILE, ATTEMPTS.dump_json(every).decode(), durable=False)
+                self.history = replace(self.history, seconds=self.spends(every))
+            self.tell(self.history)
+
+
+def attempts(folder: Path) -> tuple[Attempt, ...]:
+    """Attempts at a job, from the folder of its work."""
+    try:
+        return ATTEMPTS.validate_json((folder / ATTEMPTS_FILE).read_bytes())
+    except (OSError, ValidationError):
+        return ()
 
 
 def read(store: Store, gang: str) -> History | None:

@@ -43,6 +43,12 @@ def test_the_page_names_padding_where_there_is_some():
     assert "padding" not in learning_pages.training("quick", LINES, 50, None, {})
 
 
+def test_the_page_shows_where_the_time_goes():
+    spent = "75.0% effective: training 75.0%, lost 25.0%"
+    text = learning_pages.training("quick", LINES, 50, None, {}, spent)
+    assert "| time | 75.0% effective | training 75.0%, lost 25.0% |" in text
+
+
 def test_one_picture_has_all_curves():
     assert (plots.together([*LINES, VALIDATED], plots.TOGETHER["training"]) or b"").startswith(b"\x89PNG")
     assert plots.together([VALIDATED], plots.TOGETHER["reinforcement"]) is None
