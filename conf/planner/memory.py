@@ -224,9 +224,9 @@ def _rank(run: Run, facts: ModelFacts, gpu: Gpu, holding: Holding, costs: Costs)
         moment["margin"] = int((kept + sum(moment.values())) * _fragments(run, facts))
         moment["margin"] += _too_small(run, facts, gpu, holding, works) if moment["logits"] else 0
     passing = states.passing(run, cut, *holding.trained, holding.quantized)
-    if not gpu.cuda:  # a checkpoint is assembled in the same memory
-        passing = max(passing, states.saving(run, cut, *holding.trained))
     moments += [{"logits": 0, "dispatch": 0, "working": passing - kept, "margin": int(passing * EVEN)}]
+    for moment in moments if not gpu.cuda else []:  # copies of the rank's part of a checkpoint are in the same memory
+        moment["working"] += states.saving(run, cut, *holding.trained)
     peak = max(moments, key=lambda moment: sum(moment.values()))
     return _stage(run, facts, gpu, holding, gradients=gradients, optimizer=optimizer, activations=kept, **peak)
 

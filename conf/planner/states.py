@@ -4,7 +4,7 @@
     state_bytes(run, cut, dense, expert)        gradients and optimizer states of a rank's trained parameters on the GPU
     host_bytes(run, cut, dense, expert)         optimizer states of a rank on the host
     passing(run, cut, dense, expert, quantized) temporary memory at a time without activations
-    saving(run, cut, dense, expert)             memory of a rank on the host while it saves its part of a checkpoint
+    saving(run, cut, dense, expert)             memory of a rank on the host for copies of its part of a checkpoint
 
 A parameter takes 2 bytes in bf16 and 4 in fp32. A trained parameter takes 4 more bytes for its gradient, or 2
 (optimizer.gradients), and the optimizer's states: two means of 4 bytes each, or 2 or 1 (optimizer.states), and in bf16
@@ -21,7 +21,8 @@ In each copy, blocks of 128 x 128 have an fp32 scale, blocks of 32 (mxfp8) a sca
 only the copies remain after loading, which writes them from bf16.
 
 A checkpoint holds the optimizer's states by parameter. Each rank copies only its part of the weights and states to the
-host and writes the copies (trainer/patches/checkpoints/divided_states.py). Loading takes less.
+host (trainer/patches/checkpoints/divided_states.py), and from the first save on it keeps the memory of these copies
+(trainer/training/host_copies.py). The first rank copies the moving means too. Loading takes less.
 
 A packed base (model.base) has only its codes and scales, also while it is loaded.
 
@@ -88,7 +89,8 @@ def passing(run: Run, cut: Grid, dense: int, expert: int, quantized: int) -> int
 def saving(run: Run, cut: Grid, dense: int, expert: int) -> int:
     """Return the bytes of the rank's part of the weights and, if they are saved, of the optimizer's states."""
     part = ceil(dense / (cut.dp * run.layout.cp)) + ceil(expert / cut.edp)
-    return part * (byte(run.train) + (SAVED if run.checkpoint.save_optimizer else 0))
+    means = 4 * (dense + expert) if run.train.ema_decay else 0
+    return part * (byte(run.train) + (SAVED if run.checkpoint.save_optimizer else 0)) + means
 
 
 def shares(run: Run, cut: Grid, dense: int, expert: int) -> tuple[int, int]:

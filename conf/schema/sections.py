@@ -243,6 +243,8 @@ class Checkpoint(Section):
     """keep the checkpoint with the lowest validation loss too; export.checkpoint=best exports it"""
     save_optimizer: Annotated[bool, bears("train")] = True
     """needed to resume a training"""
+    background: Annotated[bool, NOWHERE] = True
+    """write checkpoints while training continues; false = training waits"""
 
 
 class Log(Section):

@@ -61,6 +61,7 @@ NEED_DATA += (
     "train_dividing_at_the_clip",
     "train_in_chunks",
     "train_comparing_states",
+    "train_with_slow_saves",
     "train_extended",
     "train_reading_ahead",
     "train_other_scales",

@@ -108,8 +108,6 @@ def make_config(run: Run, bridge, resume_step: int | None):
             load=folder if resume_step else None,
             ckpt_step=resume_step,
             save_interval=checkpoint.save_every,
-            # With keep_best, trainer/training/validations.py deletes older ones.
-            most_recent_k=-1 if checkpoint.keep_best else checkpoint.keep or -1,
             save_optim=checkpoint.save_optimizer,
             save_rng=checkpoint.save_optimizer,
             load_optim=checkpoint.save_optimizer,

@@ -1,4 +1,4 @@
-"""Callback that marks each checkpoint complete once Megatron has written all of it.
+"""Callback that marks each checkpoint complete when all ranks have written it, and deletes old ones (checkpoint.keep).
 
 Before that it writes the digests of the trained tensors in memory into the checkpoint: trainer/weights/digests.py.
 """
@@ -8,6 +8,7 @@ Before that it writes the digests of the trained tensors in memory into the chec
 import time
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 from megatron.bridge.training.callbacks import Callback
 
@@ -17,9 +18,9 @@ from contract.faults import Fault
 from trainer.megatron.recipe import checkpoint_folder
 from trainer.serving import agreement
 from trainer.startup.console import say
-from trainer.training import resume
+from trainer.training import background_saves, resume
 from trainer.training.validations import Validations
-from trainer.weights import atomic_folder, model_digests
+from trainer.weights import atomic_folder, digests, model_digests
 from trainer.weights.exported import peft_format
 from trainer.weights.trained import find
 
@@ -29,25 +30,36 @@ class MarkCheckpoints(Callback):
         self.run, self.folder, self.metrics, self.validations = run, checkpoint_folder(run), metrics, validations
         self.training = resume.record(run)  # read at the start, so that later edits of the files do not change it
 
+    def on_train_start(self, context) -> None:
+        background_saves.begin(self.run.checkpoint.background)
+
     def on_checkpoint_save(self, context) -> None:
-        """Mark the checkpoint. Bridge calls this on every rank after all ranks have written and passed a barrier."""
-        step = context.state.train_state.step
+        """Collect the facts about these weights, which the next steps change, for the mark."""
+        step, checkpoint = context.state.train_state.step, self.run.checkpoint
         folder = checkpoints.step_folder(self.folder, step)
-        model_digests.write(folder, context, len(agreement.rows(self.run)))
-        if atomic_folder.rank() == 0:
-            self._export(step, folder)
-            self._mark(context)
-            line = {"kind": "checkpoint", "step": step, "time": time.time(), "folder": str(folder)}
-            self.metrics.write(line | self.metrics.skips())
-            say(f"step {step}: checkpoint {folder}")
+        of_tensors = model_digests.facts(context, len(agreement.rows(self.run)))
+        facts, skips = self._facts(context), self.metrics.skips()
         if self.validations:
             self.validations.after_save(step)
+        best = self.validations.best_saved if self.validations and checkpoint.keep_best else None
+
+        def mark(stalled: float, wrote: float) -> None:
+            digests.write(folder, of_tensors)
+            self._export(step, folder)
+            checkpoints.mark(folder, **facts)
+            line = {"kind": "checkpoint", "step": step, "time": time.time(), "folder": str(folder)}
+            self.metrics.write(line | {"stalled_seconds": stalled, "writing_seconds": wrote} | skips)
+            say(f"step {step}: checkpoint {folder}  stalled {stalled:.2f} s, written in {wrote:.2f} s")
+            if checkpoint.keep:
+                checkpoints.remove_older(self.folder, checkpoint.keep, best[0] if best else None)
+
+        background_saves.when_written(mark)
 
     def on_eval_end(self, context) -> None:
         """Mark the last checkpoint again, to record its loss: Bridge validates only after saving it."""
         step = context.state.train_state.step
         if atomic_folder.rank() == 0 and checkpoints.read_mark(checkpoints.step_folder(self.folder, step)):
-            self._mark(context)
+            checkpoints.mark(checkpoints.step_folder(self.folder, step), **self._facts(context))
 
     def _export(self, step: int, folder: Path) -> None:
         """Write the adapter into every n-th checkpoint. If PEFT cannot express it, log that and continue.
@@ -66,8 +78,7 @@ class MarkCheckpoints(Callback):
         except Fault as fault:
             say(f"train: {folder}: the adapter of this checkpoint was not written: {fault}")
 
-    def _mark(self, context) -> None:
+    def _facts(self, context) -> dict[str, Any]:
         step, samples = context.state.train_state.step, context.state.train_state.consumed_train_samples
         validations = self.validations.facts(step) if self.validations else {}
-        folder = checkpoints.step_folder(self.folder, step)
-        checkpoints.mark(folder, step=step, samples=samples, training=self.training, **validations)
+        return {"step": step, "samples": samples, "training": self.training, **validations}

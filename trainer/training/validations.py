@@ -10,7 +10,6 @@ same rows only if train.validate_batches cover all rows for validation.
 from typing import Any
 
 from megatron.bridge.training.callbacks import Callback
-from torch import distributed
 
 from conf.schema.run import Run
 from contract import checkpoints
@@ -58,12 +57,10 @@ class Validations(Callback):
         return self.best_saved is None or loss < self.best_saved[1]
 
     def after_save(self, step: int) -> None:
-        """Remember the checkpoint if it is the best so far, and delete those beyond checkpoint.keep."""
-        keep, loss = self.run.checkpoint.keep, self._loss(step)
+        """Remember the checkpoint if it is the best so far."""
+        loss = self._loss(step)
         if self.is_best(step) and loss is not None:
             self.best_saved = step, loss
-        if self.run.checkpoint.keep_best and keep and distributed.get_rank() == 0:
-            checkpoints.remove_older(self.folder, keep, self.best_saved[0] if self.best_saved else None)
 
     def _loss(self, step: int) -> float | None:
         return self.last[1] if self.last and self.last[0] == step else None

@@ -25,6 +25,7 @@ from conf.schema.run import Run
 from contract import checkpoints
 from trainer.megatron.recipe import checkpoint_folder
 from trainer.serving import agreement
+from trainer.training import background_saves
 from trainer.weights import atomic_folder, digests, model_digests
 
 CONFIG = "run_config.yaml"  # of Megatron-Bridge; an export reads the adapter's alpha from it
@@ -66,11 +67,11 @@ class WeightMeans(Callback):
         atomic_folder.barrier()
         with self._in_place(self.means):
             dist_checkpointing.save(model_digests.state_of(context.model, context.state.cfg.peft), str(folder))
-            of_tensors = model_digests.write(folder, context, len(agreement.rows(self.run)))
-        if of_tensors is not None:
-            self.weights = digests.of_all(of_tensors)
+            facts = model_digests.facts(context, len(agreement.rows(self.run)))
+        if atomic_folder.rank() == 0:
+            self.weights = digests.of_all(facts["digests"])
             shutil.copyfile(whole / CONFIG, folder / CONFIG)
-        atomic_folder.barrier()
+        background_saves.when_written(lambda stalled, wrote: digests.write(folder, facts))
 
     def as_weights(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the model computes with the means, rounded to its type."""

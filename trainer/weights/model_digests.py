@@ -8,7 +8,6 @@ GPU this takes three passes over the trained weights, and copies only a few mill
 
 import itertools
 from collections import Counter
-from pathlib import Path
 
 import torch
 from megatron.bridge.training import checkpointing
@@ -46,15 +45,11 @@ def of_model(model, adapter) -> dict[str, str] | None:
     return {name: digests.text(number) for name, number in total.items()}
 
 
-def write(folder: Path, context, prompts: int) -> dict[str, str] | None:
-    """Write the digests of a training's model next to its checkpoint, on rank 0. Return them there. All ranks must call
-    it.
-    """
+def facts(context, prompts: int) -> dict:
+    """Return the facts about a training's model that are written next to its checkpoint. All ranks must call it."""
     of_tensors, of_adapters = of_model(context.model, context.state.cfg.peft), alpha(context.model)
-    if of_tensors is not None:
-        step = context.state.train_state.step
-        digests.write(folder, {"step": step, "alpha": of_adapters, "prompts": prompts, "digests": of_tensors})
-    return of_tensors
+    step = context.state.train_state.step
+    return {"step": step, "alpha": of_adapters, "prompts": prompts, "digests": of_tensors}
 
 
 def state_of(model, adapter) -> dict:

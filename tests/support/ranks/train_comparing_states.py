@@ -20,7 +20,7 @@ def main(run: Run) -> None:
 
     gathered = DistributedOptimizer.sharded_param_state_fully_reshardable
     divided_states.install()
-    divided_states.install, seen = lambda: None, []
+    divided_states.install, seen = lambda *copy: None, []
     divided = DistributedOptimizer.sharded_param_state_fully_reshardable
 
     def compared(self, model, is_loading=False, metadata=None):

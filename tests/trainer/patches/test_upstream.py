@@ -240,3 +240,10 @@ def test_a_chain_takes_no_more_optimizers_than_it_has(unpatched):
 
 def test_a_resumed_part_is_set_back_to_the_step_of_its_checkpoint(unpatched):
     assert unpatched("offloaded") == 3  # it had come to 5
+
+
+def test_background_saves_fork_this_process():
+    source = text("megatron-core", "megatron/core/dist_checkpointing/strategies/async_utils.py")
+    assert "ctx = mp.get_context('fork')" in source
+    bridge = text("megatron-bridge", "megatron/bridge/training/checkpointing.py")
+    assert "async_save_request.add_finalize_fn(fire_callback)" in bridge  # with the weights of a later step

@@ -17,6 +17,7 @@ NAMES = {path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.
 PATCHES = sorted(NAMES - {"versions"})
 LIGHT = {
     "batch_ramp": "install",
+    "checkpoints/background": "install",
     "checkpoints/base_loading": "build_without_memory",
     "checkpoints/files": "pass_results_here",
     "families/clamped_experts": "install",
@@ -41,6 +42,7 @@ LIGHT = {
     "transformers_imports": "import_transformers",
     "vllm_cpu": "ask_in_process",
 }
+NEED_ARGUMENT = ("batch_ramp", "checkpoints/background", "families/latent_norms", "import_fixes")
 # They import Megatron when they are imported.
 HEAVY = {
     "checkpoints/divided_states": ["install"],
@@ -74,7 +76,7 @@ def test_every_patch_is_tried_here():
 
 @pytest.mark.parametrize("patch, function", LIGHT.items())
 def test_another_version_is_one_line(patch, function, other_version):
-    arguments = [None] if patch in ("batch_ramp", "import_fixes", "families/latent_norms") else []
+    arguments = [None] if patch in NEED_ARGUMENT else []
     with pytest.raises(Fault) as refused:
         getattr(import_module(f"trainer.patches.{patch.replace('/', '.')}"), function)(*arguments)
     (package, known), *_ = versions.WRITTEN_FOR[patch].items()

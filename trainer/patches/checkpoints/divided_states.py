@@ -15,6 +15,7 @@ https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/optimizer/distrib_
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partialmethod
 from operator import add
 from typing import Any
 
@@ -30,14 +31,16 @@ Ints = tuple[int, ...]
 OWN = "own"  # while loading, the rank's range of a state; its blocks are views of it
 
 
-def install() -> None:
-    """Save and load the states of every rank without a gather."""
+def install(copy: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+    """Save and load the states of every rank without a gather. `copy` copies a part of a state to fp32 on the host."""
     versions.check(__name__)
-    DistributedOptimizer.sharded_param_state_fully_reshardable = _states
+    DistributedOptimizer.sharded_param_state_fully_reshardable = partialmethod(_states, copy=copy or _copy)
     DistributedOptimizer.load_parameter_state_from_fully_reshardable = _load
 
 
-def _states(optimizer: Any, model: dict[str, Any], is_loading: bool = False, metadata: Any = None) -> dict[int, Any]:
+def _states(
+    optimizer: Any, model: dict[str, Any], is_loading: bool = False, metadata: Any = None, *, copy: Callable
+) -> dict[int, Any]:
     places = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(model)[0])}
     buckets = (bucket for kinds in optimizer.gbuf_ranges for buckets in kinds.values() for bucket in buckets)
     # A precision-aware optimizer returns unpacked copies of its states; other states are loaded in place.
@@ -51,7 +54,7 @@ def _states(optimizer: Any, model: dict[str, Any], is_loading: bool = False, met
         kept = states[len(states)] = {}
         for key in ("param", *optimizer.optimizer_state_keys):
             own = torch.empty(end - start, dtype=torch.float32) if is_new else values[key].detach().flatten()
-            parts = _sharded(place, f"optimizer.state.{key}.{place.key}", own, start, _same if is_loading else _copy)
+            parts = _sharded(place, f"optimizer.state.{key}.{place.key}", own, start, _same if is_loading else copy)
             kept[key] = dict(enumerate(parts)) | ({OWN: LocalNonpersistentObject(own)} if is_loading else {})
     return states
 

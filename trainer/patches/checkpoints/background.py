@@ -1,0 +1,39 @@
+"""Patch of Megatron-Bridge's saves: another object writes what was planned, while training continues.
+
+With async_save, Bridge writes in a process that megatron-core forks from a process with CUDA and threads, or spawns; a
+writer that dies is not noticed on a CPU. Between steps all ranks then reduce a number on the GPU and wait for it, and
+write the metadata with training's own collectives. Its callbacks on_checkpoint_save get the weights of a later step.
+Here Bridge saves as if it waited, and only the files come later.
+
+Remove when Bridge's checkpoint manager is given the planned writers
+(https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/checkpointing.py).
+"""
+
+# pyright: reportAttributeAccessIssue=false
+
+from functools import partial
+from typing import Any
+
+from trainer.patches import versions
+
+
+def install(saves: Any) -> None:
+    """Give the plans of saves to `saves`, wait for them at the end of training, and check them before each step."""
+    versions.check(__name__)
+    from megatron.bridge.training import checkpointing, pretrain, train
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy as Strategy
+
+    cleanup = pretrain._cleanup_after_pretrain_failure
+
+    def finalize(global_state: Any, ckpt_cfg: Any, blocking: bool = False, terminate: bool = False) -> None:
+        saves.wait() if blocking else saves.check()
+
+    def end_and_clean_up(*arguments: Any) -> None:
+        saves.end()
+        cleanup(*arguments)
+
+    Strategy._get_save_and_finalize_callbacks = lambda strategy, writer, planned, kind: (writer, planned[1])
+    Strategy.save = lambda strategy, state, folder: saves.take(*strategy.async_save(state, folder, "mcore"))
+    train.save_checkpoint_and_time = partial(saves.save, train.save_checkpoint_and_time)
+    checkpointing.maybe_finalize_async_save = finalize
+    pretrain._cleanup_after_pretrain_failure = end_and_clean_up
