@@ -126,10 +126,12 @@ def new() -> argparse.ArgumentParser:
 
 def serve() -> argparse.ArgumentParser:
     made = parser("flows.serve")
-    made.add_argument("name", metavar="NAME", help="a registered model, NAME@VERSION, export/FINGERPRINT, or a run")
+    names = "a registered model, NAME@VERSION, export/FINGERPRINT, or a run; after `load` or `unload`: of an adapter"
+    made.add_argument("names", metavar="NAME", nargs="+", help=names)
     made.add_argument("--host", default=HOST, help=f"address to listen at ({HOST})")
     made.add_argument("--port", type=int, default=PORT, help=f"port to listen at ({PORT})")
     made.add_argument("--adapter", action="store_true", help="serve the released model with the adapter, not merged")
+    made.add_argument("--adapters", metavar="N", type=int, default=0, help="the same, with memory for N adapters")
     made.add_argument("--length", type=int, help="tokens of a question and its answer (as many as memory holds)")
     made.add_argument("--check", action="store_true", help="repeat the evaluation's questions, compare answers, end")
     return made

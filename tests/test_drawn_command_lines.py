@@ -50,7 +50,7 @@ RUNS |= {f"trainer.{name}": False for name in ("reference", "proof.base", "proof
 OTHERS = {
     "flows.artifacts": ["list", "show", "verify", "gc", "--days", "x" * 64],
     "flows.logs": ["--tail", "--rank", "--attempt", "--err", "train-0123456789abcdef"],
-    "flows.serve": ["--port", "--length", "--adapter", "a@b", "a@1"],
+    "flows.serve": ["--port", "--length", "--adapter", "--adapters", "a@b", "a@1", "load", "unload"],
     "flows.deploy": [],
     "flows.doctor": ["--extra", "--json"],
     "flows.services": ["start", "stop"],

@@ -8,7 +8,6 @@ server's chat template is the template of the training data. The output is vLLM'
 
 from pathlib import Path
 
-from contract.served_model import ServedModel
 from trainer.serving import api_server
 from trainer.startup import entry
 
@@ -18,7 +17,7 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="JSON, as contract/served_model.py writes it")
     options = parser.parse_args()
     with entry.faults_in_one_line():
-        api_server.serve(ServedModel.read(options.file))
+        api_server.serve(options.file)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ fetch it. An export without a merged model is served as base and adapter; the ba
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 from conf.rules import serving
 from contract import json_object
 from contract.faults import Fault
-from contract.served_model import ServedModel
+from contract.served_model import ServedAdapter, ServedModel, stamp
 from tasks.run import artifact
 from tasks.run.artifact import Artifact, Missing
+from tasks.serving import adapters
 from tasks.stages import promote
 from tasks.store import Store
 from tasks.tracking.address import clean, public
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 CHAMPION = "champion"
 MERGED = "merged/config.json"
 ADAPTER = "adapter/adapter_config.json"
+BASE = "-base"  # suffix of the name by which callers get the model without an adapter
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,12 @@ class Named:
     name: str  # of the model, in requests to the server
     title: str  # in messages, such as "tiny-tickets version 7"
     export: Artifact
+    version: str = ""  # of a registered model
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of an adapter in requests: that of the version first."""
+        return [f"{self.name}@{self.version}", self.name] if self.version else [self.name]
 
 
 def find(reference: str, store: Store, registry: str) -> Named:
@@ -82,7 +90,7 @@ def _registered(name: str, which: str, versions: "list[ModelVersion]", store: St
             f"{title}: the content of {key} in {store.uri} differs from the registered version: {export.digest}, "
             f"not {version.tags.get('finetune.digest')}"
         )
-    return Named(name, title, export)
+    return Named(name, title, export, str(version.version))
 
 
 def _versions(name: str, registry: str) -> "list[ModelVersion]":
@@ -204,21 +212,52 @@ def collect(named: Named, store: Store, adapter: bool, gpus: bool) -> Sources:
     return sources
 
 
-def served_model(sources: Sources, store: Store, cache: Path, **where: Any) -> ServedModel:
-    """Fetch all files to this host, and return the description of the served model."""
+def served_model(sources: Sequence[Sources], store: Store, cache: Path, room: int = 1, **where: Any) -> ServedModel:
+    """Fetch all files to this host, and return the description of the served model, with room for so many adapters."""
+    first = sources[0]
+    own = _base(first, store, cache)
+    for other in sources[1:]:
+        require_base(other, own, store, cache)
+    unmerged = [adapter(one, store, cache) for one in sources if one.unmerged]
+    placed: list[ServedAdapter] = []
+    for one in unmerged:
+        placed = adapters.placed(placed, one, moves=False)
+    return ServedModel(
+        name=f"{first.named.name}{BASE}" if first.unmerged else first.named.name,
+        data=str(artifact.local(first.data, store, cache)),
+        stamp=stamp(Path(own["model"])),
+        room=max(room, len(placed)) if first.unmerged else 0,
+        adapters=placed,
+        sized_by=[one.folder for one in placed],
+        **own,
+        **where,
+    )
+
+
+def adapter(sources: Sources, store: Store, cache: Path) -> ServedAdapter:
+    """Fetch an adapter to this host, and describe it."""
+    folder = artifact.local(sources.named.export, store, cache) / "adapter"
+    return ServedAdapter(sources.named.names, str(folder), str(artifact.local(sources.data, store, cache)))
+
+
+def require_base(sources: Sources, served: dict[str, Any], store: Store, cache: Path) -> None:
+    """Raise a Fault for an adapter of another base than the served one, or of one that is computed differently."""
+    for key, needed in _base(sources, store, cache).items():
+        if served[key] != needed:
+            raise Fault(f"{sources.named.title}: needs {key} {needed}, but the server has {served[key]}")
+
+
+def _base(sources: Sources, store: Store, cache: Path) -> dict[str, Any]:
+    """Return what adapters of one server have in common: the base, and how it is computed."""
     export = artifact.local(sources.named.export, store, cache)
     base = artifact.local(sources.base, store, cache) if sources.unmerged else export / "merged"
     base = artifact.local(sources.codes, store, cache) / "merged" if sources.codes else base
-    return ServedModel(
-        name=sources.named.name,
-        model=str(base),
-        data=str(artifact.local(sources.data, store, cache)),
-        precision=sources.evaluation.stage.config["precision"] if sources.evaluation else _precision(base),
-        adapter=str(export / "adapter") if sources.unmerged else None,
-        quantization=sources.settings.get("quantization"),
-        trust_remote_code=bool(sources.base.stage.config.get("trust_remote_code", False)),
-        **where,
-    )
+    return {
+        "model": str(base),
+        "precision": sources.evaluation.stage.config["precision"] if sources.evaluation else _precision(base),
+        "quantization": sources.settings.get("quantization"),
+        "trust_remote_code": bool(sources.base.stage.config.get("trust_remote_code", False)),
+    }
 
 
 def _input(made: Artifact, name: str, stage: str, store: Store, whole: bool = True) -> Artifact:

@@ -13,7 +13,7 @@ import pytest
 
 from contract.served_model import KEY
 from flows import serve
-from tasks.serving import questions, server
+from tasks.serving import adapters, questions, server
 from tasks.store import open_store
 from tests.support.exports import ROWS, evaluated, exported
 from tests.support.flow_world import CONF, MARKER, ROOT, World, free_port
@@ -84,7 +84,35 @@ def test_the_key_is_named_and_never_shown(made, answers, capsys, monkeypatch):
 def test_the_form_with_an_adapter_is_said(made, answers, capsys):
     assert serve.main([made.key, "--adapter"]) == 0
     assert "(base and adapter, bf16)" in capsys.readouterr().out
-    assert answers[0].adapter.endswith("files/adapter")
+    assert answers[0].adapters[0].folder.endswith("files/adapter")
+
+
+def test_adapters_of_one_base_are_served_together_and_another_base_is_refused(made, answers, capsys):
+    store = serve.open_run_store()
+    second, other = exported(store, "second", adapter={}), exported(store, "other", adapter={}, trust=True)
+    assert serve.main([made.key, second.key, "--adapters", "3"]) == 0
+    (served,) = answers
+    assert (served.room, len(served.sized_by), served.name) == (3, 2, f"{made.key.replace('/', '-')}-base")
+    assert [one.names for one in served.adapters] == [[key.replace("/", "-")] for key in (made.key, second.key)]
+    assert f"serving {made.key}, {second.key} (base and adapter, bf16)" in capsys.readouterr().out
+    assert serve.main([made.key, other.key]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {other.key}: needs model ") and "but the server has /" in said
+
+
+def test_adapters_are_loaded_into_the_running_server_after_a_comparison_of_the_base(made, answers, capsys, monkeypatch):
+    store, changes = serve.open_run_store(), []
+    second, other = exported(store, "second", adapter={}), exported(store, "other", adapter={}, trust=True)
+    dora = exported(store, "dora", adapter={"use_dora": True})
+    assert serve.main([made.key, "--adapters", "2"]) == 0
+    monkeypatch.setattr(adapters, "running", lambda folder, port: answers[0])
+    monkeypatch.setattr(adapters, "change", lambda served, changed, folder: changes.append(changed))
+    assert serve.main(["load", second.key]) == serve.main(["unload", made.key]) == 0
+    assert [len(changed.adapters) for changed in changes] == [2, 0]
+    assert f"{second.key.replace('/', '-')}: /" in capsys.readouterr().out
+    for refused, reason in (other, "needs model "), (dora, "vLLM adds products, and DoRA scales the weight"):
+        assert serve.main(["load", refused.key]) == 2
+        assert reason in capsys.readouterr().err and len(changes) == 2
 
 
 @pytest.mark.parametrize(
@@ -219,10 +247,17 @@ def test_the_champion_answers_curl_and_openais_client_as_in_its_evaluation(place
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_an_adapter_beside_its_base_answers_as_the_merged_model(dense, start):
-    server = start("dense", "--adapter")
+    """Loaded again by the command, it keeps its names; the merged model is not taken for it."""
+    server = start("dense", "--adapters", "2")
     assert "serving dense version 1 (base and adapter, fp32)" in server.said()
-    check = server.run(sys.executable, "-m", "flows.serve", "dense", "--adapter", "--check", "--port", str(server.port))
+    command = (sys.executable, "-m", "flows.serve")
+    port = ("--port", str(server.port))
+    loaded = server.run(*command, "load", "dense", *port)
+    assert loaded.returncode == 0 and "dense@1 and dense: /" in loaded.stdout, loaded.stderr
+    check = server.run(*command, "dense@1", "--adapter", "--check", *port)
     assert check.returncode == 0, check.stdout + check.stderr
     assert "completions 20 of 20 equal, chat 20 of 20 equal; all must be" in check.stdout
-    merged = server.run(sys.executable, "-m", "flows.serve", "dense", "--check", "--port", str(server.port))
+    merged = server.run(*command, "dense", "--check", *port)
     assert merged.returncode == 2 and "--port names another" in merged.stderr
+    unloaded = server.run(*command, "unload", "dense@1", *port)
+    assert unloaded.returncode == 0 and "dense@1" not in unloaded.stdout and "dense-base: /" in unloaded.stdout

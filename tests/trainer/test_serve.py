@@ -1,29 +1,25 @@
 """python -m trainer.serve: a tiny model served, and requests that would hold up or change what others get."""
 
 import json
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
 
 from conf.schema.data import Data
-from contract.served_model import ServedModel
+from contract.served_model import ServedModel, stamp
+from tests.support import model_server
 from tests.support.flow_world import free_port
 from trainer.data.tokens import templates, tokenizer
 from trainer.rehearsal.tiny_models import make_model
 
-ROOT = Path(__file__).parents[2]
 SAMPLING = {"repetition_penalty": 3.0, "temperature": 1.5, "do_sample": True, "top_p": 0.9}
 NEUTRAL = {"temperature": 0, "repetition_penalty": 1, "top_p": 1, "top_k": 0, "min_p": 0}
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% if m.content == 'bomb' %}"
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}{% endfor %}"
 )
-READY = 500.0  # seconds, on a busy machine
 pytestmark = pytest.mark.timeout(700)
 
 
@@ -38,31 +34,10 @@ def address(tmp_path_factory):
     file.write_text(json.dumps(json.loads(file.read_text()) | SAMPLING))
     record = templates.choose(Data(seq_length=64), tokenizer.load(model, False), "messages").record()
     (folder / "template.json").write_text(json.dumps(record))
-    where = {"host": "127.0.0.1", "port": free_port(), "kernels": str(folder / "kernels")}
-    ServedModel("tiny", str(model), str(folder), "fp32", **where, length=256).write(folder / "model.json")
-    address = f"http://127.0.0.1:{where['port']}"
-    command = [sys.executable, "-m", "trainer.serve", str(folder / "model.json")]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-    until = time.monotonic() + READY
-    while not is_healthy(address) and process.poll() is None and time.monotonic() < until:
-        time.sleep(0.5)
-    try:
-        assert is_healthy(address), (folder / "log").read_text()[-4000:]
+    where = {"host": "127.0.0.1", "port": free_port(), "kernels": str(folder / "kernels"), "stamp": stamp(model)}
+    served = ServedModel("tiny", str(model), str(folder), "fp32", **where, length=256)
+    with model_server.running(served, folder) as address:
         yield f"{address}/v1"
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        finally:
-            process.kill()
-
-
-def is_healthy(address: str) -> bool:
-    try:
-        return httpx.get(f"{address}/health", timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def ask(address: str, text: str = "where is my parcel", **settings) -> httpx.Response:

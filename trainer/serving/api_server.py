@@ -5,26 +5,28 @@ off, even if the environment enables them. The key that callers must send is onl
 are visible in lists of processes.
 """
 
+import functools
 import json
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from conf.planner.serving.layout import SEQUENCES
 from contract import json_object
-from contract.served_model import DEFAULTS, ServedModel
+from contract.faults import Fault
+from contract.served_model import DEFAULTS, ServedModel, stamp
 from trainer.data.tokens import rendering, templates, tokenizer
 from trainer.data.tokens.chat import MARK
 from trainer.data.tokens.template_text import split
 from trainer.data.tokens.templates import Template
 from trainer.patches import vllm_cpu
-from trainer.serving import constraints, engine, prompts, unmerged
+from trainer.serving import adapters, constraints, engine, prompts, unmerged
 from trainer.startup.console import say
 
 LOADED = {"load_format": "safetensors"}
 DRAIN_SECONDS = 10  # for unfinished answers after SIGTERM
-BASE = "-base"  # suffix of the name by which callers get the model without its adapter
 ONE = (
     "{%- if messages|length != 1 or messages[0]['role'] != 'user' -%}"
     "{{ raise_exception('this model was trained on single questions: send one message, of the user') }}"
@@ -33,13 +35,17 @@ ONE = (
 QUESTION = "messages[0]['content']"
 
 
-def serve(settings: ServedModel) -> None:
-    """Serve until a signal ends it."""
+def serve(file: Path) -> None:
+    """Serve the model that the file describes until a signal ends it. Its adapters may change meanwhile."""
+    settings = ServedModel.read(file)
+    if stamp(Path(settings.model)) != settings.stamp:
+        raise Fault(f"{settings.model}: its files have changed since they were checked; start the server again")
     engine.prepare(Path(settings.kernels), online=False)
     os.environ.update(engine.ENVIRONMENT["server"])
     with tempfile.TemporaryDirectory(prefix="serve-") as folder:
         # Imports of vLLM take seconds, so missing files of the model are reported before them.
-        command = arguments(settings, Path(folder), engine.gpus(settings.gpus))
+        gpus = engine.gpus(settings.gpus)
+        command = arguments(settings, Path(folder), gpus)
         say(f"serve: starting vLLM on this host's {engine.device()} for {settings.model}")
         with vllm_cpu.hidden():
             import uvloop
@@ -50,6 +56,8 @@ def serve(settings: ServedModel) -> None:
             vllm_cpu.ask_in_process()
         rendering.install()
         constraints.install(tokenizer.load(Path(settings.model), settings.trust_remote_code))
+        sized = sized_by(settings) if settings.room else None
+        adapters.install(file, settings.stamp, sized, max(1, gpus), functools.partial(chat, settings))
         parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(command)
         assert parsed  # its annotation allows None
         validate_parsed_serve_args(parsed)
@@ -58,14 +66,13 @@ def serve(settings: ServedModel) -> None:
 
 def arguments(settings: ServedModel, folder: Path, gpus: int) -> list[str]:
     """Arguments of `vllm serve`. If it needs a chat template, that is written to the folder."""
-    served = tokenizer.load(Path(settings.model), settings.trust_remote_code)
-    template = templates.from_record(json_object.read(Path(settings.data) / prompts.RECORD), served)
-    adapter = unmerged.read(Path(settings.adapter), settings.name) if settings.adapter else None
+    template, options = chat(settings, Path(settings.data))
+    sized = sized_by(settings) if settings.room else None
     values: dict[str, Any] = {"model": settings.model, "host": settings.host, "port": settings.port}
-    values |= {"served_model_name": settings.name + (BASE if adapter else "")}
+    values |= {"served_model_name": settings.name}
     values |= {"dtype": engine.DTYPE[settings.precision], "trust_remote_code": settings.trust_remote_code}
     values |= engine.ALWAYS
-    values |= engine.UNPACKED if adapter and engine.is_unpacked(Path(settings.model)) else LOADED
+    values |= engine.UNPACKED if sized and engine.is_unpacked(Path(settings.model)) else LOADED
     values |= {"generation_config": "vllm", "override_generation_config": DEFAULTS}
     values |= {"structured_outputs_config": {"backend": constraints.BACKEND}}
     values |= {"max_model_len": settings.length or "auto", "max_num_seqs": SEQUENCES}
@@ -73,15 +80,26 @@ def arguments(settings: ServedModel, folder: Path, gpus: int) -> list[str]:
     values |= {"middleware": "trainer.serving.public_paths.PublicPaths", "enforce_eager": vllm_cpu.is_installed()}
     values |= {"quantization": engine.QUANTIZATION[settings.quantization]} if settings.quantization else {}
     values |= {"tensor_parallel_size": gpus} if gpus else {}
-    if adapter:
-        module = {"name": settings.name, "path": settings.adapter, "is_3d_lora_weight": adapter.experts}
-        values |= {"lora_modules": module} | adapter.settings(max(1, gpus), expert_parallel=False)
-    if (text := chat_template(template)) is not None:
-        (folder / "chat_template.jinja").write_text(text)
+    values |= sized.settings(max(1, gpus), False) | {"max_loras": settings.room} if sized else {}
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
         values |= {"chat_template": str(folder / "chat_template.jinja")}
-    if template.kind == "chat" and template.options:
-        values |= {"default_chat_template_kwargs": template.options}
+    values |= {"default_chat_template_kwargs": options} if options else {}
     return [word for key, value in values.items() for word in _option(key, value)]
+
+
+def sized_by(settings: ServedModel) -> unmerged.Adapter:
+    """The adapter with the highest rank, and all layers, of those for which the server has memory."""
+    every = [unmerged.read(Path(folder), settings.name) for folder in settings.sized_by]
+    rank, layers = max(adapter.rank for adapter in every), frozenset[str]().union(*(one.layers for one in every))
+    return replace(every[0], rank=rank, layers=layers)
+
+
+def chat(settings: ServedModel, data: Path) -> tuple[str | None, dict[str, Any]]:
+    """The chat template of prepared data, if it is not the tokenizer's own, and its default options."""
+    served = tokenizer.load(Path(settings.model), settings.trust_remote_code)
+    template = templates.from_record(json_object.read(data / prompts.RECORD), served)
+    return chat_template(template), template.options if template.kind == "chat" else {}
 
 
 def _option(key: str, value: Any) -> list[str]:

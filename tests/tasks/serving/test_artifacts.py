@@ -21,7 +21,7 @@ def store(tmp_path):
 
 def served(store, made, adapter=False, gpus=False) -> ServedModel:
     sources = artifacts.collect(Named("tickets", "tickets version 1", made), store, adapter, gpus)
-    return artifacts.served_model(sources, store, Path("/nowhere"), **WHERE)
+    return artifacts.served_model([sources], store, Path("/nowhere"), **WHERE)
 
 
 def test_it_is_served_as_it_was_evaluated(store, tmp_path):
@@ -30,7 +30,7 @@ def test_it_is_served_as_it_was_evaluated(store, tmp_path):
     evaluated(store, exported(store, "second"), ["team 0"])
     found = served(store, made)
     assert (found.precision, found.quantization, found.trust_remote_code) == ("fp32", "fp8", False)
-    assert Path(found.model) == tmp_path / f"store/{made.key}/files/merged" and found.adapter is None
+    assert Path(found.model) == tmp_path / f"store/{made.key}/files/merged" and not found.adapters
     assert (Path(found.data) / "test.jsonl").is_file()
 
 
@@ -47,7 +47,7 @@ def test_an_adapter_is_served_beside_the_base(store, asked, merged):
     """Where it is asked for, or nothing is merged."""
     made = exported(store, "first", adapter={}, merged=merged)
     found = served(store, made, adapter=asked)
-    assert found.model.split("/")[-3] == "download" and found.adapter.endswith(f"{made.key}/files/adapter")
+    assert found.model.split("/")[-3] == "download" and found.adapters[0].folder.endswith(f"{made.key}/files/adapter")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_an_adapter_is_served_beside_the_base(store, asked, merged):
 def test_an_adapter_that_would_be_left_out_in_part_is_refused(store, adapter, gpus, said):
     made = exported(store, "first", adapter=adapter)
     if said is None:
-        assert served(store, made, adapter=True, gpus=gpus).adapter
+        assert served(store, made, adapter=True, gpus=gpus).adapters
         return
     with pytest.raises(Fault) as refused:
         served(store, made, adapter=True, gpus=gpus)
@@ -88,7 +88,7 @@ def test_an_export_whose_data_are_gone_is_said(store):
 
 
 def test_the_file_of_a_served_model_is_read_strictly(tmp_path):
-    model = ServedModel("tickets", "m", "d", "fp32", "127.0.0.1", 8000, "k")
+    model = ServedModel("tickets", "m", "d", "fp32", "127.0.0.1", 8000, "k", "s")
     model.write(tmp_path / "model.json")
     assert ServedModel.read(tmp_path / "model.json") == model
     (tmp_path / "model.json").write_text('{"name": "tickets", "trust": true}')

@@ -51,7 +51,7 @@ def served() -> ServedModel:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return ServedModel("tickets", "m", "d", "fp32", "127.0.0.1", port, "k")
+    return ServedModel("tickets", "m", "d", "fp32", "127.0.0.1", port, "k", "s")
 
 
 @pytest.fixture
@@ -146,4 +146,4 @@ def test_an_address_that_is_taken_is_refused(served):
     "host, url", [("0.0.0.0", "http://127.0.0.1:8000"), ("::", "http://[::1]:8000"), ("gpu-1", "http://gpu-1:8000")]
 )
 def test_it_is_reached_from_this_host_wherever_it_listens(host, url):
-    assert server.url(ServedModel("tickets", "m", "d", "fp32", host, 8000, "k")) == url
+    assert server.url(ServedModel("tickets", "m", "d", "fp32", host, 8000, "k", "s")) == url

@@ -81,7 +81,7 @@ def served(model, tmp_path):
         (tmp_path / "data").mkdir()
         (tmp_path / "data/template.json").write_text(json.dumps((made or template(model, "messages")).record()))
         given = {"name": "tickets", "model": str(model), "data": str(tmp_path / "data"), "precision": "bf16"}
-        asked = ServedModel(**given | {"host": "127.0.0.1", "port": 8000, "kernels": "k"} | changed)
+        asked = ServedModel(**given | {"host": "127.0.0.1", "port": 8000, "kernels": "k", "stamp": "s"} | changed)
         found = api_server.arguments(asked, tmp_path, gpus)
         places = [place for place, word in enumerate(found) if word.startswith("--")] + [len(found)]
         return {found[one]: " ".join(found[one + 1 : two]) for one, two in itertools.pairwise(places)}
@@ -128,23 +128,23 @@ def test_a_quantised_base_is_unpacked_beneath_its_adapter(served, model, tmp_pat
     (model / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     (tmp_path / "adapter_config.json").write_text('{"r": 8}')
     save_file({"layers.0.up_proj.lora_A.weight": torch.zeros(8, 4)}, tmp_path / "adapter_model.safetensors")
-    found = served(adapter=str(tmp_path))
+    found = served(room=1, sized_by=[str(tmp_path)])
     assert (found["--load-format"], found["--hf-overrides"]) == ("unpacked", '{"quantization_config": null}')
 
 
 @pytest.mark.parametrize("experts", [False, True])
-def test_an_adapter_is_asked_for_by_the_name_and_the_base_by_another(served, model, tmp_path, experts):
+def test_memory_is_set_aside_for_the_largest_adapter_and_for_all_layers(served, model, tmp_path, experts):
     (model / "config.json").write_text("{}")
-    layer = "mlp.experts" if experts else "mlp.up_proj"
-    (tmp_path / "adapter_config.json").write_text('{"r": 20}')
-    weights = {f"base_model.model.model.layers.0.{layer}.lora_A.weight": torch.zeros(20, 4)}
-    save_file(weights, tmp_path / "adapter_model.safetensors")
-    found = served(adapter=str(tmp_path), gpus=2)
-    assert (found["--served-model-name"], found["--max-lora-rank"]) == ("tickets-base", "32")
-    asked = {"name": "tickets", "path": str(tmp_path), "is_3d_lora_weight": experts}
-    assert json.loads(found["--lora-modules"]) == asked
-    assert found["--lora-target-modules"] == layer.partition(".")[2]
+    for name, layer, rank in ("one", "mlp.experts" if experts else "mlp.up_proj", 4), ("two", "self_attn.q_proj", 20):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"r": rank}))
+        weights = {f"base_model.model.model.layers.0.{layer}.lora_A.weight": torch.zeros(rank, 4)}
+        save_file(weights, tmp_path / name / "adapter_model.safetensors")
+    found = served(name="tickets-base", room=3, sized_by=[f"{tmp_path}/one", f"{tmp_path}/two"], gpus=2)
+    assert (found["--served-model-name"], found["--max-lora-rank"], found["--max-loras"]) == ("tickets-base", "32", "3")
+    assert found["--lora-target-modules"] == ("experts q_proj" if experts else "q_proj up_proj")
     assert {"--enable-mixed-moe-lora-format" in found, "--fully-sharded-loras" in found} == {experts}
+    assert "--lora-modules" not in found
 
 
 @pytest.mark.parametrize(
