@@ -90,8 +90,8 @@ bench-libraries: $(STAMP) ## compare libraries with our code; docs/adr/ has the 
 	$(PYTHON) -m benchmarks.libraries
 
 N ?= 5
-faults: $(STAMP) ## kill, stop and cut off hosts of gangs on this machine, N times each
-	$(PYTHON) -m benchmarks.gang_faults $(N) $(SHORTLY)
+faults: $(STAMP) ## kill, stop and cut off hosts of gangs on this machine, N times each; APART=1: a disk for each host
+	$(PYTHON) -m benchmarks.gang_faults $(N) $(SHORTLY) $(if $(APART),--apart)
 
 scale: $(STAMP) ## measure a gang of 1000 fake hosts, and when a dead one is noticed
 	$(PYTHON) -m benchmarks.gang_scale $(SHORTLY)

@@ -2,14 +2,15 @@
 
     python -m benchmarks.gang_faults [N] [--only NAME ...] [--seed N] [--keep FOLDER]      N times each; make faults N=1
     python -m benchmarks.gang_faults --short      FEW of them, once each: 4 minutes      make faults SHORT=1
+    python -m benchmarks.gang_faults --apart      a disk for each host: only the store is shared     make faults APART=1
 
 Each gang uses three of four hosts (tests/tasks/gang/world.py) and trains a tiny GLM-4-MoE with a checkpoint every 10
 steps. A run suffers the same fault (tests/tasks/gang/harm.py) repeatedly, each time after a later checkpoint, and must
 still end. The table has the seconds until the fault is noticed (the board says stop), until no process of the attempt
 is left on any host, and until the next step; the number of repeated steps; and the processes that were left. The run
-passes if each time is below 30 s, at most one checkpoint interval is lost, no process is left, and the run ends with
-every step once and the losses of an undisturbed run. Otherwise the exit code is 1. Each fault takes about a minute on 2
-cores.
+passes if each time is below 30 s, at most one checkpoint interval is lost (with --apart, no step before the newest
+checkpoint in the store), no process is left, and the run ends with every step once and the losses of an undisturbed
+run. Otherwise the exit code is 1. Each fault takes about a minute on 2 cores.
 """
 
 # pyright: reportOptionalMemberAccess=false
@@ -35,6 +36,7 @@ import psutil
 
 from benchmarks.workspace import workspace
 from tasks.gang.board import Board, newest_attempt
+from tasks.gang.copies import Copies
 from tasks.store import Store, open_store
 from tests.support.flow_world import wait_for
 from tests.tasks.gang.conftest import same
@@ -56,6 +58,7 @@ class Case:
     """One occurrence of a fault."""
 
     at: int = 0  # step
+    saved: int | None = None  # newest checkpoint in the store, if hosts have a disk each
     noticed: float | None = None
     clean: float | None = None
     resumed: float | None = None
@@ -67,7 +70,7 @@ class Case:
         for what in ("noticed", "clean"):
             if (seconds := getattr(self, what)) and seconds > SOON:
                 yield f"{what} after {seconds:.0f} s"
-        if self.lost > INTERVAL:
+        if self.lost > (INTERVAL if self.saved is None else self.at - self.saved):
             yield f"{self.lost} steps lost"
         if self.orphans:
             yield f"{self.orphans} processes left"
@@ -112,9 +115,9 @@ def main() -> int:
         return 0
     random.seed(options.seed)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also ends all started processes
-    faults = {name: FAULTS[name] for name in options.only or FAULTS}
+    faults = {name: FAULTS[name] for name in options.only or FAULTS if options.apart or not FAULTS[name].apart}
     rows: list[Row] = []
-    with workspace("faults") as folder, world(folder, HOSTS) as made:
+    with workspace("faults") as folder, world(folder, HOSTS, options.apart) as made:
         os.environ.update(made.environment)
         expected = _undisturbed(made, max(_steps(fault, options.times) for fault in faults.values()))
         for name, fault in faults.items():
@@ -145,8 +148,10 @@ def _undisturbed(made: World, steps: int) -> dict[int, float]:
 def _one_run(made: World, fault: Fault, row: Row, times: int, expected: dict[int, float]) -> None:
     steps = _steps(fault, times)
     (made.folder / "flow.log").unlink(missing_ok=True)
-    for failed in made.folder.glob("runs/work/train-*"):
+    for failed in [*made.folder.glob("runs/work/train-*"), *made.folder.glob("disk*/runs/work/train-*")]:
         shutil.rmtree(failed)
+    for gang in {name.partition("/")[0] for name in _store().keys("gangs") if name.startswith("train-")}:
+        Copies(_store(), gang).forget()
     made.running = _start(made, steps)
     row.runs += 1
     try:
@@ -185,6 +190,7 @@ def _one_run(made: World, fault: Fault, row: Row, times: int, expected: dict[int
 
 def _case(made: World, fault: Fault, gang: str, steps: int) -> Case:
     case, attempt, before = Case(), newest_attempt(_store(), gang), made.training()
+    case.saved = Copies(_store(), gang).newest() if made.apart else None
     fault.do(made)
     began, wall = time.monotonic(), time.time()
     case.at = made.step()
@@ -266,6 +272,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("times", metavar="N", type=int, nargs="?", default=5)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=FAULTS)
     parser.add_argument("--short", action="store_true", help=f"as 1 --only {' '.join(map(repr, FEW))}")
+    parser.add_argument("--apart", action="store_true", help="a disk for each host, and the faults that need this")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", metavar="FOLDER", help="for logs of runs that went wrong; default: temporary files'")
     options = parser.parse_args()

@@ -13,7 +13,8 @@ weight by weight (trainer/proof/): unchanged weights bit by bit, trained ones ar
 Exit code 2: nothing can be compared, for example because the inputs were deleted.
 
 gc keeps an artifact if a run refers to it, if it is an input of a kept one, or if a version in MLflow's registry uses
-it. With --days, runs that began longer ago do not count. Logs of a gang (python -m flows.logs) are removed with its
+it. With --days, runs that began longer ago do not count, unless they run or the store has a later checkpoint, from
+which they can resume. Logs of a gang (python -m flows.logs) are removed with its
 training, or --days after it was complete. Files that no stage has written stay.
 """
 
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from difflib import get_close_matches
 from pathlib import Path
@@ -38,6 +39,7 @@ from contract.faults import Fault
 from contract.processes import end_with_parent
 from flows import arguments
 from flows.pipeline import PIPELINE
+from tasks.gang.copies import Copies
 from tasks.gang.history import timeline
 from tasks.run import artifact, launch, lease
 from tasks.run.artifact import Artifact, Missing, Stage
@@ -191,7 +193,8 @@ def collect(store: Store, days: float | None, delete: bool) -> int:
     makers = {key: lease.holder(store, f"{key}/lease.json") for key in folders}
     making = {key for key, maker in makers.items() if maker}
     limit = None if days is None else time.time() - days * DAY
-    old = [] if limit is None else _older_than(store, limit, making)
+    gangs = _gangs({name.removeprefix("gangs/"): facts for name, facts in there.items() if name.startswith("gangs/")})
+    old = [] if limit is None else _older_than(store, limit, making | _resumable(store, gangs, limit))
     kept = _with_inputs(_referred_to(store, old), everything)
     freed = 0
     for key in sorted(folders - kept):
@@ -207,7 +210,6 @@ def collect(store: Store, days: float | None, delete: bool) -> int:
             store.remove(f"{key}/lease.json")
     if foreign:
         print(f"leaves {len(foreign)} folders that no stage has written, such as {foreign[0]}")
-    gangs = _gangs({name.removeprefix("gangs/"): facts for name, facts in there.items() if name.startswith("gangs/")})
     for gang in sorted(gangs):
         training = gang.replace("-", "/", 1)
         made = everything.get(training)
@@ -241,10 +243,16 @@ def _with_inputs(keys: set[str], everything: dict[str, Artifact]) -> set[str]:
     return keys | {source.key for stage in stages for source in artifact.sources(stage, known)}
 
 
-def _older_than(store: Store, limit: float, making: set[str]) -> list[str]:
+def _older_than(store: Store, limit: float, active: set[str]) -> list[str]:
     """Return old runs that are not active: a long training may still read inputs that are weeks old."""
     runs = {name: _note(store, f"runs/{name}") for name in store.keys("runs")}
-    return [name for name, run in runs.items() if run["started"] < limit and making.isdisjoint(run["artifacts"])]
+    return [name for name, run in runs.items() if run["started"] < limit and active.isdisjoint(run["artifacts"])]
+
+
+def _resumable(store: Store, gangs: Iterable[str], limit: float) -> set[str]:
+    """Return trainings whose newest checkpoint in the store is not older than the limit."""
+    copies = {gang.replace("-", "/", 1): Copies(store, gang) for gang in gangs}
+    return {training for training, copy in copies.items() if copy.at(copy.newest()) > limit}
 
 
 def _gangs(listed: dict[str, tuple[int, str]]) -> Counter[str]:

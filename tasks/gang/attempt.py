@@ -12,15 +12,18 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from conf.load import as_yaml
 from conf.network import rank_order
+from conf.rules import schedule
 from conf.schema.run import Run
 from contract.faults import Fault, Stopped
 from tasks.gang.board import STALE, Board, Watch, newest_attempt
+from tasks.gang.collector import Collector
 from tasks.gang.controller_link import Lookout
+from tasks.gang.copies import Copies
 from tasks.gang.diagnosis import next_step
 from tasks.gang.diagnosis.classify import Failure
 from tasks.gang.diagnosis.evidence import host_names
@@ -29,7 +32,8 @@ from tasks.gang.history.timeline import Teller
 from tasks.gang.job import Job
 from tasks.gang.messages import Member, Peers
 from tasks.run import lease
-from tasks.store import Store
+from tasks.run.places import runs_folder
+from tasks.store import File, Store
 
 TICK = 0.5
 ENDED_BY_ITSELF = STALE + 10  # seconds after its last renewal within which a disconnected member ends in any case
@@ -51,11 +55,33 @@ class Gang:
     tick: Callable[[], None] = lambda: None
     fits: next_step.Fits = next_step.never  # returns the run on fewer hosts
     advice: Callable[[Run], str] = lambda run: ""  # returns keys that need less memory than the run
+    stored: dict[str, File] = field(default_factory=dict)  # files of a finished job that hosts have put into the store
 
     @property
     def run(self) -> Run:
         """The run on the configured number of hosts."""
         return self.job.run
+
+    @property
+    def copies(self) -> Copies:
+        return Copies(self.store, self.name)
+
+    def newest(self) -> int:
+        """Step of the newest complete checkpoint: in the store, if hosts share no folder, else in the folder."""
+        return self._answered(self.copies.newest) or self.job.newest()
+
+    def is_done(self) -> bool:
+        if step := self._answered(self.copies.newest):
+            return schedule.is_over(self.run, step, self._answered(lambda: self.copies.mark(step)))
+        return self.job.is_done()
+
+    def _answered[T](self, call: Callable[[], T]) -> T:
+        """Repeat the call until the store answers."""
+        while True:
+            try:
+                return call()
+            except Exception:
+                self.pause(CAPACITY_POLL)
 
     def pause(self, seconds: float) -> None:
         """Sleep. Raises Stopped as soon as the gang is cancelled."""
@@ -170,7 +196,7 @@ def announce(gang: Gang, run: Run) -> tuple[Board, Lookout]:
 
 def gather(gang: Gang, run: Run, without: tuple[str, ...], lookout: Lookout, handle: Handle) -> Outcome | None:
     """Wait until all members have joined. Returns the outcome if they do not join in time, or if one ends first."""
-    token, reported, n = (gang.folder / "probe").read_text(), -1, run.layout.nodes
+    reported, n = -1, run.layout.nodes
     until = look = time.monotonic() + run.gang.start_within
     queued = None
     while True:
@@ -182,7 +208,6 @@ def gather(gang: Gang, run: Run, without: tuple[str, ...], lookout: Lookout, han
                 gang.say(f"waits for hosts: {why}")
         lookout.check()
         nodes = dict(lookout.nodes)
-        _check_storage(gang, nodes, token)
         waiting = [k for k, node in nodes.items() if node.state == "waiting" and lookout.silence(k) < STALE]
         if len(waiting) == n:
             return None
@@ -210,22 +235,29 @@ def gather(gang: Gang, run: Run, without: tuple[str, ...], lookout: Lookout, han
         return Outcome(failure, came)
 
 
-def go(lookout: Lookout) -> dict[int, str]:
+def go(gang: Gang, run: Run, lookout: Lookout) -> dict[int, str]:
     """Start all members. Returns their hosts by member, in the order of their ranks; the first is the master."""
-    nodes = dict(lookout.nodes)
+    nodes, probe = dict(lookout.nodes), (gang.folder / "probe").read_text()
+    if apart := tuple(k for k, node in nodes.items() if node.probe != probe):
+        _check_copied(gang, nodes[apart[0]])
+        lookout.say(apart=apart, runs=str(runs_folder()), copied=gang.newest())
     names = host_names(lookout)
     members = {name: k for k, name in names.items()}
     order = [members[name] for name in rank_order({name: nodes[k].place for k, name in names.items()})]
     first = nodes[order[0]]
     lookout.peers = Peers({str(k): (node.address, node.port) for k, node in nodes.items()})
     lookout.say(state="go", order=tuple(order), master=(first.address, first.master_port), key=secrets.token_hex(32))
+    if apart:
+        gang.say(f"{len(apart)} of {len(nodes)} hosts do not share {gang.folder}: checkpoints are copied to the store")
+        Collector(gang.copies, lookout, run, gang.folder / "files", gang.say)
     return {k: names[k] for k in order}
 
 
-def _check_storage(gang: Gang, nodes: dict[int, Member], token: str) -> None:
-    for node in nodes.values():
-        if node.probe != token:
-            raise Fault(
-                f"FINETUNE_RUNS: {gang.folder} is not the same storage on {node.host} ({node.address}); "
-                "name a folder of a file system that all hosts share"
-            )
+def _check_copied(gang: Gang, node: Member) -> None:
+    """Raise a Fault if the job needs a folder that all hosts share."""
+    run, where = gang.run, f"{gang.folder} is not the same storage on {node.host} ({node.address})"
+    if not gang.job.copied:
+        raise Fault(f"FINETUNE_RUNS: {where}; name a folder of a file system that all hosts share")
+    for key, value in {"model.adapter": run.model.adapter, "export.every": run.export.every}.items():
+        if value is not None:
+            raise Fault(f"{key}: needs FINETUNE_RUNS on a file system that all hosts share, and {where}")

@@ -12,7 +12,8 @@ the answers, the others only compute. A reinforcement learning is done when the 
 continues without the members after them, which answer prompts.
 
 If gang.min_nodes allows fewer hosts, the next attempt takes the hosts that are left. Later attempts take all again once
-there are enough. The folder is on storage that all hosts share. Not covered: a running attempt never grows.
+there are enough. If hosts do not share the folder, a training's checkpoints are copied to the store
+(tasks/gang/copies.py), and each host fetches missing files. Not covered: a running attempt never grows.
 
 Reports to other services run in background threads (tasks/run/courier.py): a server that hangs does not block the
 controller. All are delivered before the end, unless the receiver needs more than DELIVERY_TIME seconds. Late ticks are
@@ -62,8 +63,10 @@ def _carry_out(gang: Gang) -> None:
     while True:
         outcome = _survived(gang, run, without)
         if outcome.failure is None:
+            if gang.copies.newest():
+                gang.stored.update(gang.copies.deliver(gang.folder / "files"))
             return
-        attempts.append(Attempt(outcome.failure, gang.job.newest()))
+        attempts.append(Attempt(outcome.failure, gang.newest()))
         out = next_step.left_out(attempts)
         left = gang.available(out) if outcome.came is None else outcome.came
         available = None if left is None else left + len(out)
@@ -106,7 +109,7 @@ def _attempt(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
                 assert missing.failure
                 _end(gang, run, lookout, handle, missing.failure.line, save=False)
                 return missing
-            hosts = go(lookout)
+            hosts = go(gang, run, lookout)
         except BaseException as error:
             _end(gang, run, lookout, handle, str(error) or type(error).__name__, save=False)
             raise
@@ -114,7 +117,7 @@ def _attempt(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
             (gang.folder / "probe").unlink(missing_ok=True)
     try:
         job, link = gang.job, gang.store.link(board.place)
-        gang.teller.trains(hosts, lookout.nodes, job.task(run).ranks, job.newest())
+        gang.teller.trains(hosts, lookout.nodes, job.task(run).ranks, lookout.word.copied or job.newest())
         gang.say(f"attempt {board.attempt}: {', '.join(hosts.values())} {job.command}; logs in {link}")
         failure = _watch(gang, run, lookout, handle, hosts)
     except Stopped:
@@ -145,7 +148,7 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
         nodes = dict(lookout.nodes)
         states = {k: nodes[k].state for k in hosts}
         if gang.job.is_over(run, list(states.values())):
-            return None if gang.job.is_done() else preempted(nodes)
+            return None if gang.is_done() else preempted(nodes)
         ended = {k: ended.get(k, now) for k, alive in handle.alive().items() if alive is False}
         over = {k for k, state in states.items() if state in ("done", "failed", "preempted", "stopped", "stopping")}
         # The last message of a member may be read after its end is known: it decides.

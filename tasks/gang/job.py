@@ -22,6 +22,7 @@ class Job(ABC):
 
     command: ClassVar[str]  # of the trainer
     advice: ClassVar[str] = ""  # keys that give more memory, if the plan knows none
+    copied: ClassVar[bool] = False  # hosts need not share a folder
 
     @classmethod
     def of(cls, run: Run, share: gpus.Share) -> "Job":
@@ -65,6 +66,7 @@ class Job(ABC):
 @dataclass(frozen=True)
 class Training(Job):
     command: ClassVar[str] = "train"
+    copied: ClassVar[bool] = True
 
     def newest(self) -> int:
         return _newest(self.run.paths.output)

@@ -30,11 +30,14 @@ import traceback
 from pathlib import Path
 
 from conf.host import gpu_locks, nvidia_smi
-from conf.load import load
-from contract.faults import Fault
+from conf.load import as_yaml, load
+from conf.schema.run import Run
+from contract.faults import Fault, Stopped
 from contract.processes import started
-from tasks.gang import peer_probe
+from tasks.gang import own_files, peer_probe
 from tasks.gang.board import Board
+from tasks.gang.copier import Copier
+from tasks.gang.copies import Copies
 from tasks.gang.diagnosis.host_evidence import Host
 from tasks.gang.member_link import Link
 from tasks.gang.messages import End, Member, Standing, Task, Word
@@ -44,6 +47,7 @@ from tasks.store import open_store
 TICK = 0.3
 REPORTED = 10.0  # seconds between reports of steps
 LAST_WORDS = 8.0  # seconds for the last report and logs
+LAST_COPY = 20.0  # seconds in which the members of a failed attempt finish the copy of a checkpoint
 
 
 def main() -> int:
@@ -107,6 +111,9 @@ def _take_part(board: Board, node: int, folder: Path, ending: Ending) -> int:
     if not why:
         try:
             why, code = _train(link, board, node, folder, ending)
+        except Stopped as stopped:
+            why, code = str(stopped), 0
+            link.say(state="stopped", reason=why, over=True)
         except Exception as error:  # of this host, before its ranks began; post_mortem() reports failed ranks
             lines = "".join(traceback.format_exception(error)).splitlines()[-30:]
             end = End(rank=-1, code=1, step=0, lines=tuple(lines), silent=False, state="", stalled=False)
@@ -128,12 +135,16 @@ def _train(link: Link, board: Board, node: int, folder: Path, ending: Ending):
     task = board.message(Task, "task.json")
     assert task, "the controller writes it before the attempt exists"
     name, place = f"{board.gang}-{board.attempt}", word.order.index(node)
+    copier = None
+    if word.runs:
+        run, copier = _own_files(link, run, task, place, ending)
+        conf.write_text(as_yaml(run))
     host, ranks = Host(), Ranks(name, conf, run, task, word, place, link.message.address, folder / "run")
     link.say(state="running")
     reported, grace, why, look = time.monotonic(), 0.0, "", "running"
     while look == "running":
         time.sleep(TICK)
-        link.logs = ranks.logs()
+        link.logs = ranks.logs() | (copier.logs() if copier else {})
         if why := ending.why() or link.why_stop():
             grace = run.gang.grace if ending.is_set() or link.word.save else 0.0
             break
@@ -145,16 +156,51 @@ def _train(link: Link, board: Board, node: int, folder: Path, ending: Ending):
         failed = tuple(ranks.post_mortem())
         link.say(state="failed", failed=failed, free=ranks.free_disk(), **host.evidence())
         ranks.end(0)
+        _copy_the_rest(copier, ending)
         link.say(over=True)
         return "failed: " + "; ".join(f"rank {end.rank} code {end.code}" for end in failed), 1
     if look == "done":
         ranks.end(0)
+        if copier:
+            copier.finish(True, lambda: bool(ending.why() or link.why_stop()))
+            if why := ending.why() or link.why_stop():
+                link.say(state="stopped", reason=why, over=True)
+                return why, 0
+            if node in word.apart:
+                copier.remove()
         link.say(state="done", over=True)
         return "done", 0
     link.say(state="stopping", reason=why, told=ending.is_set(), ranks=tuple(ranks.signs()))
     ranks.end(grace)
+    _copy_the_rest(copier, ending)
     link.say(state="preempted" if ending.is_set() else "stopped", reason=why, over=True)
     return why, 0
+
+
+def _own_files(link: Link, run: Run, task: Task, place: int, ending: Ending) -> tuple[Run, Copier]:
+    """Fetch the files that this host lacks, and wait until all hosts have theirs."""
+
+    def stop() -> str:
+        return ending.why() or link.why_stop()
+
+    word, store = link.word, open_store(link.board.store.uri)
+    progress = own_files.reporting(link.say, stop)
+    run = own_files.local_run(run, Path(word.runs), store, progress)
+    own_files.resume(run, Copies(store, link.board.gang), word.copied, place == 0, progress)
+    link.say(ready=True)
+    while not link.word.start:
+        if why := stop():
+            raise Stopped(why)
+        time.sleep(TICK)
+    ranks = range(place * task.ranks, (place + 1) * task.ranks)
+    return run, Copier(link, Path(run.paths.output), ranks, place == 0)
+
+
+def _copy_the_rest(copier: Copier | None, ending: Ending) -> None:
+    """Finish the copy under way before the attempt ends: the next one then repeats fewer steps."""
+    until = time.monotonic() + (LAST_WORDS if ending.is_set() else LAST_COPY)
+    if copier:
+        copier.finish(False, lambda: time.monotonic() > until)
 
 
 def _take_gpus(board: Board, ending: Ending) -> bool:

@@ -55,6 +55,11 @@ class Word(Message):
     order: tuple[int, ...] = ()  # go: members, in the order of their ranks
     master: Address | None = None  # go: where ranks meet
     key: str = ""  # go: secret that admits hosts to the rendezvous
+    apart: tuple[int, ...] = ()  # go: members that do not share the controller's folder
+    runs: str = ""  # go: the controller's folder of local files, if members are apart
+    start: bool = False  # after go, if members are apart: all hosts have their files
+    copy: int = 0  # step of the checkpoint that members have to copy to the store
+    copied: int = 0  # step of the newest complete checkpoint in the store
     reason: str = ""  # stop: why
     save: bool = False  # stop: save a checkpoint first
     closed: bool = False  # all members have ended
@@ -112,6 +117,10 @@ class Member(Message):
     master_port: int = 0  # where ranks meet, if it is the first
     probe: str = ""  # content of the controller's probe file: proof of the same storage
     place: str = ""  # the host's position in the network
+    fetched: tuple[int, int] | None = None  # bytes, done and all, of files that this host lacks
+    ready: bool = False  # this host has all files
+    saved: int = 0  # the first member: step of the newest checkpoint that all ranks have written
+    copied: int = 0  # step of the last requested checkpoint that it has copied or lacks
     ranks: tuple[Sign, ...] = ()
     failed: tuple[End, ...] = ()
     free: int | None = None  # bytes, where checkpoints go

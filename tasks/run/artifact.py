@@ -89,6 +89,8 @@ class Work:
     folder: Path
     lease: lease.Lease
     say: Callable[[str], None]
+    again: bool = False  # the artifact was complete once: nothing of its work can be continued
+    stored: dict[str, File] = field(default_factory=dict)  # files that hosts have put in place in the store
 
     @property
     def files(self) -> Path:
@@ -139,11 +141,12 @@ def get_or_make(
             return stored  # another process has made it meanwhile
         say(f"{stage.key}: {stored.reason if isinstance(stored, Missing) else 'made again, as requested'}")
         folder = work / stage.key.replace("/", "-")
-        if store.remove(f"{stage.key}/{RECORD}"):  # a finished attempt: its folder cannot be continued
+        if again := store.remove(f"{stage.key}/{RECORD}"):  # a finished attempt: its folder cannot be continued
             shutil.rmtree(folder, ignore_errors=True)
         (folder / "files").mkdir(parents=True, exist_ok=True)
         start = time.time()
-        result = make(Work(folder, held, say))
+        making = Work(folder, held, say, again)
+        result = make(making)
         seconds = time.time() - start
         held.confirm()
 
@@ -152,7 +155,8 @@ def get_or_make(
             if progress:
                 progress(done, total)
 
-        files = store.put(folder / "files", f"{stage.key}/files", update)
+        made_files = store.put(folder / "files", f"{stage.key}/files", update, making.stored.__contains__)
+        files = making.stored | made_files
         if not files:
             raise Fault(f"{stage.key}: the stage wrote no files")
         held.confirm()
@@ -208,14 +212,14 @@ def sources(stage: Stage, known: dict[str, Artifact]) -> Iterator[Artifact]:
             pending += known[fingerprint].stage.inputs.values()
 
 
-def local(artifact: Artifact, store: Store, cache: Path) -> Path:
+def local(artifact: Artifact, store: Store, cache: Path, progress: Callable[[int, int], None] | None = None) -> Path:
     """Return a folder on this host with the artifact's files: the store's folder, or a copy in the cache."""
     if place := store.place(f"{artifact.key}/files"):
         return place
     folder = cache / artifact.key.replace("/", "-")
     stamps = folder.with_name(f"{folder.name}.json")
     if json_object.read_or_empty(stamps) != {"digest": artifact.digest, "files": _tags(folder, artifact)}:
-        store.get(f"{artifact.key}/files", artifact.files, folder, Progress("fetch", "bytes").update)
+        store.get(f"{artifact.key}/files", artifact.files, folder, progress or Progress("fetch", "bytes").update)
         for name, path in walk(folder).items():
             if name not in artifact.files and not name.startswith(f"{PARTIAL}/"):  # files of an earlier copy
                 path.unlink()

@@ -65,9 +65,12 @@ def run_job(stage_run: StageRun, work: Work, command: str, run: Run, tick: Calla
             tick()
             teller.tick()
 
-        controller.carry_out(
-            Gang(name, work.folder, job, hasty, engine, teller, work.say, stop, ticks, fits, less_memory)
+        gang = Gang(
+            name, work.folder, job, hasty, engine, teller, work.say, stop, ticks, fits, less_memory, work.stored
         )
+        if work.again:
+            gang.copies.forget()
+        controller.carry_out(gang)
 
 
 @contextlib.contextmanager

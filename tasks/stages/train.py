@@ -22,7 +22,7 @@ from tasks.run.session import OPTIONS, StageRun, may_pass
 from tasks.run.task_artifact import Page
 from tasks.sources import adapters, released_config
 from tasks.stages import export
-from tasks.stages.run_job import Line, learn, time_spent
+from tasks.stages.run_job import Line, job_of, learn, time_spent
 from tasks.tracking import report_plots
 
 PACKING = {"packed_loss": "packed_loss", "unpacked_loss": "unpacked_loss", "packing_cost": "cost"}
@@ -99,7 +99,8 @@ def train(
             if stage_run.pointless:
                 raise Fault(f"stopped: {stage_run.pointless}") from None
             raise
-        require_done(Training(run))
+        if job_of("train", run) is None:
+            require_done(Training(run))
         whole = time_spent(work, run)
         picture = report_plots.of_time(whole.seconds)
         (work.files / "time.png").write_bytes(picture)

@@ -26,6 +26,11 @@ THREADS = max(4, min(16, 2 * (os.cpu_count() or 1)))
 PARTIAL = ".partial"
 
 Progress = Callable[[int, int], None]
+Kept = Callable[[str], bool]  # whether an object that the stored folder lacks stays, by its name
+
+
+def none(_: str) -> bool:
+    return False
 
 
 @dataclass(frozen=True)

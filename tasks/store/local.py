@@ -23,7 +23,7 @@ from contract import checksums, json_object, ownership
 from contract.faults import Fault
 from tasks.store import folder as folders
 from tasks.store.durable import copy, into_place, plainly, sync, tag_of, write_durably
-from tasks.store.folder import File, Meter, Progress, checked, work_through
+from tasks.store.folder import File, Kept, Meter, Progress, checked, none, work_through
 
 OWN = ".store"
 FORGOTTEN = 24 * 3600  # seconds after which no living process uses a temporary file any more
@@ -76,8 +76,11 @@ class LocalStore:
         with plainly(self.root):
             return {name: (status.st_size, tag_of(status)) for name, status in self._files(prefix)}
 
-    def put(self, folder: Path, prefix: str, progress: Progress | None = None) -> dict[str, File]:
-        """Make the content below the prefix equal to the folder. A repeated transfer sends only missing content."""
+    def put(self, folder: Path, prefix: str, progress: Progress | None = None, kept: Kept = none) -> dict[str, File]:
+        """Make the content below the prefix equal to the folder. A repeated transfer sends only missing content.
+
+        Objects that the folder lacks are removed, except those with kept(name).
+        """
         sources = folders.walk(folder)
         done: dict[str, File] = {}
         with plainly(self.root):
@@ -90,7 +93,8 @@ class LocalStore:
                 meter.add(done[name].size)
 
             for name in self.keys(prefix).keys() - sources.keys():  # first, as a folder may replace an old file
-                self._unlink(self._at(prefix, name))
+                if not kept(name):
+                    self._unlink(self._at(prefix, name))
             work_through([lambda name=name: store(name) for name in sources])
             for parent in {target.parent for target in targets.values()}:
                 sync(parent)

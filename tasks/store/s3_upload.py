@@ -24,7 +24,7 @@ from typing import Any
 from contract.faults import Fault
 from tasks.store import folder as folders
 from tasks.store.durable import plainly as disk_plainly
-from tasks.store.folder import BLOCK, File, Meter, Progress, Task, work_through
+from tasks.store.folder import BLOCK, File, Kept, Meter, Progress, Task, none, work_through
 from tasks.store.s3_bucket import S3Bucket, tag_of
 from tasks.store.s3_errors import Refused, code_of, plainly
 
@@ -57,7 +57,7 @@ class Upload:
 class S3Upload(S3Bucket):
     """A bucket to which folders can be uploaded."""
 
-    def put(self, folder: Path, prefix: str, progress: Progress | None = None) -> dict[str, File]:
+    def put(self, folder: Path, prefix: str, progress: Progress | None = None, kept: Kept = none) -> dict[str, File]:
         sources = folders.walk(folder)
         stored = self.keys(prefix)
         files = [Upload(name, path, self.at(prefix, name), moment(path)) for name, path in sources.items()]
@@ -69,11 +69,11 @@ class S3Upload(S3Bucket):
             begin = [functools.partial(job.begin, file) for file in files]
             work_through(interleaved(begin, [file.size for file in files]))
         with plainly(self):
-            kept = {self.at(prefix, name) for name in sources}
-            for key in unfinished.keys() - kept:
-                for upload in unfinished[key]:
+            below = len(self.below(prefix))
+            for key in unfinished.keys() - {self.at(prefix, name) for name in sources}:
+                for upload in () if kept(key[below:]) else unfinished[key]:
                     self.abort(key, upload)
-        self.remove_all(prefix, stored.keys() - sources.keys())
+        self.remove_all(prefix, [name for name in stored.keys() - sources.keys() if not kept(name)])
         meter.end()
         return {name: done[name] for name in sources}
 

@@ -14,9 +14,10 @@ import pytest
 
 from contract import ownership
 from flows import artifacts
+from tasks.gang.copies import Copies
 from tasks.run import artifact, lease
 from tasks.run.artifact import RECORD, Artifact, Stage
-from tasks.store import open_store
+from tasks.store import File, open_store
 
 ROOT = Path(__file__).parents[2]
 DAY = 86400
@@ -234,6 +235,19 @@ def test_a_run_that_makes_something_now_is_never_old(world):
         assert there(world) == {"convert", "prepare"} and "long.json" in world.store.keys("runs")
     world.run("gc", "--days", "7", "--delete")
     assert there(world) == set()
+
+
+def test_a_run_that_can_resume_from_a_checkpoint_in_the_store_is_never_old(world):
+    """Its flow has died, and its hosts have lost their disks."""
+    copies = Copies(world.store, "train-fedcba9876543210")
+    world.store.write(f"{copies.files}/checkpoints/iter_0000010/x", b"x")
+    copies.complete(10, [{"x": File(1, "", "")}])
+    world.note("long", world.convert, world.prepare, "train/fedcba9876543210", days=30)
+    world.run("gc", "--days", "7", "--delete")
+    assert there(world) == {"convert", "prepare"} and "long.json" in world.store.keys("runs")
+    assert copies.newest() == 10 and world.store.read(f"{copies.files}/checkpoints/iter_0000010/x")
+    world.run("gc", "--days", "0", "--delete")
+    assert world.store.keys("") == {}
 
 
 def test_what_a_dead_process_left_goes(world):

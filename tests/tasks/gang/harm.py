@@ -16,6 +16,7 @@ from tests.tasks.gang.world import World
 OUTAGE = 60.0
 BACK = {"worker": 20.0, "disk": 30.0, "host": 45.0, "server": 5.0}  # seconds after which somebody has mended it
 HALF_WITHIN = 60.0
+SAVES = "work/train-*/files/checkpoints/iter_*"
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Fault:
     steps: int = 24  # that a run makes meanwhile, and what it loses
     goes_on: bool = False  # nothing is to be noticed, and nothing lost
     again: bool = False  # whoever started the flow starts it again
+    apart: bool = False  # only for hosts with a disk each
 
 
 def busy(made: World) -> list[int]:
@@ -45,6 +47,24 @@ def remove_host(made: World) -> None:
     host = random.choice(busy(made))
     made.kill_host(host)
     later(BACK["host"], lambda: made.join(host))
+
+
+def lose_hosts(made: World, count: int) -> None:
+    """They and their disks are gone for good; others with their names and empty disks come later."""
+    for host in random.sample(busy(made), count):
+        made.lose_host(host)
+        later(BACK["host"], lambda host=host: made.join(host))
+
+
+def silence_store_while_copying(made: World) -> None:
+    """As soon as the next checkpoint is marked on a host."""
+    before = _marks(made)
+    _wait_until(lambda: bool(_marks(made) - before), "no save")
+    silence_store(made)
+
+
+def _marks(made: World) -> set[Path]:
+    return {path for host in made.workers for path in made.runs(host).glob(f"{SAVES}/complete.json")}
 
 
 def partition(made: World) -> None:
@@ -74,21 +94,24 @@ def silence_store(made: World) -> None:
 
 def kill_while_saving(made: World) -> None:
     """Somewhere in the next save."""
-    saves = Path(made.environment["FINETUNE_RUNS"]) / "work"
 
     def half() -> bool:
-        found = saves.glob("train-*/files/checkpoints/iter_*")
-        return any(not (path / "complete.json").exists() for path in found)
+        found = [path for host in made.workers for path in made.runs(host).glob(SAVES)]
+        marked = {path.name for path in found if (path / "complete.json").exists()}
+        return any(path.name not in marked for path in found)
 
-    until = time.monotonic() + HALF_WITHIN
-    while True:
-        assert time.monotonic() < until, f"no save within {HALF_WITHIN:.0f} s"
-        if half():
-            time.sleep(random.uniform(0, 0.1))
-            if half():
-                break
-        time.sleep(0.002)
+    def still_half() -> bool:
+        return half() and (time.sleep(random.uniform(0, 0.1)) or half())
+
+    _wait_until(still_half, "no save")
     signal_rank(made, 9)
+
+
+def _wait_until(happened: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + HALF_WITHIN
+    while not happened():
+        assert time.monotonic() < until, f"{what} within {HALF_WITHIN:.0f} s"
+        time.sleep(0.002)
 
 
 def kill_flow(made: World) -> None:
@@ -125,4 +148,7 @@ FAULTS: dict[str, Fault] = {
     "killed in a save": Fault(kill_while_saving, steps=32),
     "disk full": Fault(fill_disk, steps=40),
     "cancel": Fault(cancel, again=True),
+    "host and disk lost": Fault(lambda made: lose_hosts(made, 1), steps=30, apart=True),
+    "two hosts lost": Fault(lambda made: lose_hosts(made, 2), steps=30, apart=True),
+    "store away in a copy": Fault(silence_store_while_copying, steps=200, goes_on=True, apart=True),
 }

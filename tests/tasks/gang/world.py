@@ -3,8 +3,8 @@
     with world(folder, hosts=3) as made: made.flow("--until", "train") ...
 
 A bridge joins them; this machine is 10.213.0.1 on it, with Prefect's server and S3. What can happen to hosts is a
-method each. The file system is one, as FINETUNE_RUNS has to be; temporary files are on a disk of each host's own. Needs
-root and ip (iproute2).
+method each. Temporary files are on a disk of each host's own. FINETUNE_RUNS is one folder of all, or with `apart` on
+these disks too, which are then larger. Needs root and ip (iproute2).
 """
 
 import contextlib
@@ -32,6 +32,7 @@ POOL = "finetune-nodes"
 NET = "10.213.0"
 BRIDGE = "gangbr"
 DISK = 64 << 20  # bytes of a host's own disk
+DISK_APART = 256 << 20
 CONF = """
 name: hosts
 model: {source: "tiny://glm4-moe"}
@@ -61,6 +62,7 @@ class World:
     workers: dict[int, subprocess.Popen] = field(default_factory=dict)
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     running: Any = None  # the flow under way
+    apart: bool = False
 
     def join(self, host: int) -> None:
         """A host of its own address, with a worker."""
@@ -75,13 +77,18 @@ class World:
         ip("-n", name, "link", "set", "lo", "up")
         self.disk(host).mkdir(exist_ok=True)
         if not self.disk(host).is_mount():
-            mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", self.disk(host)]
+            size = DISK_APART if self.apart else DISK
+            mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", self.disk(host)]
             subprocess.run(mount, check=True)
             self.stack.callback(subprocess.run, ["umount", "--lazy", self.disk(host)])
         self.work(host)
 
     def work(self, host: int) -> None:
         command = [BIN / "prefect", "worker", "start", "--pool", POOL, "--limit", "1", "--name", f"host{host}"]
+        if self.apart:  # ip netns gives its command a mount namespace
+            self.runs(host).mkdir(exist_ok=True)
+            bind = 'mount --bind "$0" "$1" && shift && exec "$@"'
+            command = ["sh", "-c", bind, self.runs(host), self.environment["FINETUNE_RUNS"], *command]
         with (self.folder / f"worker{host}.log").open("a") as log:
             self.workers[host] = subprocess.Popen(
                 ["ip", "netns", "exec", f"gang{host}", *command],
@@ -95,6 +102,10 @@ class World:
 
     def disk(self, host: int) -> Path:
         return self.folder / f"disk{host}"
+
+    def runs(self, host: int) -> Path:
+        """FINETUNE_RUNS of a host."""
+        return self.disk(host) / "runs" if self.apart else Path(self.environment["FINETUNE_RUNS"])
 
     def fill(self, host: int) -> None:
         """To the last byte."""
@@ -124,6 +135,12 @@ class World:
                     process.kill()
             time.sleep(0.05)
         self.workers.pop(host).wait()
+
+    def lose_host(self, host: int) -> None:
+        """As kill_host(); nothing of its disk comes back."""
+        self.kill_host(host)
+        for path in self.disk(host).iterdir():
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
     def members(self, host: int) -> list[psutil.Process]:
         return [
@@ -193,7 +210,7 @@ class World:
 
 
 @contextlib.contextmanager
-def world(folder: Path, hosts: int) -> Iterator[World]:
+def world(folder: Path, hosts: int, apart: bool = False) -> Iterator[World]:
     clean()
     with contextlib.ExitStack() as stack:
         workers: dict[int, subprocess.Popen] = {}
@@ -216,7 +233,8 @@ def world(folder: Path, hosts: int) -> Iterator[World]:
             "MLFLOW_DISABLE_TELEMETRY": "true",
             "NO_COLOR": "1",
         }
-        made = World(folder, environment, workers=workers, stack=stack)
+        (folder / "runs").mkdir(exist_ok=True)
+        made = World(folder, environment, workers=workers, stack=stack, apart=apart)
         made.servers["s3"] = psutil.Process(s3)
         stack.callback(_resume, made.servers["s3"])
         s3_server.make_bucket(environment)

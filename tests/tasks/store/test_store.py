@@ -562,3 +562,14 @@ def test_twenty_interruptions(s3, tmp_path):
     store.get("art", files, back)
     assert content(back) == content(source)
     store.delete("art")
+
+
+def test_folders_of_several_hosts_become_one(store, tmp_path):
+    """Each host stores its part, and nobody removes another's, not even an unfinished upload."""
+    parts = [make(tmp_path / str(host), {f"{host}": 9, "own/small": 3} if host else {"0": 20 << 20}) for host in (0, 1)]
+    first = store.put(parts[0], "made", kept=lambda _: True)
+    second = store.put(parts[1], "made", kept=lambda _: True)
+    assert store.keys("made").keys() == {"0", "1", "own/small"} and store.changed("made", first | second) == {}
+    last = make(tmp_path / "last", {"2": 5})
+    files = store.put(last, "made", kept={"0"}.__contains__)
+    assert store.keys("made").keys() == {"0", "2"} and files.keys() == {"2"}

@@ -1,0 +1,95 @@
+"""Controller's side of copies: which checkpoint members copy to the store, and when a copy is complete.
+
+The first member reports each checkpoint that all ranks have written. Members copy one checkpoint at a time: their parts
+are then of the same one, also if copying takes longer than the interval between checkpoints, which skips some.
+Metrics of the training are copied into the controller's folder while they grow.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from conf.schema.run import Run
+from contract.amounts import size
+from contract.files import write_atomically
+from tasks.gang.controller_link import Lookout
+from tasks.gang.copies import METRICS, Copies, decoded
+from tasks.gang.history.logs import Log
+from tasks.gang.messages import Member
+
+TICK = 0.5
+REPORTED = 30.0  # seconds between lines about files that hosts fetch
+
+
+class Collector:
+    """Thread that works until the attempt is closed. It may block for as long as the store does."""
+
+    def __init__(self, copies: Copies, lookout: Lookout, run: Run, output: Path, say: Callable[[str], None]):
+        self._copies, self._lookout, self._run, self._output, self._say = copies, lookout, run, output, say
+        first = lookout.word.order[0]
+        self._metrics = Log(lookout.board, f"{first}/{METRICS}", "") if first in lookout.word.apart else None
+        self._began, self._reported, self._abandoned = 0.0, time.monotonic(), 0
+        threading.Thread(target=self._collect, daemon=True, name="copies").start()
+
+    def _collect(self) -> None:
+        while not self._lookout.word.closed:
+            with contextlib.suppress(Exception):  # the store does not answer: try again
+                self._work()
+            time.sleep(TICK)
+
+    def _work(self) -> None:
+        word, nodes = self._lookout.word, dict(self._lookout.nodes)
+        members = [nodes[k] for k in word.order]
+        if not word.start:
+            self._start(members)
+        self._follow()
+        if word.copy > word.copied:
+            if all(member.copied >= word.copy for member in members):
+                self._complete(word.copy)
+        elif members[0].saved > max(word.copied, self._abandoned):
+            self._began = time.monotonic()
+            self._lookout.say(copy=members[0].saved)
+
+    def _start(self, members: list[Member]) -> None:
+        if all(member.ready for member in members):
+            self._lookout.say(start=True)
+        elif time.monotonic() - self._reported > REPORTED:
+            self._reported = time.monotonic()
+            fetched = [member.fetched for member in members if member.fetched and not member.ready]
+            done, total = (size(sum(column)) for column in zip(*fetched, strict=True)) if fetched else ("0", "0")
+            self._say(f"{sum(not member.ready for member in members)} hosts fetch their files: {done} of {total}")
+
+    def _follow(self) -> None:
+        if self._metrics is None:
+            return
+        is_new, path = self._metrics.piece == 0, self._output / METRICS
+        lines = "".join(f"{line}\n" for line in self._metrics.lines())
+        if lines and is_new:
+            write_atomically(path, lines, durable=False)
+        elif lines:
+            with path.open("a") as file:
+                file.write(lines)
+
+    def _complete(self, step: int) -> None:
+        """Record the checkpoint, and remove those that the run no longer needs."""
+        board, copies, keep = self._lookout.board, self._copies, self._run.checkpoint
+        entries = [board.store.read(f"{board.place}/{part(step, k)}") for k in self._lookout.word.order]
+        if None in entries:
+            self._abandoned = step
+            self._lookout.say(copy=self._lookout.word.copied)
+            self._say(f"checkpoint {step}: a host had removed its part before it was copied")
+            return
+        files = copies.complete(step, [decoded(entry[0]) for entry in entries if entry])
+        self._lookout.say(copied=step)
+        bytes_copied, seconds = sum(file.size for file in files.values()), time.monotonic() - self._began
+        self._say(f"checkpoint {step}: {size(bytes_copied)} are in the store after {seconds:.0f} s")
+        board.store.delete(f"{board.place}/parts/{step}")
+        for other in {*copies.steps()} - {*copies.needed(keep.keep, keep.keep_best)}:
+            copies.remove(other)
+
+
+def part(step: int, node: int) -> str:
+    """Name on the board of the record of a member's part."""
+    return f"parts/{step}/{node}.json"

@@ -1,0 +1,59 @@
+"""Files of a host that does not share FINETUNE_RUNS with the others: artifacts, and the checkpoint to resume from."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from conf.schema.run import Run
+from contract.faults import Fault, Stopped
+from tasks.gang.copies import METRICS, Copies, remove_others
+from tasks.run import artifact
+from tasks.run.places import runs_folder
+from tasks.store import Progress, Store
+
+CACHE = "cache"  # folder of artifacts, as in tasks/run/session.py
+
+
+def local_run(run: Run, theirs: Path, store: Store, progress: Progress) -> Run:
+    """Return the run with paths of this host. Artifacts that this host lacks are fetched from the store."""
+    own = runs_folder() if os.environ.get("FINETUNE_RUNS") else theirs
+    paths = {}
+    for key, path in run.paths:
+        if Path(path).is_relative_to(theirs / CACHE):
+            name, *inside = Path(path).relative_to(theirs / CACHE).parts
+            made = artifact.read(store, "/".join(name.rsplit("-", 1)))
+            if made is None:
+                raise Fault(f"paths.{key}: {store.link(name)}: no longer in the store; start the run again")
+            paths[key] = str(artifact.local(made, store, own / CACHE, progress).joinpath(*inside))
+        elif Path(path).is_relative_to(theirs):
+            paths[key] = str(own / Path(path).relative_to(theirs))
+    return run.changed(paths=paths)
+
+
+def resume(run: Run, copies: Copies, step: int, first: bool, progress: Progress) -> None:
+    """Give this host the checkpoint of this step, with the parts of all hosts, and no other; step 0 is none."""
+    output = Path(run.paths.output)
+    steps = {step} if step else set[int]()
+    if step and first and run.checkpoint.keep_best and (best := copies.best(copies.steps())):
+        steps.add(best)  # its loss and its files: a later checkpoint may not be better
+    remove_others(output, steps)
+    if not step:
+        (output / METRICS).unlink(missing_ok=True)
+    for number in sorted(steps):
+        copies.store.get(copies.files, copies.record(number), output, progress)
+        copies.put_mark(number, output)
+    if step:
+        copies.write_trackers(step, output)
+    if step and first:
+        copies.fetch_small(step, output)
+
+
+def reporting(say: Callable[..., None], stop: Callable[[], str]) -> Progress:
+    """Return a progress that reports to the controller, and raises Stopped if the attempt ends."""
+
+    def update(done: int, total: int) -> None:
+        if why := stop():
+            raise Stopped(why)
+        say(fetched=(done, total))
+
+    return update
