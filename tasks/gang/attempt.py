@@ -138,6 +138,8 @@ def wait_for_the_last(gang: Gang) -> None:
             break
         gang.pause(1.0)
         watch.look(board.tags())
+    if word.get("copy", 0) > word.get("copied", 0):  # members may have finished a copy without the controller
+        gang.copies.complete(word["copy"], board, word["order"])
     word["closed"] = True
     board.write("gang.json", json.dumps(word).encode())
 

@@ -15,7 +15,7 @@ from conf.schema.run import Run
 from contract.amounts import size
 from contract.files import write_atomically
 from tasks.gang.controller_link import Lookout
-from tasks.gang.copies import METRICS, Copies, decoded
+from tasks.gang.copies import METRICS, Copies
 from tasks.gang.history.logs import Log
 from tasks.gang.messages import Member
 
@@ -75,21 +75,15 @@ class Collector:
     def _complete(self, step: int) -> None:
         """Record the checkpoint, and remove those that the run no longer needs."""
         board, copies, keep = self._lookout.board, self._copies, self._run.checkpoint
-        entries = [board.store.read(f"{board.place}/{part(step, k)}") for k in self._lookout.word.order]
-        if None in entries:
+        files = copies.complete(step, board, self._lookout.word.order)
+        if files is None:
             self._abandoned = step
             self._lookout.say(copy=self._lookout.word.copied)
             self._say(f"checkpoint {step}: a host had removed its part before it was copied")
             return
-        files = copies.complete(step, [decoded(entry[0]) for entry in entries if entry])
         self._lookout.say(copied=step)
         bytes_copied, seconds = sum(file.size for file in files.values()), time.monotonic() - self._began
         self._say(f"checkpoint {step}: {size(bytes_copied)} are in the store after {seconds:.0f} s")
         board.store.delete(f"{board.place}/parts/{step}")
         for other in {*copies.steps()} - {*copies.needed(keep.keep, keep.keep_best)}:
             copies.remove(other)
-
-
-def part(step: int, node: int) -> str:
-    """Name on the board of the record of a member's part."""
-    return f"parts/{step}/{node}.json"

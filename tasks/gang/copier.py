@@ -15,8 +15,7 @@ from pathlib import Path
 
 from contract import checkpoints
 from contract.files import is_partial
-from tasks.gang.collector import part
-from tasks.gang.copies import CHECKPOINTS, METRICS, Copies, encoded
+from tasks.gang.copies import CHECKPOINTS, METRICS, Copies, encoded, part
 from tasks.gang.member_link import Link
 from tasks.store import open_store
 

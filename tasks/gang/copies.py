@@ -17,6 +17,7 @@ from typing import Any
 
 from contract import checkpoints
 from contract.files import write_atomically
+from tasks.gang.board import Board
 from tasks.store import File, Store
 
 CHECKPOINTS = "checkpoints"
@@ -61,9 +62,12 @@ class Copies:
         losses = {step: self.mark(step).get("validations", {}).get("loss") for step in steps}
         return min((step for step, loss in losses.items() if loss is not None), key=lambda s: losses[s], default=None)
 
-    def complete(self, step: int, parts: Iterable[dict[str, File]]) -> dict[str, File]:
-        """Record a checkpoint whose parts are all in the store. Returns its files."""
-        files = {f"{_of(step)}/{name}": file for part in parts for name, file in part.items()}
+    def complete(self, step: int, board: Board, members: Iterable[int]) -> dict[str, File] | None:
+        """Record a checkpoint if the parts of all members are in the store. Returns its files, else None."""
+        entries = [self.store.read(f"{board.place}/{part(step, k)}") for k in members]
+        files = {f"{_of(step)}/{name}": file for entry in entries if entry for name, file in decoded(entry[0]).items()}
+        if None in entries:
+            return None
         record = {"at": time.time(), "files": {name: asdict(file) for name, file in files.items()}}
         self.store.write(f"{self._folder}/{step}.json", json.dumps(record).encode())
         return files
@@ -131,6 +135,11 @@ class Copies:
     @property
     def _folder(self) -> str:
         return f"gangs/{self.gang}/copies"
+
+
+def part(step: int, node: int) -> str:
+    """Name on the board of the record of a member's part."""
+    return f"parts/{step}/{node}.json"
 
 
 def encoded(files: dict[str, File]) -> bytes:

@@ -14,7 +14,8 @@ import pytest
 
 from contract import ownership
 from flows import artifacts
-from tasks.gang.copies import Copies
+from tasks.gang.board import Board
+from tasks.gang.copies import Copies, encoded, part
 from tasks.run import artifact, lease
 from tasks.run.artifact import RECORD, Artifact, Stage
 from tasks.store import File, open_store
@@ -241,7 +242,9 @@ def test_a_run_that_can_resume_from_a_checkpoint_in_the_store_is_never_old(world
     """Its flow has died, and its hosts have lost their disks."""
     copies = Copies(world.store, "train-fedcba9876543210")
     world.store.write(f"{copies.files}/checkpoints/iter_0000010/x", b"x")
-    copies.complete(10, [{"x": File(1, "", "")}])
+    board = Board(world.store, copies.gang, 1)
+    board.write(part(10, 0), encoded({"x": File(1, "", "")}))
+    copies.complete(10, board, [0])
     world.note("long", world.convert, world.prepare, "train/fedcba9876543210", days=30)
     world.run("gc", "--days", "7", "--delete")
     assert there(world) == {"convert", "prepare"} and "long.json" in world.store.keys("runs")

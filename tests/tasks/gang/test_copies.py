@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,16 +11,16 @@ import pytest
 
 from conf.load import load
 from contract import checkpoints
+from tasks.gang import collector, own_files
 from tasks.gang import copier as copiers
-from tasks.gang import own_files
 from tasks.gang.board import Board
-from tasks.gang.collector import part
+from tasks.gang.collector import Collector
 from tasks.gang.copier import Copier
-from tasks.gang.copies import METRICS, Copies, decoded
-from tasks.gang.messages import Word
+from tasks.gang.copies import METRICS, Copies, decoded, encoded, part
+from tasks.gang.messages import Member, Word
 from tasks.run import artifact
 from tasks.run.artifact import Stage
-from tasks.store import Store, open_store
+from tasks.store import File, Store, open_store
 from tests.tasks.gang.conftest import wait_for
 
 GANG = "train-0123456789abcdef"
@@ -80,8 +81,7 @@ def copied(store: Store, hosts: list[Host], step: int, **facts: Any) -> None:
         host.hears(copy=step)
     wait_for(lambda: all(host.said.get("copied") == step for host in hosts))
     board = hosts[0].link.board
-    entries = [store.read(f"{board.place}/{part(step, host.link.node)}") for host in hosts]
-    Copies(store, GANG).complete(step, [decoded(entry[0]) for entry in entries if entry])
+    assert Copies(store, GANG).complete(step, board, [host.link.node for host in hosts])
     for host in hosts:
         host.hears(copied=step)
 
@@ -157,25 +157,20 @@ def test_a_store_that_is_away_is_tried_again(store, tmp_path, monkeypatch):
 
 
 def test_the_store_keeps_what_checkpoint_keep_says(store):
-    copies = Copies(store, GANG)
+    copies, board = Copies(store, GANG), Board(store, GANG, 1)
     for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, None)):
         store.write(f"{copies.files}/checkpoints/iter_{step:07d}/x", b"x")
         facts = {"validations": {"loss": loss}} if loss else {}
         copies.write_mark(step, json.dumps(facts).encode())
-        copies.complete(step, [{"x": store.put(_one_file(store), "x", kept=lambda _: True)["x"]}])
+        board.write(part(step, 0), encoded({"x": File(1, "", "")}))
+        assert copies.complete(step, board, [0])
+    assert copies.complete(50, board, [0]) is None
     assert copies.needed(None, False) == [10, 20, 30, 40]
     assert copies.needed(2, False) == [30, 40] and copies.needed(1, True) == [20, 40]
     copies.remove(10)
     assert copies.steps() == [20, 30, 40] and "iter_0000010" not in str({*store.keys("")})
     copies.forget()
     assert copies.newest() == 0 and not store.keys(copies.files)
-
-
-def _one_file(store: Store) -> Path:
-    folder = Path(store.uri.removeprefix("file://")).with_name("one")
-    folder.mkdir(exist_ok=True)
-    (folder / "x").write_bytes(b"x")
-    return folder
 
 
 def test_artifacts_reach_a_host_once_and_paths_become_its_own(s3_url, tmp_path, monkeypatch):
@@ -200,3 +195,73 @@ def test_artifacts_reach_a_host_once_and_paths_become_its_own(s3_url, tmp_path, 
     assert own_files.local_run(run, flow, store, lambda *_: None) == here
     monkeypatch.delenv("FINETUNE_RUNS")
     assert own_files.local_run(run, flow, store, lambda *_: None) == run
+
+
+class Gang:
+    """A controller's view of two members, and what it says."""
+
+    def __init__(self, store: Store, folder: Path, *overrides: str):
+        self.board, self.lines = Board(store, GANG, 1), list[str]()
+        self.word = Word("controller", "go", order=(1, 0), apart=(0, 1))
+        self.nodes = {k: Member(str(k), f"host{k}", "running") for k in (0, 1)}
+        Collector(Copies(store, GANG), cast(Any, self), load("tiny", [*overrides]), folder, self.lines.append)
+
+    def say(self, **news: Any) -> None:
+        self.word = replace(self.word, **news)
+
+    def member(self, k: int, **news: Any) -> None:
+        self.nodes[k] = replace(self.nodes[k], **news)
+
+
+@pytest.fixture
+def gang(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(collector, "TICK", 0.02)
+    made = Gang(store, tmp_path, "checkpoint.keep=1")
+    yield made
+    made.say(closed=True)
+
+
+def test_ranks_start_when_all_hosts_have_their_files(gang):
+    gang.member(0, ready=True)
+    time.sleep(0.1)
+    assert not gang.word.start
+    gang.member(1, ready=True)
+    wait_for(lambda: gang.word.start)
+
+
+def test_one_checkpoint_at_a_time_is_complete_when_all_parts_are_there(gang, store):
+    copies = Copies(store, GANG)
+    for step in (10, 30):
+        gang.member(1, saved=step)
+        wait_for(lambda step=step: gang.word.copy == step)
+        gang.member(1, saved=step + 10)  # the next one waits
+        gang.board.write(part(step, 1), encoded({".metadata": File(1, "", "")}))
+        gang.member(1, copied=step)
+        time.sleep(0.1)
+        assert (gang.word.copy, step in copies.steps()) == (step, False)
+        gang.board.write(part(step, 0), encoded({"__0_0.distcp": File(2, "", "")}))
+        gang.member(1, saved=step)
+        gang.member(0, copied=step)
+        wait_for(lambda step=step: gang.word.copied == step)
+        assert copies.record(step).keys() == {f"checkpoints/iter_{step:07d}/{n}" for n in (".metadata", "__0_0.distcp")}
+    wait_for(lambda: copies.steps() == [30])  # checkpoint.keep
+
+
+def test_a_checkpoint_without_a_part_is_given_up(gang, store):
+    gang.member(1, saved=10)
+    wait_for(lambda: gang.word.copy == 10)
+    for k in (0, 1):
+        gang.member(k, copied=10)
+    wait_for(lambda: gang.word.copy == 0)
+    assert "checkpoint 10: a host had removed its part before it was copied" in gang.lines
+    gang.member(1, saved=20)
+    wait_for(lambda: gang.word.copy == 20)
+    assert Copies(store, GANG).newest() == 0
+
+
+def test_metrics_are_followed(gang, store, tmp_path):
+    (tmp_path / METRICS).write_text("of the last attempt\n")
+    gang.board.write(f"logs/1/{METRICS}.00000", b"1\n2\n3")
+    wait_for(lambda: (tmp_path / METRICS).read_text() == "1\n2\n")
+    gang.board.write(f"logs/1/{METRICS}.00001", b"0\n4\n")
+    wait_for(lambda: (tmp_path / METRICS).read_text() == "1\n2\n30\n4\n")
