@@ -75,6 +75,11 @@ class Gang:
             return schedule.is_over(self.run, step, self._answered(lambda: self.copies.mark(step)))
         return self.job.is_done()
 
+    def deliver(self) -> None:
+        """Give the flow what hosts that share no folder have made: small files, and names of those in the store."""
+        if self._answered(self.copies.newest):
+            self.stored.update(self._answered(lambda: self.copies.deliver(self.folder / "files")))
+
     def _answered[T](self, call: Callable[[], T]) -> T:
         """Repeat the call until the store answers."""
         while True:

@@ -5,7 +5,6 @@ are then of the same one, also if copying takes longer than the interval between
 Metrics of the training are copied into the controller's folder while they grow.
 """
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from tasks.gang.history.logs import Log
 from tasks.gang.messages import Member
 
 TICK = 0.5
-REPORTED = 30.0  # seconds between lines about files that hosts fetch
+REPORTED = 30.0  # seconds between lines about files that hosts fetch, or a store that does not answer
 
 
 class Collector:
@@ -35,8 +34,10 @@ class Collector:
 
     def _collect(self) -> None:
         while not self._lookout.word.closed:
-            with contextlib.suppress(Exception):  # the store does not answer: try again
+            try:
                 self._work()
+            except Exception as error:  # the store does not answer: try again
+                self._report(f"copies: {error}")
             time.sleep(TICK)
 
     def _work(self) -> None:
@@ -55,11 +56,15 @@ class Collector:
     def _start(self, members: list[Member]) -> None:
         if all(member.ready for member in members):
             self._lookout.say(start=True)
-        elif time.monotonic() - self._reported > REPORTED:
-            self._reported = time.monotonic()
+        else:
             fetched = [member.fetched for member in members if member.fetched and not member.ready]
             done, total = (size(sum(column)) for column in zip(*fetched, strict=True)) if fetched else ("0", "0")
-            self._say(f"{sum(not member.ready for member in members)} hosts fetch their files: {done} of {total}")
+            self._report(f"{sum(not member.ready for member in members)} hosts fetch their files: {done} of {total}")
+
+    def _report(self, line: str) -> None:
+        if time.monotonic() - self._reported > REPORTED:
+            self._reported = time.monotonic()
+            self._say(line)
 
     def _follow(self) -> None:
         if self._metrics is None:

@@ -23,7 +23,7 @@ TICK = 0.5
 AGAIN, LONGEST = 2.0, 60.0  # seconds until the next try, if the store does not answer; they double
 QUIET = 2.0  # seconds without a request after which a failed attempt has copied everything
 OF_RANK = re.compile(r"__(\d+)_\d+\.distcp")  # files of torch.distributed.checkpoint
-SMALL = (METRICS, "parity*.json")
+SMALL = (METRICS, "parity*.json", "tensorboard/*")
 
 
 class Copier:
@@ -143,7 +143,7 @@ class Copier:
 
     def _write_small(self, step: int) -> None:
         for path in (path for pattern in SMALL for path in self._output.glob(pattern)):
-            self._copies.write_small(step, path.name, path.read_bytes())
+            self._copies.write_small(step, str(path.relative_to(self._output)), path.read_bytes())
         self._copies.write_mark(step, self._mark(step) or self._marks[step])
 
     def _prune(self) -> None:

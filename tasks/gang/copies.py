@@ -94,12 +94,13 @@ class Copies:
         return sorted({*kept, *([] if best is None else [best])})
 
     def fetch_small(self, step: int, output: Path) -> None:
-        """Write the metrics until this step and the parity records."""
+        """Write the metrics until this step, TensorBoard's files and the parity records."""
         folder = f"{self._folder}/{step}"
         for name in self.store.keys(folder):
-            if "/" not in name and (entry := self.store.read(f"{folder}/{name}")):
+            if not name.startswith(f"{CHECKPOINTS}/") and (entry := self.store.read(f"{folder}/{name}")):
                 lines = entry[0].splitlines(keepends=True)
                 data = b"".join(line for line in lines if _is_until(line, step)) if name == METRICS else entry[0]
+                (output / name).parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(output / name, data, durable=True)
 
     def write_trackers(self, step: int, output: Path) -> None:

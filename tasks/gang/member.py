@@ -113,7 +113,8 @@ def _take_part(board: Board, node: int, folder: Path, ending: Ending) -> int:
             why, code = _train(link, board, node, folder, ending)
         except Stopped as stopped:
             why, code = str(stopped), 0
-            link.say(state="stopped", reason=why, over=True)
+            state, told = ("preempted", True) if ending.is_set() else ("stopped", False)
+            link.say(state=state, told=told, reason=why, over=True)
         except Exception as error:  # of this host, before its ranks began; post_mortem() reports failed ranks
             lines = "".join(traceback.format_exception(error)).splitlines()[-30:]
             end = End(rank=-1, code=1, step=0, lines=tuple(lines), silent=False, state="", stalled=False)
