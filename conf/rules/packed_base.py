@@ -5,8 +5,6 @@
     is_same(scheme, form)    whether a release has the codes and blocks of a format and is used without rounding
     once_rounded(run, ...)   whether earlier versions rounded such a release again
     merges_onto(run)         whether an export is merged onto the packed numbers
-    measures_cost(run, ...)  whether training compares the packed with the unpacked base, before its first step
-    measured_batches(run)    micro batches on which it compares them
     is_served(run)           whether vLLM serves the codes, with the adapter not merged
     of_pack(run)             the run that exports the codes in a format of vLLM
     contradictions(run)      (key, problem), for conf/rules/contradictions.py
@@ -19,7 +17,6 @@ the training does not depend on the layout. Embeddings, norms, routers, biases a
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 from conf.model_facts import ModelFacts
@@ -54,7 +51,6 @@ FORMATS = {
 SERVED = ("fp8", "int4")  # formats that vLLM and our codes have in common
 ROUNDED = ("fp8", "int4")  # formats for which earlier versions rounded every release
 PARTS = ("experts", "attention", "dense")  # choices of model.pack
-MEASURED = 2**12  # tokens on which the packed and the unpacked base are compared, at least
 COLUMNS = 8  # the columns of a rank's part must be a multiple: 8 codes of 4 bits fill a word of 32
 
 
@@ -76,20 +72,6 @@ def is_packed(run: Run, layer: str) -> bool:
 def part_of(kind: str) -> str:
     """The part of the model with this kind of matrices."""
     return kind if kind in PARTS else "dense"
-
-
-def measures_cost(run: Run, quantised: bool) -> bool:
-    """Whether training also computes the loss of the unpacked base. `quantised`: whether the release is."""
-    if run.log.packing_cost is not None:
-        return run.log.packing_cost and format_of(run) is not None
-    return format_of(run) is not None and (not quantised or run.convert.to == "torch_dist")
-
-
-def measured_batches(run: Run) -> int:
-    """Micro batches of a rank on which training compares both bases; the unpacked base is read once for each."""
-    layout = run.layout
-    ranks = layout.world // (layout.tp * layout.cp * layout.pp)
-    return ceil(MEASURED / (ranks * run.train.micro_batch * run.data.seq_length))
 
 
 def is_same(scheme: Scheme, form: Format) -> bool:
@@ -165,8 +147,7 @@ def _unmerged(run: Run) -> Iterator[tuple[str, str]]:
     if "merged" not in (export.formats or ("merged",)):
         yield key, "packed, but export.formats lacks merged; released"
     if export.quantization:
-        rounded = f"export.quantization {export.quantization} is rounded from a merge onto the released ones"
-        yield key, f"packed, but {rounded}; released, or null"
+        yield key, f"packed, but export.quantization {export.quantization} keeps the release's codes; released, or null"
     if export.checkpoint == "base":
         yield key, "packed, but export.checkpoint is base, which has no adapter; released"
     if run.evaluate.adapter != "merged" and run.evaluate.tasks:

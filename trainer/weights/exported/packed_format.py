@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from conf.model_files import config_json, quantization, weights
-from conf.rules.packed_base import FORMATS, Format
+from conf.rules.packed_base import FORMATS
 from conf.schema.run import Run
 from contract import json_object
 from contract.faults import Fault
@@ -26,7 +26,6 @@ from trainer.weights import new_safetensors, released
 from trainer.weights.exported.parts import Layout, Merged
 from trainer.weights.packed_base import as_trained, files
 from trainer.weights.packed_base.as_trained import AsTrained
-from trainer.weights.packed_base.part import Found
 from trainer.weights.trained import Trained
 
 EXPERTS = re.compile(r"(.*\.experts)\.\d+\..*")
@@ -43,27 +42,23 @@ class Codes(Merged):
         assert self.trained.packed
         return self.trained.packed
 
-    @property
-    def form(self) -> Format:
-        return self.packed.form
-
-    def has(self, weight: str) -> bool:
-        """Whether the weight is written as codes."""
-        return self.packed.has(weight)
-
     def blocks(self, name: str) -> Iterable[torch.Tensor] | None:
         weight = self.weight(name)
-        return [self.tensors(weight)[name]] if self.has(weight) else super().blocks(name)
+        if not self.packed.has(weight):
+            return super().blocks(name)
+        if getattr(self.last, "weight", None) != weight:
+            self.last.weight, self.last.tensors = weight, self._tensors(weight)
+        return [self.last.tensors[name]]
 
     def is_right(self, path: Path, name: str, entry: released.Entry, written: str) -> bool:
-        if self.has(self.weight(name)):
+        if self.packed.has(self.weight(name)):
             return released.has_sum(path, entry, written)
         return super().is_right(path, name, entry, written)
 
     def weight(self, name: str) -> str:
         stem, _, end = name.rpartition(".")
         codes = f"{stem}.weight"
-        return codes if end.startswith("weight") and self.has(codes) else super().weight(name)
+        return codes if end.startswith("weight") and self.packed.has(codes) else super().weight(name)
 
     def notes(self, names: Iterable[str]) -> dict[str, Any]:
         return {}
@@ -73,13 +68,13 @@ class Codes(Merged):
         model, shapes = self.trained.model, dict[str, dict[str, tuple[str, tuple[int, ...]]]]()
         for name, one in model.weights.items():
             of_file = shapes.setdefault(model.tensors[model.parts(name)[0]].file, {})
-            of_file |= self._shapes(name, one.shape) if self.has(name) else {name: (one.dtype, one.shape)}
+            of_file |= self._shapes(name, one.shape) if self.packed.has(name) else {name: (one.dtype, one.shape)}
         headers = {file: new_safetensors.header(file, of_file) for file, of_file in sorted(shapes.items())}
         return [Layout(file, rows, header) for file, (header, rows) in headers.items()]
 
     def describe(self, folder: Path) -> None:
         """Write config.json, and the index if the release has one."""
-        form, skipped = self.form, self._unpacked()
+        form, skipped = self.packed.form, self._unpacked()
         section: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
         section |= {"weight_block_size": form.block, "modules_to_not_convert": skipped}
         if form.kind == "int":
@@ -97,28 +92,18 @@ class Codes(Merged):
             new_safetensors.write_index(folder, sum(layout.size for layout in layouts), places)
 
     def _shapes(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        (rows, columns), (height, width) = shape, self.form.block
+        (rows, columns), (height, width) = shape, self.packed.form.block
         blocks = (-(-rows // height), -(-columns // width))
-        if self.form.kind == "fp8":
+        if self.packed.form.kind == "fp8":
             return {name: ("F8_E4M3", shape), f"{name}_scale_inv": ("F32", blocks)}
         packed = {f"{name}_packed": ("I32", (rows, columns // 8)), f"{name}_scale": ("BF16", blocks)}
         return packed | {f"{name}_shape": ("I64", (2,))}
 
-    def codes(self, name: str) -> Found:
-        """Return codes, scales and factor of a packed weight."""
-        megatron, part = self.packed.parts[name][None]
+    def _tensors(self, name: str) -> dict[str, torch.Tensor]:
+        ((_, part),) = self.packed.parts[name].values()
+        megatron, (codes, scales) = self.packed.parts[name][None][0], self.packed.codes(part)
         self.trained.stored.seen.add(megatron)
-        return (*self.packed.codes(part), None)
-
-    def tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """Return the tensors of a packed weight. A thread that asks for the same weight again gets the same ones."""
-        if getattr(self.last, "weight", None) != name:
-            self.last.weight, self.last.tensors = name, self._named(name, self.codes(name))
-        return self.last.tensors
-
-    def _named(self, name: str, found: Found) -> dict[str, torch.Tensor]:
-        codes, scales, _ = found
-        if self.form.kind == "fp8":
+        if self.packed.form.kind == "fp8":
             return {name: codes, f"{name}_scale_inv": scales}
         shape = torch.tensor(self.trained.model.weights[name].shape)
         words = codes.contiguous().view(torch.int32)
@@ -128,7 +113,7 @@ class Codes(Merged):
         """Return the modules of matrices that are not packed, as both formats list them. Experts are one pattern."""
         found = {"lm_head"}
         for name, one in self.trained.model.weights.items():
-            if name.endswith(".weight") and len(one.shape) == 2 and not self.has(name):
+            if name.endswith(".weight") and len(one.shape) == 2 and not self.packed.has(name):
                 experts = EXPERTS.fullmatch(name)
                 found.add(f"re:{re.escape(experts[1])}.*" if experts else name.removesuffix(".weight"))
         return sorted(found)
