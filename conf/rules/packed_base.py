@@ -4,6 +4,7 @@
     is_packed(run, layer)    whether model.pack includes a layer's matrices
     is_same(scheme, form)    whether a release has the codes and blocks of a format and is used without rounding
     once_rounded(run, ...)   whether earlier versions rounded such a release again
+    identity(run)            facts of the codes' version
     merges_onto(run)         whether an export is merged onto the packed numbers
     is_served(run)           whether vLLM serves the codes, with the adapter not merged
     of_pack(run)             the run that exports the codes in a format of vLLM
@@ -48,7 +49,6 @@ FORMATS = {
     "nvfp4": Format("nvfp4", 4, (1, 16), 1, 4),
     "mxfp4": Format("mxfp4", 4, (1, 32), 1),
 }
-SERVED = ("fp8", "int4")  # formats that vLLM and our codes have in common
 ROUNDED = ("fp8", "int4")  # formats for which earlier versions rounded every release
 PARTS = ("experts", "attention", "dense")  # choices of model.pack
 COLUMNS = 8  # the columns of a rank's part must be a multiple: 8 codes of 4 bits fill a word of 32
@@ -88,6 +88,11 @@ def once_rounded(run: Run, config: dict[str, Any]) -> bool:
     if form is None or scheme is None or run.model.base not in ROUNDED or not is_same(scheme, form):
         return False
     return form.kind == "fp8" or scheme.dtype == "BF16"  # INT4's scales must have the format's type
+
+
+def identity(run: Run) -> dict[str, str]:
+    """Facts that the codes depend on, as they differ between versions."""
+    return {"factors": "of gate and up"} if run.model.base == "nvfp4" else {}  # until 26 November 2026: one for each
 
 
 def merges_onto(run: Run) -> bool:
@@ -130,8 +135,8 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
 def _unserved(run: Run) -> Iterator[tuple[str, str]]:
     """Yield reasons why the codes cannot be written for vLLM."""
     key = "evaluate.adapter" if is_served(run) else "export.quantization"
-    if run.model.base not in SERVED:
-        yield key, f"packed, but vLLM and model.base {run.model.base} share no format; model.base {' or '.join(SERVED)}"
+    if format_of(run) is None:
+        yield key, f"packed, but model.base is {run.model.base}; model.base {', '.join(FORMATS)}"
     elif run.convert.to != "packed":
         yield key, f"packed, but convert.to {run.convert.to} keeps no codes; convert.to=packed"
     if run.export.quantization == "packed" and run.export.checkpoint != "base":

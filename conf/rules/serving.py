@@ -24,7 +24,7 @@ FP8 = 8.9  # CUDA's compute capability that quantization needs
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a weight, by precision
 LATENT = "kv_b_proj"  # Hugging Face's name of linear_kv_up_proj
 LATENT_HEADS = ((128, 64, 128), (192, 64, 256), (64, 64, 128))  # qk_nope_head_dim, qk_rope_head_dim, v_head_dim
-MARLIN = 128  # vLLM's kernel for experts in 4 bits needs this multiple
+MARLIN, TILE = 128, 64  # vLLM's kernel for experts in 4 bits needs these multiples of the hidden size and of the width
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
@@ -82,10 +82,13 @@ def _packed(run: Run, facts: ModelFacts, serving: families.Serving, cpu: bool) -
     sizes = [("attention", facts.heads * facts.head_dim), ("experts", facts.expert_ffn)]
     for part, size in [*sizes, ("dense", facts.ffn), ("dense", facts.shared_ffn)]:
         share = size // ways.get(part, gpus)
-        if part in packed_base.parts(run) and share % width:
-            remedy = other if size % width else "other evaluate.gpus"
-            yield f"{key}, and the part of a GPU of {part} is {share} wide, not a multiple of {width}; {remedy}"
-    if facts.experts and facts.hidden % MARLIN and run.model.base == "int4":
+        unit = TILE if part == "experts" and run.model.base in ("nvfp4", "mxfp4") else width
+        if part in packed_base.parts(run) and share % unit:
+            remedy = other if size % unit else "other evaluate.gpus"
+            yield f"{key}, and the part of a GPU of {part} is {share} wide, not a multiple of {unit}; {remedy}"
+    if facts.kv_rank and run.model.base == "nvfp4" and "attention" in packed_base.parts(run):
+        yield f"{key}, and vLLM joins q_a_proj and kv_a_proj, which have two factors; model.pack without attention"
+    if "experts" in packed_base.parts(run) and facts.experts and facts.hidden % MARLIN and run.model.base != "fp8":
         yield f"{key}, and for experts the hidden size, {facts.hidden}, must be a multiple of {MARLIN}; {other}"
     if height > 1 and "attention" in packed_base.parts(run) and facts.head_dim % height:
         yield f"{key}, and rows of {height} share a scale, but a head has {facts.head_dim}; model.base=int4"

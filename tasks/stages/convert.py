@@ -6,7 +6,7 @@ from prefect import State, task
 
 from conf import families
 from conf.planner.stage_needs import on_one_host
-from conf.rules import gpus
+from conf.rules import gpus, packed_base
 from conf.schema import identity
 from conf.schema.run import Run
 from tasks.run import launch
@@ -22,6 +22,7 @@ def stage(run: Run, model: Stage) -> Stage:
     if run.convert.to == "packed":
         config["base"] = run.model.base
         config |= {"pack": sorted(run.model.pack)} if run.model.pack else {}
+        config |= packed_base.identity(run)
     if run.model.family:
         config["family"] = families.digest(run.model.family)
     return Stage("convert", VERSION, config, {"model": model.fingerprint})

@@ -35,6 +35,8 @@ def stage(run: Run, base: Stage, data: Stage, reference: Stage | None = None) ->
         config["model"] = config.get("model", {}) | {"adapter": adapters.identity(run.model.adapter)}
     if packed_base.format_of(run) and packed_base.once_rounded(run, released_config.read(run)):
         config["model"] |= {"codes": "as released"}  # earlier versions computed codes from rounded weights
+    if packed_base.identity(run):
+        config["model"] |= packed_base.identity(run)
     if run.adapter.kind != "none" and run.adapter.experts == "shared":
         # Each shared adapter counts once in the gradient norm (trainer/patches/expert_adapters.py): ep does not change
         # the model. Earlier versions were right for ep 1 only; ep 1 in the identity keeps their artifacts valid.

@@ -128,7 +128,7 @@ def packed(changes: list[str]):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (["model.base=nvfp4"], "packed, but vLLM and model.base nvfp4 share no format; model.base fp8 or int4"),
+        (["model.base=bf16"], "packed, but model.base is bf16; model.base fp8, int4, nvfp4, mxfp4"),
         (["convert.to=none"], "packed, but convert.to none keeps no codes; convert.to=packed"),
         (["evaluate.precision=fp32"], "packed, but evaluate.precision is fp32, and codes need bf16"),
         (["evaluate.quantization=fp8"], "fp8, but evaluate.adapter packed serves codes; null"),
@@ -152,6 +152,9 @@ def test_codes_that_vllm_does_not_read_are_refused_in_one_line(changes, said):
         ("glm45-air", ["evaluate.gpus=8", "evaluate.expert_parallel=true"], False, "of dense is 1368 wide"),
         ("glm45-air", ["model.base=fp8"], False, "of dense is 10944 wide, not a multiple of 128; merged"),
         ("qwen3-235b", ["model.base=fp8"], False, None),
+        ("glm45-air", ["model.base=nvfp4", "evaluate.gpus=2"], False, None),
+        ("glm45-air", ["model.base=mxfp4", "evaluate.gpus=4"], False, "of experts is 352 wide, not a multiple of 64"),
+        ("deepseek-v3", ["model.base=nvfp4"], False, "vLLM joins q_a_proj and kv_a_proj, which have two factors"),
         ("qwen3-8b", [], True, None),
         ("deepseek-v3", [], False, "its packed matrices were not compared with vLLM's for DeepseekV3ForCausalLM"),
     ],

@@ -1,14 +1,13 @@
 """Writer of a packed base for vLLM: export.quantization=packed.
 
-The codes and scales are those of the packed base (convert.to: packed), in the release's rows and names. int4 becomes
-compressed-tensors' pack-quantized, fp8 the FP8 of DeepSeek-V3. All other tensors are the release's, and unpacked if the
-release is quantised. config.json describes the format, and lists all matrices that are not packed.
+The codes and scales are those of the packed base (convert.to: packed), in the release's rows and names, in the formats
+of file_format.py. All other tensors are the release's, and unpacked if the release is quantised. config.json
+describes the format, and lists all matrices that are not packed.
 """
 
 # pyright: reportArgumentType=false
 
 import json
-import re
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -23,12 +22,11 @@ from conf.schema.run import Run
 from contract import json_object
 from contract.faults import Fault
 from trainer.weights import new_safetensors, released
+from trainer.weights.exported import file_format
 from trainer.weights.exported.parts import Layout, Merged
 from trainer.weights.packed_base import as_trained, files
 from trainer.weights.packed_base.as_trained import AsTrained
 from trainer.weights.trained import Trained
-
-EXPERTS = re.compile(r"(.*\.experts)\.\d+\..*")
 
 
 @dataclass
@@ -68,22 +66,16 @@ class Codes(Merged):
         model, shapes = self.trained.model, dict[str, dict[str, tuple[str, tuple[int, ...]]]]()
         for name, one in model.weights.items():
             of_file = shapes.setdefault(model.tensors[model.parts(name)[0]].file, {})
-            of_file |= self._shapes(name, one.shape) if self.packed.has(name) else {name: (one.dtype, one.shape)}
+            plain, form = {name: (one.dtype, one.shape)}, self.packed.form
+            of_file |= file_format.entries(form, name, one.shape) if self.packed.has(name) else plain
         headers = {file: new_safetensors.header(file, of_file) for file, of_file in sorted(shapes.items())}
         return [Layout(file, rows, header) for file, (header, rows) in headers.items()]
 
     def describe(self, folder: Path) -> None:
         """Write config.json, and the index if the release has one."""
-        form, skipped = self.packed.form, self._unpacked()
-        section: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-        section |= {"weight_block_size": form.block, "modules_to_not_convert": skipped}
-        if form.kind == "int":
-            numbers = {"num_bits": form.bits, "type": "int", "symmetric": True, "strategy": "group"}
-            group = {"targets": ["Linear"], "weights": numbers | {"group_size": form.block[1]}}
-            section = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": skipped}
-            section |= {"quantization_status": "compressed", "config_groups": {"group_0": group}}
         config = json_object.read(folder / config_json.NAME)
         (config.get("text_config") or {}).pop(quantization.KEY, None)
+        section = file_format.section(self.packed.form, self._unpacked())
         content = json.dumps(config | {quantization.KEY: section}, indent=2)
         (folder / config_json.NAME).write_text(content + "\n")
         if (folder / weights.INDEX).exists():
@@ -91,32 +83,17 @@ class Codes(Merged):
             places = {name: layout.file for layout in layouts for name in layout.rows}
             new_safetensors.write_index(folder, sum(layout.size for layout in layouts), places)
 
-    def _shapes(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        (rows, columns), (height, width) = shape, self.packed.form.block
-        blocks = (-(-rows // height), -(-columns // width))
-        if self.packed.form.kind == "fp8":
-            return {name: ("F8_E4M3", shape), f"{name}_scale_inv": ("F32", blocks)}
-        packed = {f"{name}_packed": ("I32", (rows, columns // 8)), f"{name}_scale": ("BF16", blocks)}
-        return packed | {f"{name}_shape": ("I64", (2,))}
-
     def _tensors(self, name: str) -> dict[str, torch.Tensor]:
         ((_, part),) = self.packed.parts[name].values()
-        megatron, (codes, scales) = self.packed.parts[name][None][0], self.packed.codes(part)
-        self.trained.stored.seen.add(megatron)
-        if self.packed.form.kind == "fp8":
-            return {name: codes, f"{name}_scale_inv": scales}
-        shape = torch.tensor(self.trained.model.weights[name].shape)
-        words = codes.contiguous().view(torch.int32)
-        return {f"{name}_packed": words, f"{name}_scale": scales, f"{name}_shape": shape}
+        self.trained.stored.seen.add(self.packed.parts[name][None][0])
+        shape = self.trained.model.weights[name].shape
+        return file_format.tensors(self.packed.form, name, shape, self.packed.codes(part))
 
-    def _unpacked(self) -> list[str]:
-        """Return the modules of matrices that are not packed, as both formats list them. Experts are one pattern."""
-        found = {"lm_head"}
-        for name, one in self.trained.model.weights.items():
-            if name.endswith(".weight") and len(one.shape) == 2 and not self.packed.has(name):
-                experts = EXPERTS.fullmatch(name)
-                found.add(f"re:{re.escape(experts[1])}.*" if experts else name.removesuffix(".weight"))
-        return sorted(found)
+    def _unpacked(self) -> set[str]:
+        """Return the modules of matrices that are not packed."""
+        weights = self.trained.model.weights.items()
+        matrices = {name for name, one in weights if name.endswith(".weight") and len(one.shape) == 2}
+        return {"lm_head", *(name.removesuffix(".weight") for name in matrices if not self.packed.has(name))}
 
 
 def open_codes(run: Run, trained: Trained) -> Codes:
@@ -129,4 +106,7 @@ def open_codes(run: Run, trained: Trained) -> Codes:
     if odd := sorted({*names} - (plain - stacks)):
         text = f"the release stores these in other shapes: {released.enumerate_names(odd)}"
         raise Fault(f"export.quantization: packed, but {text}; null")
+    if apart := [name for name in names if source.form.factor_bytes and len(source.factors(name).unique()) > 1]:
+        text = f"gate and up have two factors, and vLLM takes one, in {released.enumerate_names(sorted(apart))}"
+        raise Fault(f"export.quantization: packed, but {text}; model.base=int4, fp8 or mxfp4")
     return Codes(replace(trained, packed=packed))

@@ -71,8 +71,8 @@ class AsTrained:
         rows = numbers[0] if part.role in GATED else part.rows(torch.cat(numbers), self.config)
         return part.turn(rows.to(self.dtype))
 
-    def codes(self, part: mapping.Part) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the codes and scales of a packed weight, in the release's rows and in the format's blocks."""
+    def codes(self, part: mapping.Part) -> Found:
+        """Return the codes, scales and factor of a packed weight, in the release's rows and in the format's blocks."""
         name, _ = self.parts[part.name][part.expert]
         matrices = self._matrices(name, part.role)
         codes = torch.cat([found[0] for found, _ in matrices])
@@ -82,10 +82,10 @@ class AsTrained:
             codes, scales = codes.view(torch.uint8)[rows].view(codes.dtype), scales[rows]
         height = self.form.block[0]
         of_blocks = scales[::height]
-        if not torch.equal(of_blocks.repeat_interleave(height, 0)[: len(scales)], scales):
+        if height > 1 and not torch.equal(of_blocks.repeat_interleave(height, 0)[: len(scales)], scales):
             text = f"the rows of {part.name} share no scales in blocks of {height}"
             raise Fault(f"export.quantization: packed, but {text}; model.base=int4 has a scale for each row")
-        return codes, of_blocks
+        return codes, of_blocks, matrices[0][0][2]
 
     def measure(self, part: mapping.Part, before: torch.Tensor, trained: torch.Tensor, merged: torch.Tensor) -> None:
         """Add the distance of a weight from the trained one. All are in the release's orientation; `trained` is in

@@ -72,8 +72,11 @@ class Packed:
         scales = self._read(part.name, part.name + SCALES)[number]
         inside = (top - part.begin(self.shape(part.name)[0]), left)
         scales = cut(scales, inside, (rows, columns), block, (height, self.form.block[1]))
-        factor = self._read(part.name, part.name + FACTORS)[number] if self.form.factor_bytes else None
-        return codes, scales, factor
+        return codes, scales, self.factors(part.name)[number] if self.form.factor_bytes else None
+
+    def factors(self, name: str) -> torch.Tensor:
+        """Return the factors of a tensor's matrices."""
+        return self._read(name, name + FACTORS)
 
     def _row(self, name: str) -> dict[str, Any]:
         if name not in self.index:

@@ -5,7 +5,7 @@ depend on how a matrix is cut. A release in the same format keeps its codes and 
 The packing loss of each matrix is recorded.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class Packing:
     release: released_scales.Release | None
     rows: list[report.Row] | None  # None: losses are not recorded
     device: str
+    tops: dict[str, torch.Tensor] = field(default_factory=dict)  # largest value of all matrices of a stored tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
         return torch_dist.place_of(self.stored, name).shape
@@ -79,12 +80,20 @@ class Packing:
         ]
         lengths = (last[0] - first[0], last[1] - first[1])
         read = self.box(part.name, (begin + first[0], first[1]), lengths)
-        codes, of_blocks, factor = _pack(form, read)
+        codes, of_blocks, factor = _pack(form, read, self._top(part))
         (top, left), (rows, columns) = (o - start for o, start in zip(inside, first, strict=True)), part.sizes
         each = 8 // form.bits
         codes = codes[top : top + rows, left // each : (left + columns) // each]
         of_blocks = cut(of_blocks, (top, left), (rows, columns), block, form.block)
         return read[top : top + rows, left : left + columns], (codes, of_blocks, factor)
+
+    def _top(self, part: Part) -> torch.Tensor | None:
+        """Return the largest value of matrices that share a factor, as gate and up do in vLLM; None for others."""
+        if not self.form.factor_bytes or part.matrix[1] == 1:
+            return None
+        if part.name not in self.tops:
+            self.tops[part.name] = self.box(part.name, (0, 0), self.shape(part.name)).abs().amax().float()
+        return self.tops[part.name]
 
     def _released(self, part: Part) -> released_scales.Scales | None:
         if self.release is None:
@@ -102,10 +111,10 @@ def release(run: Run, form: Format, config: Any) -> released_scales.Release | No
     return result if result.names else None
 
 
-def _pack(form: Format, read: torch.Tensor) -> Found:
-    """Return codes and scales of whole blocks, and the factor of a whole matrix."""
+def _pack(form: Format, read: torch.Tensor, top: torch.Tensor | None = None) -> Found:
+    """Return codes and scales of whole blocks, and the factor of a matrix, or of several with this largest value."""
     if form.factor_bytes:
-        return e2m1.nvfp4(read)
+        return e2m1.nvfp4(read, top)
     height, columns = form.block[0], read.shape[1]
     each = len(read) if read.is_cuda else max(1, AT_ONCE // (height * columns)) * height
     codes, scales = zip(*(_pack_rows(form, rows) for rows in read.split(each)), strict=True)
