@@ -84,6 +84,7 @@ def _score(run: Run, folder: Path) -> None:
     say(f"evaluate: {agreement.summary(results['parity'], results['parity_not_compared'])}")
     if results["parity"]:
         agreement.require(results["parity"])
+        agreement.require_small_loss(results["parity"], run.export.quantization)
     say(f"evaluate: {folder / 'results.json'}, after {results['seconds']} s")
 
 

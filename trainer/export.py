@@ -16,7 +16,7 @@ import importlib.metadata
 import json
 from pathlib import Path
 
-from conf.rules import packed_base
+from conf.rules import packed_base, shipping
 from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Fault
@@ -145,21 +145,30 @@ def _from_training(run: Run, trained, partial: Path, entries: list) -> dict:
     return {"from_training": rows[0]} if rows else {}
 
 
+def _codes(run: Run, trained):
+    """Return the contents of files with codes of other formats than the release's; None if there are none."""
+    from trainer.weights.exported import packed_format, rounded_format
+
+    if run.export.quantization == "packed":
+        return packed_format.open_codes(run, trained)
+    return rounded_format.open_rounded(run, trained) if shipping.is_rounded(run) else None
+
+
 def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
     from trainer.weights.exported import as_released as format_of_release
-    from trainer.weights.exported import merged_format, packed_format, parts, peft_format
+    from trainer.weights.exported import merged_format, parts, peft_format
 
     facts = {}
     if "merged" in formats:
         as_released = run.export.quantization == "as_released"
-        codes = packed_format.open_codes(run, trained) if run.export.quantization == "packed" else None
+        codes, form = _codes(run, trained), run.export.quantization if shipping.is_rounded(run) else run.model.base
         source = codes or (format_of_release.Rounding(trained) if as_released else parts.Merged(trained))
         layouts = codes.layouts() if codes else merged_format.layouts(trained.model, as_released)
         journal = partial / JOURNAL
         entries = parts.write(source, layouts, partial / "merged", journal)
-        if as_released:
-            facts["rounding"] = format_of_release.lost(entries)
-        facts |= _from_training(run, trained, partial, entries) | ({"codes": run.model.base} if codes else {})
+        if as_released or shipping.is_rounded(run):
+            facts["rounding"] = format_of_release.lost(entries, as_released) | ({} if as_released else {"to": form})
+        facts |= _from_training(run, trained, partial, entries) | ({"codes": form} if codes else {})
         if atomic_folder.rank() == 0:
             facts["chat_template"] = merged_format.copy_other_files(trained.model, partial / "merged", as_released)
             if codes:

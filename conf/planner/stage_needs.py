@@ -29,7 +29,7 @@ from conf.planner.serving.layout import Serving
 from conf.planner.serving.rollout import BEGINNING, Rollout, held
 from conf.planner.timing import Timing
 from conf.planner.timing import asking as seconds_of_asking
-from conf.rules import objectives, packed_base, pretraining, reinforcement, schedule
+from conf.rules import objectives, packed_base, pretraining, reinforcement, schedule, shipping
 from conf.rules.gpus import takes
 from conf.rules.layout import grid
 from conf.rules.serving import BYTES, precision
@@ -93,7 +93,7 @@ def stage_needs(
     if asking and objectives.has_teacher(run):
         needs += [replace(need, stage=f"{need.stage}-teacher") for need in _model(asking.run, asking.facts)]
     needs += [_asked(asking, gpu)] if asking else []
-    merged = released if run.export.quantization else count * 2
+    merged = _merged(run, facts, released, count)
     needs.append(_training(run, facts, stages, time, gpu))
     needs += [_reinforcement(run, facts, stages, gpu, rollout)] if rollout else []
     needs.append(_export(run, facts, merged))
@@ -101,6 +101,14 @@ def stage_needs(
     if not gpu.cuda:  # no time is predicted on a CPU
         return [replace(need, gpus=0, gpu_memory=0, seconds=None) for need in needs]
     return [replace(need, cost=_cost(run, gpu, need)) for need in needs]
+
+
+def _merged(run: Run, facts: ModelFacts, released: int, count: int) -> int:
+    """Return the bytes of the merged model."""
+    if not shipping.is_rounded(run):
+        return released if run.export.quantization else count * 2
+    kept = facts.vocab * facts.hidden * (1 if facts.tied else 2)
+    return int(kept * 2 + (count - kept) * packed_base.FORMATS[run.export.quantization or ""].bytes)
 
 
 def _model(run: Run, facts: ModelFacts) -> list[StageNeed]:

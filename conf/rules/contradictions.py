@@ -4,7 +4,17 @@ import re
 from collections.abc import Iterator
 from math import sqrt
 
-from conf.rules import batch_ramp, objectives, packed_base, precision, pretraining, reinforcement, schedule, serving
+from conf.rules import (
+    batch_ramp,
+    objectives,
+    packed_base,
+    precision,
+    pretraining,
+    reinforcement,
+    schedule,
+    serving,
+    shipping,
+)
 from conf.schema import clusters
 from conf.schema.data import Rows
 from conf.schema.named import OBJECTIVES
@@ -84,7 +94,7 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield from _noise_scale(run)
     if run.log.layer_norms and optimizer.offload:
         yield "log.layer_norms", f"true, but optimizer.offload {optimizer.offload:g} keeps gradients on the host"
-    for rules in (precision, packed_base, pretraining, batch_ramp, objectives, serving, reinforcement):
+    for rules in (precision, packed_base, pretraining, batch_ramp, objectives, serving, shipping, reinforcement):
         yield from rules.contradictions(run)
     yield from clusters.contradictions(run.gang.engine, run.kubernetes)
     yield from _names(run)

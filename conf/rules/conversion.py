@@ -12,6 +12,7 @@ from typing import Any
 
 from conf import alternatives, families
 from conf.model_files import config_json, quantization
+from conf.rules import shipping
 from conf.rules.function import unread
 
 IGNORE = "model.ignore_config lists keys that do not matter to you"
@@ -32,6 +33,8 @@ def obstacles(config: dict[str, Any], ignored: Collection[str] = ()) -> list[str
 
 def unwritable(config: dict[str, Any], quantized: str | None) -> str:
     """The reason why the merged model cannot have the release's format, if export.quantization is set; "" if it can."""
+    if quantized in shipping.ROUNDED:
+        return shipping.unwritable(config, quantized)
     scheme = quantization.scheme(config)
     if quantized in (None, "packed") or (scheme and scheme.kind == "fp8"):
         return ""

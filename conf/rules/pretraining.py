@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from conf.rules import serving
+from conf.rules import serving, shipping
 from conf.schema.model import Drawn
 from conf.schema.run import Run
 from contract.faults import Fault
@@ -25,7 +25,8 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "model.tokenizer", "required with the keys of a config.json: a Hub id, a folder or s3://..."
     if run.adapter.kind != "none":
         yield "adapter.kind", f"{run.adapter.kind}, but drawn weights have to be trained themselves; none"
-    if rounded := serving.rounding(run):
+    rounded = serving.rounding(run) or (run.export.quantization if shipping.is_served(run) else None)
+    if rounded:
         key = "evaluate" if run.evaluate.quantization else "export"
         yield f"{key}.quantization", f"{rounded} is compared with the base's answers, which drawn weights lack; null"
 

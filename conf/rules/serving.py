@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from conf import families
 from conf.model_facts import ModelFacts
-from conf.rules import packed_base
+from conf.rules import packed_base, shipping
 from conf.schema.run import Run
 
 FP8 = 8.9  # CUDA's compute capability that quantization needs
@@ -46,7 +46,7 @@ def is_apart(run: Run) -> bool:
 
 def may_be_apart(run: Run) -> bool:
     """Whether they differ with any value of export.merge_onto: the base is evaluated once for all values."""
-    return rounding(run) is not None or packed_base.format_of(run) is not None
+    return rounding(run) is not None or packed_base.format_of(run) is not None or shipping.is_served(run)
 
 
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
@@ -69,29 +69,36 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _packed(run: Run, facts: ModelFacts, serving: families.Serving, cpu: bool) -> Iterator[str]:
-    """Yield reasons why vLLM cannot compute with the codes of the packed base."""
-    if not packed_base.is_served(run):
+    """Yield reasons why vLLM cannot compute with the codes of the packed base, or of the export."""
+    if packed_base.is_served(run):
+        form, packed = run.model.base, packed_base.parts(run)
+        key, other = f"evaluate.adapter is packed with model.base {form}", "merged or unmerged serves it"
+    elif shipping.is_served(run):
+        form, packed = run.export.quantization or "", packed_base.PARTS
+        key, other = f"export.quantization is {form}", "evaluate.tasks=[] evaluates nothing"
+        if precision(run) != "bf16":
+            yield f"{key}, which needs bf16 (evaluate.precision); {other}"
+    else:
         return
-    (height, width), gpus = (packed_base.FORMATS[run.model.base].block, run.evaluate.gpus or 1)
-    key, other = f"evaluate.adapter is packed with model.base {run.model.base}", "merged or unmerged serves it"
+    (height, width), gpus = packed_base.FORMATS[form].block, run.evaluate.gpus or 1
     if not serving.packed:
         yield f"{key}, and its packed matrices were not compared with vLLM's for {facts.architecture}; {other}"
-    if cpu and (run.model.base != "int4" or facts.experts):
+    if cpu and (form != "int4" or facts.experts):
         yield f"{key}, and on a CPU vLLM computes only int4, without experts; {other}"
     ways = {"experts": 1 if run.evaluate.expert_parallel else gpus}
     sizes = [("attention", facts.heads * facts.head_dim), ("experts", facts.expert_ffn)]
     for part, size in [*sizes, ("dense", facts.ffn), ("dense", facts.shared_ffn)]:
         share = size // ways.get(part, gpus)
-        unit = TILE if part == "experts" and run.model.base in ("nvfp4", "mxfp4") else width
-        if part in packed_base.parts(run) and share % unit:
+        unit = TILE if part == "experts" and form in ("nvfp4", "mxfp4") else width
+        if part in packed and share % unit:
             remedy = other if size % unit else "other evaluate.gpus"
             yield f"{key}, and the part of a GPU of {part} is {share} wide, not a multiple of {unit}; {remedy}"
-    if facts.kv_rank and run.model.base == "nvfp4" and "attention" in packed_base.parts(run):
-        yield f"{key}, and vLLM joins q_a_proj and kv_a_proj, which have two factors; model.pack without attention"
-    if "experts" in packed_base.parts(run) and facts.experts and facts.hidden % MARLIN and run.model.base != "fp8":
+    if facts.kv_rank and form == "nvfp4" and "attention" in packed:
+        yield f"{key}, and vLLM joins q_a_proj and kv_a_proj, which have two factors; another format, or model.pack without attention"
+    if "experts" in packed and facts.experts and facts.hidden % MARLIN and form != "fp8":
         yield f"{key}, and for experts the hidden size, {facts.hidden}, must be a multiple of {MARLIN}; {other}"
-    if height > 1 and "attention" in packed_base.parts(run) and facts.head_dim % height:
-        yield f"{key}, and rows of {height} share a scale, but a head has {facts.head_dim}; model.base=int4"
+    if height > 1 and "attention" in packed and facts.head_dim % height:
+        yield f"{key}, and rows of {height} share a scale, but a head has {facts.head_dim}; int4"
 
 
 def unservable(run: Run, facts: ModelFacts, cpu: bool) -> list[str]:

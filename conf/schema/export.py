@@ -37,10 +37,15 @@ class Export(Section):
         default=None, strict=False
     )
     """merged = whole model; adapter = PEFT's format; null = all that apply"""
-    quantization: Annotated[Literal["as_released", "packed"] | None, bears("export", "evaluate", absent=None)] = None
-    """as_released = the merged model of a quantised release in its FP8 format, with the rounding errors in the export's
-    report; packed = the untrained model (checkpoint: base) as the codes of model.base, for vLLM; null = bf16, as
-    trained"""
+    quantization: Annotated[
+        Literal["as_released", "fp8", "int4", "packed"] | None, bears("export", "evaluate", absent=None)
+    ] = None
+    """as_released = the merged model of a quantised release in its FP8 format; fp8, int4 = the merged model of any
+    release, rounded to codes of 8 or 4 bits; the export's report has the rounding errors; packed = the untrained model
+    (checkpoint: base) as the codes of model.base, for vLLM; null = bf16, as trained"""
+    max_loss: Annotated[Annotated[float, Field(gt=0)] | None, bears("evaluate", absent=None)] = None
+    """nats per token by which held-out answers may become less likely than in training, through quantization;
+    evaluate-tuned fails above it; null = any"""
     merge_onto: Annotated[Literal["released", "packed"], bears("export", absent="released")] = "released"
     """weights onto which the adapter of a packed base (model.base) is merged: released, or packed = the values of its
     codes, as in training"""

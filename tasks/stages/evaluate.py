@@ -9,7 +9,7 @@ from typing import Any
 
 from prefect import State, task
 
-from conf.rules import packed_base, serving
+from conf.rules import packed_base, serving, shipping
 from conf.schema import identity
 from conf.schema.run import Run
 from conf.strict_yaml import UNFIT
@@ -27,7 +27,7 @@ SHOWN = 5  # last lines of vLLM's log
 
 
 def stage(run: Run, model: Stage, data: Stage, trained: Stage | None = None, before: Stage | None = None) -> Stage:
-    config: dict[str, Any] = {**identity.of(run, "evaluate")}
+    config: dict[str, Any] = {**identity.of(run if trained else shipping.of_base(run), "evaluate")}
     config["precision"] = serving.precision(run)
     config["task_files"] = {task: _content(task) for task in run.evaluate.tasks if task.endswith((".yaml", ".yml"))}
     if trained and run.evaluate.adapter != "merged":  # a base has no adapter

@@ -11,6 +11,7 @@ line for each weight that differs; 2 if nothing can be proven.
 from pathlib import Path
 
 from conf.model_files import config_json, safetensors_header, weights
+from conf.rules import shipping
 from conf.schema.run import Run
 from contract import checkpoints, json_object
 from trainer.megatron.recipe import checkpoint_folder
@@ -35,19 +36,22 @@ def _prove(run: Run, findings: Findings) -> str:
     if mark["digest"] != trained.digest:
         findings.add(f"{run.paths.export}: was made from another release than {run.paths.base}")
     if "merged" in mark["formats"]:
-        _merged(trained, Path(run.paths.export) / "merged", "rounding" in mark, findings)
+        _merged(run, trained, Path(run.paths.export) / "merged", mark, findings)
     if "adapter" in mark["formats"]:
         _adapter(trained, Path(run.paths.export) / "adapter", findings)
     names = trained.adapters or trained.values
     return f"{len(names)} trained weights of {len(trained.model.weights)}, all others as released"
 
 
-def _merged(trained, folder: Path, as_released: bool, findings: Findings) -> None:
+def _merged(run: Run, trained, folder: Path, mark: dict, findings: Findings) -> None:
     from trainer.weights.exported import as_released as format_of_release
-    from trainer.weights.exported import merged_format
+    from trainer.weights.exported import merged_format, rounded_format
 
-    model, rounding = trained.model, format_of_release.Rounding(trained) if as_released else None
-    layouts = merged_format.layouts(model, as_released)
+    model, codes = trained.model, shipping.is_rounded(run) and "codes" in mark
+    as_released = "rounding" in mark and not codes
+    rounding = rounded_format.open_rounded(run, trained) if codes else None
+    layouts = rounding.layouts() if rounding else merged_format.layouts(model, as_released)
+    rounding = format_of_release.Rounding(trained) if as_released else rounding
     for extra in sorted({path.name for path in folder.glob("*.safetensors")} - {layout.file for layout in layouts}):
         findings.add(f"{folder / extra}: this file is not part of the export")
     for layout in layouts:
@@ -64,7 +68,7 @@ def _merged(trained, folder: Path, as_released: bool, findings: Findings) -> Non
                 if wrong := _wrong(trained, rounding, path, name, place):
                     findings.add(f"{path}: {name}: {wrong}")
             findings.moved(place.size)
-    _other_files(model, folder, bool(model.packed) and not as_released, findings)
+    _other_files(model, folder, codes or (bool(model.packed) and not as_released), findings)
 
 
 def _other_files(model: released.Model, folder: Path, unpacked: bool, findings: Findings) -> None:
@@ -84,8 +88,8 @@ def _wrong(trained, rounding, path: Path, name: str, place: weights.Entry) -> st
 
     model, source = trained.model, trained.copies.get(name, name)
     weight = rounding.weight(name) if rounding else name
-    if rounding and weight in model.packed and trained.has(weight):
-        expected, wrong = rounding.parts(weight).get(name), f"is not the trained {weight} in the release's format"
+    if rounding and rounding.has(weight):
+        expected, wrong = rounding.tensors(weight).get(name), f"is not {weight} in the format of the export"
     elif source in trained.adapters:
         merged = trained.is_merged(source, released_tensors.at(path.parent, place))
         return "" if merged else "is not the released weight with its adapter"
@@ -93,7 +97,7 @@ def _wrong(trained, rounding, path: Path, name: str, place: weights.Entry) -> st
         expected, wrong = trained.tensor(name), "is not the trained weight"
     elif trained.packed and trained.packed.has(source):
         expected, wrong = trained.tensor(name), "is not the unpacked weight of the packed base"
-    elif name in model.packed and not rounding:
+    elif name in model.packed and place.dtype == model.packed[name].dtype:
         expected, wrong = released_tensors.read(model, name), "is not the unpacked released weight"
     else:
         is_right = released.has_sum(path, place, trained.sums[name])

@@ -30,7 +30,7 @@ from itertools import chain
 from pathlib import Path
 
 from conf.model_files import config_json
-from conf.rules import packed_base
+from conf.rules import packed_base, shipping
 from conf.rules.serving import is_apart, rounding
 from conf.schema.run import Run
 from contract import checksums, json_object
@@ -40,7 +40,7 @@ from trainer.data.rows import Row
 from trainer.serving import decoding, prompts, unmerged
 
 # Mean difference per token, in nats. In fp32 only the order of sums differs; in bf16, weights and sums are rounded.
-BOUNDS = {"fp32": 1e-3, "bf16": 0.05, "fp8": 0.1, "as_released": 0.1, "packed": 0.1}
+BOUNDS = {"fp32": 1e-3, "bf16": 0.05, "fp8": 0.1, "as_released": 0.1, "packed": 0.1, "int4": 0.3}
 WORST = 4  # times the bound, for a single prompt: rounding may send one of its tokens to another expert
 LOST = 0.01  # of the adapter's effect
 OF_BASE = 0.25  # of the rounded base's distance, and of the adapter's effect, if weights are rounded
@@ -90,6 +90,8 @@ def expected(run: Run) -> tuple[dict | None, str]:
         if not trained:
             return None, f"{served} is not marked as trained, and {path} does not exist"
         if not trained["prompts"]:
+            if run.export.max_loss is not None:
+                raise Fault(f"export.max_loss: {run.export.max_loss:g}, but training had no prompts to compare; null")
             return None, "training had no prompts to record"
         raise Fault(
             f"paths.parity: {path}: no such file; {served} was trained to step {mark['step']}, and training wrote its "
@@ -132,6 +134,8 @@ def compare(run: Run, served, precision: str) -> tuple[dict | None, str]:
     same_codes = packed_base.is_served(run)
     least = run.evaluate.parity_bound or BOUNDS["fp32"] if same_codes else bound
     parity = judge(trained, log_probs, least, of_base, same_codes)
+    if run.export.quantization:
+        parity["rounded"] = rounding_loss(trained["rows"], log_probs) | {"may_be": run.export.max_loss}
     decoded = decoding.compare(served, rows, written, bound)
     if not decoded["ok"]:
         parity["ok"] = False
@@ -229,6 +233,35 @@ def judge(
     }
 
 
+def rounding_loss(rows: list[dict], log_probs: list[list[float]]) -> dict:
+    """Nats per token of the answers by which the served model is worse than the trained one, and the standard error.
+
+    Records of earlier versions do not say where an answer begins: all tokens then count.
+    """
+    of_answers = (
+        of_row[max(row.get("prompt_tokens", 0) - 1, 0) :]
+        for of_row, row in zip(_differences(rows, log_probs), rows, strict=True)
+    )
+    lost = [-difference for difference in chain(*of_answers)]
+    mean = sum(lost) / len(lost)
+    error = math.sqrt(sum((one - mean) ** 2 for one in lost) / max(1, len(lost) - 1) / len(lost))
+    return {"loss": mean, "error": error, "tokens": len(lost)}
+
+
+def require_small_loss(parity: dict, kind: str | None) -> None:
+    """Raise a Fault if the quantization of the export loses more than export.max_loss."""
+    rounded = parity.get("rounded")
+    if rounded and rounded["may_be"] is not None and not rounded["loss"] <= rounded["may_be"]:
+        raise Fault(
+            f"export.max_loss: {rounded['may_be']:g}, but export.quantization {kind} makes held-out answers "
+            f"{_lost_in_words(rounded)} less likely than in training; the exported files are kept"
+        )
+
+
+def _lost_in_words(rounded: dict) -> str:
+    return f"{rounded['loss']:.3g} (+- {rounded['error']:.2g}) nats per token"
+
+
 def require(parity: dict) -> None:
     if not parity["ok"]:
         worst = parity["worst"]
@@ -250,6 +283,8 @@ def summary(parity: dict | None, reason: str) -> str:
     if parity["base"] is not None:
         which = "base alone" if parity["same_codes"] else "rounded base"
         effect += f"; the {which} differs by {parity['base']:.3g} nats"
+    if "rounded" in parity:
+        effect += f"; quantization loses {_lost_in_words(parity['rounded'])} of the answers"
     if "decoded" in parity:
         effect += f"; {decoding.summary(parity['decoded'])}"
     return (
@@ -292,7 +327,7 @@ def _bound(run: Run, precision: str) -> float:
     Merged weights are rounded to the release's type: bf16 weights are less exact than fp32. An unmerged adapter is not
     rounded.
     """
-    if kind := rounding(run):
+    if kind := rounding(run) or (run.export.quantization if shipping.is_served(run) else None):
         return BOUNDS[kind]
     if is_apart(run):
         return BOUNDS["packed"]

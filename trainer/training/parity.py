@@ -71,7 +71,8 @@ def record(run: Run, context, path: Path, weights: str | None = None) -> None:
     if not rows:
         return
     template = prompts.template(run, run.paths.model)
-    rows_of_tokens = [list(chain(*template.tokens(row))) for row in rows]
+    pairs = [template.tokens(row) for row in rows]
+    rows_of_tokens = [list(chain(*pair)) for pair in pairs]
     trained, adapter = log_probs(run, context, rows_of_tokens), context.state.cfg.peft
     of_base = None
     if adapter is not None:
@@ -80,7 +81,8 @@ def record(run: Run, context, path: Path, weights: str | None = None) -> None:
     of_tensors = model_digests.of_model(context.model, adapter)
     if torch.distributed.get_rank() == 0:
         records = [
-            {"prompt": template.prompt(row), "tokens": tokens, "log_probs": trained[i][: len(tokens) - 1]}
+            {"prompt": template.prompt(row), "prompt_tokens": len(pairs[i][0]), "tokens": tokens}
+            | {"log_probs": trained[i][: len(tokens) - 1]}
             for i, (row, tokens) in enumerate(zip(rows, rows_of_tokens, strict=True))
         ]
         for row, base in zip(records, of_base or [], strict=False):

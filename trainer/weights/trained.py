@@ -113,8 +113,11 @@ class Trained:
         name = self.copies.get(name, name)
         if name in self.values:
             return self._value(self.values[name][0]).float()
-        (adapter,) = self.adapters[name]  # stacks are never rounded to the release's format
-        return adapter.merged(released_tensors.read(self.model, name).float(), self.change(adapter))
+        before = released_tensors.read(self.model, name).float()
+        if name not in self.adapters:
+            return before
+        (adapter,) = self.adapters[name]  # stacks are never rounded to a format of codes
+        return adapter.merged(before, self.change(adapter))
 
     def has(self, name: str) -> bool:
         """Whether training, or the converted base, has the weight."""

@@ -205,3 +205,19 @@ def test_why_nothing_is_compared_is_said(mark, overrides, why, due):
 def test_a_record_that_is_due_and_missing_unreadable_or_of_other_weights_is_a_fault(record, fault, due):
     with pytest.raises(Fault, match=f"paths.parity: .*parity.json: {fault}"):
         due(TRAINED, record)
+
+
+def test_the_loss_of_quantization_is_that_of_the_answers_and_has_a_limit():
+    record = invented()
+    for row in record["rows"]:
+        row["prompt_tokens"] = 11
+    log_probs = [[one - (0.25 if i >= 10 else 3) for i, one in enumerate(row["log_probs"])] for row in record["rows"]]
+    rounded = agreement.rounding_loss(record["rows"], log_probs)
+    assert rounded["loss"] == pytest.approx(0.25) and rounded["tokens"] == 320 and rounded["error"] < 1e-6
+    parity = {"rounded": rounded | {"may_be": 0.3}}
+    agreement.require_small_loss(parity, "int4")
+    agreement.require_small_loss({"rounded": rounded | {"may_be": None}}, "int4")
+    with pytest.raises(Fault, match=r"export.max_loss: 0.2, but export.quantization int4 makes held-out answers 0.25"):
+        agreement.require_small_loss({"rounded": rounded | {"may_be": 0.2}}, "int4")
+    with pytest.raises(Fault, match="less likely than in training; the exported files are kept"):
+        agreement.require_small_loss({"rounded": rounded | {"loss": float("nan"), "may_be": 0.2}}, "int4")

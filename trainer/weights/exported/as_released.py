@@ -35,7 +35,11 @@ class Rounding(Merged):
         weight = self.weight(name)
         if not self.trained.has(weight):
             return None
-        return [self.parts(weight)[name]] if weight in self.trained.model.packed else self.trained.blocks(name)
+        return [self.tensors(weight)[name]] if self.has(weight) else self.trained.blocks(name)
+
+    def has(self, weight: str) -> bool:
+        """Whether the weight is trained, and written as codes."""
+        return weight in self.trained.model.packed and self.trained.has(weight)
 
     def weight(self, name: str) -> str:
         return self.trained.model.weight_of.get(name, name)
@@ -58,7 +62,7 @@ class Rounding(Merged):
         weights = {self.weight(name) for name in names}
         return {"losses": {name: asdict(self.losses[name]) for name in sorted(weights & self.losses.keys())}}
 
-    def parts(self, name: str) -> Parts:
+    def tensors(self, name: str) -> Parts:
         """Return codes and scales of a trained weight."""
         if self.last[0] != name:
             packed, model = self.trained.model.packed[name], self.trained.model
@@ -85,12 +89,12 @@ class Rounding(Merged):
         return bool(((unpacked - expected).abs() <= bound).all())
 
 
-def lost(entries: list[dict[str, Any]]) -> dict:
-    """Return facts on the rounding losses of the weights in these parts."""
+def lost(entries: list[dict[str, Any]], kept: bool = True) -> dict:
+    """Return facts on the rounding losses of the weights in these parts, and on the share of the change kept."""
     losses = {name: pack.Loss(**loss) for entry in entries for name, loss in entry["losses"].items()}
     total = sum(losses.values(), pack.Loss())
     worst = max(losses, key=lambda name: losses[name].relative, default="")
-    facts = {"weights": len(losses), "error": total.relative, "kept": total.share}
+    facts = {"weights": len(losses), "error": total.relative} | ({"kept": total.share} if kept else {})
     return facts | ({"worst": {"name": worst, "error": losses[worst].relative}} if worst else {})
 
 
@@ -98,7 +102,8 @@ def summary(facts: dict) -> str:
     if not facts["weights"]:
         return "no quantised weight was trained: all are as released"
     worst = f"worst {facts['worst']['error']:.2%}, {facts['worst']['name']}"
-    return (
-        f"{facts['weights']} trained weights rounded to the release's format, by {facts['error']:.2%} of a weight "
-        f"({worst}); they keep {facts['kept']:.1%} of training's change"
-    )
+    text = f"by {facts['error']:.2%} of a weight ({worst})"
+    if "kept" not in facts:
+        return f"{facts['weights']} matrices rounded to {facts['to']}, {text}"
+    text += f"; they keep {facts['kept']:.1%} of training's change"
+    return f"{facts['weights']} trained weights rounded to the release's format, {text}"

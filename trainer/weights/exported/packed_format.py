@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from conf.model_files import config_json, quantization, weights
-from conf.rules.packed_base import FORMATS
+from conf.rules.packed_base import FORMATS, Format
 from conf.schema.run import Run
 from contract import json_object
 from contract.faults import Fault
@@ -26,6 +26,7 @@ from trainer.weights.exported import file_format
 from trainer.weights.exported.parts import Layout, Merged
 from trainer.weights.packed_base import as_trained, files
 from trainer.weights.packed_base.as_trained import AsTrained
+from trainer.weights.packed_base.part import Found
 from trainer.weights.trained import Trained
 
 
@@ -40,23 +41,27 @@ class Codes(Merged):
         assert self.trained.packed
         return self.trained.packed
 
+    @property
+    def form(self) -> Format:
+        return self.packed.form
+
+    def has(self, weight: str) -> bool:
+        """Whether the weight is written as codes."""
+        return self.packed.has(weight)
+
     def blocks(self, name: str) -> Iterable[torch.Tensor] | None:
         weight = self.weight(name)
-        if not self.packed.has(weight):
-            return super().blocks(name)
-        if getattr(self.last, "weight", None) != weight:
-            self.last.weight, self.last.tensors = weight, self._tensors(weight)
-        return [self.last.tensors[name]]
+        return [self.tensors(weight)[name]] if self.has(weight) else super().blocks(name)
 
     def is_right(self, path: Path, name: str, entry: released.Entry, written: str) -> bool:
-        if self.packed.has(self.weight(name)):
+        if self.has(self.weight(name)):
             return released.has_sum(path, entry, written)
         return super().is_right(path, name, entry, written)
 
     def weight(self, name: str) -> str:
         stem, _, end = name.rpartition(".")
         codes = f"{stem}.weight"
-        return codes if end.startswith("weight") and self.packed.has(codes) else super().weight(name)
+        return codes if end.startswith("weight") and self.has(codes) else super().weight(name)
 
     def notes(self, names: Iterable[str]) -> dict[str, Any]:
         return {}
@@ -66,8 +71,8 @@ class Codes(Merged):
         model, shapes = self.trained.model, dict[str, dict[str, tuple[str, tuple[int, ...]]]]()
         for name, one in model.weights.items():
             of_file = shapes.setdefault(model.tensors[model.parts(name)[0]].file, {})
-            plain, form = {name: (one.dtype, one.shape)}, self.packed.form
-            of_file |= file_format.entries(form, name, one.shape) if self.packed.has(name) else plain
+            plain = {name: (one.dtype, one.shape)}
+            of_file |= file_format.entries(self.form, name, one.shape) if self.has(name) else plain
         headers = {file: new_safetensors.header(file, of_file) for file, of_file in sorted(shapes.items())}
         return [Layout(file, rows, header) for file, (header, rows) in headers.items()]
 
@@ -75,7 +80,7 @@ class Codes(Merged):
         """Write config.json, and the index if the release has one."""
         config = json_object.read(folder / config_json.NAME)
         (config.get("text_config") or {}).pop(quantization.KEY, None)
-        section = file_format.section(self.packed.form, self._unpacked())
+        section = file_format.section(self.form, self._unpacked())
         content = json.dumps(config | {quantization.KEY: section}, indent=2)
         (folder / config_json.NAME).write_text(content + "\n")
         if (folder / weights.INDEX).exists():
@@ -83,17 +88,24 @@ class Codes(Merged):
             places = {name: layout.file for layout in layouts for name in layout.rows}
             new_safetensors.write_index(folder, sum(layout.size for layout in layouts), places)
 
-    def _tensors(self, name: str) -> dict[str, torch.Tensor]:
-        ((_, part),) = self.packed.parts[name].values()
-        self.trained.stored.seen.add(self.packed.parts[name][None][0])
-        shape = self.trained.model.weights[name].shape
-        return file_format.tensors(self.packed.form, name, shape, self.packed.codes(part))
+    def codes(self, name: str) -> Found:
+        """Return codes, scales and factor of a packed weight."""
+        megatron, part = self.packed.parts[name][None]
+        self.trained.stored.seen.add(megatron)
+        return self.packed.codes(part)
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the tensors of a packed weight. A thread that asks for the same weight again gets the same ones."""
+        if getattr(self.last, "weight", None) != name:
+            shape = self.trained.model.weights[name].shape
+            self.last.weight, self.last.tensors = name, file_format.tensors(self.form, name, shape, self.codes(name))
+        return self.last.tensors
 
     def _unpacked(self) -> set[str]:
         """Return the modules of matrices that are not packed."""
         weights = self.trained.model.weights.items()
         matrices = {name for name, one in weights if name.endswith(".weight") and len(one.shape) == 2}
-        return {"lm_head", *(name.removesuffix(".weight") for name in matrices if not self.packed.has(name))}
+        return {"lm_head", *(name.removesuffix(".weight") for name in matrices if not self.has(name))}
 
 
 def open_codes(run: Run, trained: Trained) -> Codes:

@@ -80,7 +80,7 @@ class Packing:
         ]
         lengths = (last[0] - first[0], last[1] - first[1])
         read = self.box(part.name, (begin + first[0], first[1]), lengths)
-        codes, of_blocks, factor = _pack(form, read, self._top(part))
+        codes, of_blocks, factor = of_matrix(form, read, self._top(part))
         (top, left), (rows, columns) = (o - start for o, start in zip(inside, first, strict=True)), part.sizes
         each = 8 // form.bits
         codes = codes[top : top + rows, left // each : (left + columns) // each]
@@ -111,7 +111,7 @@ def release(run: Run, form: Format, config: Any) -> released_scales.Release | No
     return result if result.names else None
 
 
-def _pack(form: Format, read: torch.Tensor, top: torch.Tensor | None = None) -> Found:
+def of_matrix(form: Format, read: torch.Tensor, top: torch.Tensor | None = None) -> Found:
     """Return codes and scales of whole blocks, and the factor of a matrix, or of several with this largest value."""
     if form.factor_bytes:
         return e2m1.nvfp4(read, top)

@@ -1,0 +1,56 @@
+"""Exports of a merged model in 8 or 4 bits: export.quantization, rounded from the merged weights, and export.max_loss.
+
+    is_rounded(run)          whether the merged model is rounded to one of these formats
+    is_served(run)           whether the tuned model is evaluated in that form
+    of_base(run)             the run of the base's evaluation, which is the same for all formats
+    unwritable(config, ...)  the reason why a model cannot have a format, for conf/rules/conversion.py
+    contradictions(run)      (key, problem), for conf/rules/contradictions.py
+
+The base is evaluated as released, so the comparison with the tuned model includes the loss of rounding.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from conf import families, model_facts
+from conf.schema.run import Run
+
+ROUNDED = ("fp8", "int4")  # names of packed_base.FORMATS
+
+
+def is_rounded(run: Run) -> bool:
+    return run.export.quantization in ROUNDED
+
+
+def is_served(run: Run) -> bool:
+    return is_rounded(run) and run.evaluate.adapter == "merged"
+
+
+def of_base(run: Run) -> Run:
+    return run.changed(export={"quantization": ROUNDED[0], "max_loss": None}) if is_served(run) else run
+
+
+def unwritable(config: dict[str, Any], kind: str) -> str:
+    tensors = families.of(config).tensors(model_facts.facts_from_hf(config)).values()
+    odd = next((tensor for tensor in tensors if tensor.matrix and (tensor.stacked or tensor.turned)), None)
+    if odd is None:
+        return ""
+    shape = "one tensor of all experts" if odd.stacked else "transposed matrices"
+    return f"export.quantization: {kind}, but the release has {shape} ({odd.name}), and the format has none; null"
+
+
+def contradictions(run: Run) -> Iterator[tuple[str, str]]:
+    export = run.export
+    if is_rounded(run) and "merged" not in (export.formats or ("merged",)):
+        yield "export.quantization", f"{export.quantization}, but export.formats lacks merged; null"
+    if export.max_loss is None:
+        return
+    key, measured = "export.max_loss", f"{export.max_loss:g}, but the evaluation measures it, and"
+    if export.quantization in (None, "packed"):
+        yield key, f"{export.max_loss:g}, but export.quantization rounds no merged weights; fp8 or int4, or null"
+    elif not run.evaluate.tasks:
+        yield key, f"{measured} evaluate.tasks is empty; null"
+    elif not run.evaluate.parity_rows:
+        yield key, f"{measured} evaluate.parity_rows is 0, the number of its rows; null"
+    elif run.evaluate.adapter != "merged":
+        yield key, f"{measured} evaluate.adapter {run.evaluate.adapter} serves another form; merged"
