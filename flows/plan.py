@@ -104,7 +104,7 @@ def rehearse(run: Run, steps: int) -> dict[str, Any]:
 def _obstacles(run: Run) -> list[str]:
     """List the reasons why the model cannot be converted."""
     found = obstacles(config_of(run)[0], run.model.ignore_config)
-    if not found and (refused := unwritable(config_of(run)[0], run.export.quantization)):
+    if not found and (refused := unwritable(config_of(run)[0], run.export)):
         return [refused]
     if isinstance(run.model.source, str) and (folder := Path(run.model.source).expanduser()).is_dir():
         weights.require_headers(folder)

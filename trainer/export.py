@@ -5,8 +5,9 @@
 
 Reads the released model, the base made from it (trainer.convert) and a checkpoint (trainer.train, or the base itself).
 Writes <paths.export>/merged, the released checkpoint with the trained weights, for any server; <paths.export>/adapter,
-for PEFT; and complete.json. The checkpoint may come from any layout. No model is built and no GPU is used: the
-processes write parts of files, a few weights at a time. An interrupted export resumes, with any number of processes.
+for PEFT; a GGUF file of the merged model in <paths.export>/gguf, if export.gguf is set; and
+complete.json. The checkpoint may come from any layout. No model is built and no GPU is used: the processes write parts
+of files, a few weights at a time. An interrupted export resumes, with any number of processes.
 
 The export fails if a trained tensor has no place in the released model, if a released tensor gets no value, if a tensor
 of the checkpoint differs from the one in memory when training saved it, or if one is left unused.
@@ -94,7 +95,7 @@ def _state(run: Run, folder: Path, model) -> list:
     base = Path(run.paths.base)
     marks = [mark.stat().st_mtime_ns for place in (folder, base) if (mark := place / checkpoints.MARK).exists()]
     tools = {tool: importlib.metadata.version(tool) for tool in TOOLS}
-    keys = run.export.quantization, run.export.merge_onto, run.train.precision
+    keys = run.export.quantization, run.export.merge_onto, run.export.gguf, run.train.precision
     return [str(folder.resolve()), marks, model.stamps(), *keys, tools]
 
 
@@ -156,7 +157,7 @@ def _codes(run: Run, trained):
 
 def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
     from trainer.weights.exported import as_released as format_of_release
-    from trainer.weights.exported import merged_format, parts, peft_format
+    from trainer.weights.exported import gguf_format, merged_format, parts, peft_format
 
     facts = {}
     if "merged" in formats:
@@ -173,6 +174,10 @@ def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
             facts["chat_template"] = merged_format.copy_other_files(trained.model, partial / "merged", as_released)
             if codes:
                 codes.describe(partial / "merged")
+            if kind := run.export.gguf:
+                path = partial / "gguf" / f"{run.name}-{kind}.gguf"
+                gguf_format.write(partial / "merged", path, kind, run.model.trust_remote_code)
+                say(f"export: {path.name} is written and read back")
         _require_all_used(trained, [])
     if "adapter" in formats and atomic_folder.rank() == 0:
         facts["left_out"] = peft_format.write(trained, partial / "adapter", str(run.model.source))

@@ -22,5 +22,6 @@ FAMILY = Family(
     facts=partial(llama_facts, expert_bias=True),
     balance=Balance(always=True),
     serving=Serving(packed=True),
+    gguf="glm4moe",
     releases={"zai-org/GLM-4.5-Air": 110.0, "zai-org/GLM-4.7": 358.0},
 )

@@ -16,6 +16,7 @@ FAMILY = Family(
     assumed=SILU | {"attention_bias": (False,), "mlp_bias": (False,)},
     rotations=DEFAULT | LINEAR | LLAMA3 | YARN,
     serving=Serving(packed=True),
+    gguf="llama",
     releases={
         "meta-llama/Llama-3.2-1B-Instruct": 1.24,
         "meta-llama/Llama-3.1-70B-Instruct": 70.6,

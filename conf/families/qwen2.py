@@ -14,5 +14,6 @@ FAMILY = Family(
     stated=("num_key_value_heads",),
     not_null=("head_dim",),
     facts=partial(llama_facts, attention_bias=True),
+    gguf="qwen2",
     releases={"Qwen/Qwen2.5-0.5B-Instruct": 0.49},
 )

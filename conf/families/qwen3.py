@@ -18,6 +18,7 @@ FAMILY = Family(
     not_null=("head_dim",),
     facts=partial(llama_facts, qk_norm=True),
     serving=Serving(packed=True),
+    gguf="qwen3",
     releases={
         "Qwen/Qwen3-1.7B": 1.7,
         "Qwen/Qwen3-4B": 4.0,

@@ -20,5 +20,6 @@ FAMILY = Family(
     facts=partial(llama_facts, qk_norm=True),
     balance=Balance(always=True),
     serving=Serving(packed=True),
+    gguf="qwen3moe",
     releases={"Qwen/Qwen3-30B-A3B": 30.5, "Qwen/Qwen3-235B-A22B": 235.0},
 )

@@ -104,9 +104,10 @@ def stage_needs(
 
 
 def _merged(run: Run, facts: ModelFacts, released: int, count: int) -> int:
-    """Return the bytes of the merged model."""
+    """Return the bytes of the merged model, and of a GGUF file."""
     if not shipping.is_rounded(run):
-        return released if run.export.quantization else count * 2
+        file = int(count * shipping.GGUF_BYTES[run.export.gguf]) if run.export.gguf else 0
+        return file + (released if run.export.quantization else count * 2)
     kept = facts.vocab * facts.hidden * (1 if facts.tied else 2)
     return int(kept * 2 + (count - kept) * packed_base.FORMATS[run.export.quantization or ""].bytes)
 

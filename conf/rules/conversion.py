@@ -2,7 +2,7 @@
 
     obstacles(config, ignored) -> ["config.json: sliding_window is ...", ...]     a line per reason
 
-    unwritable(config, export.quantization) -> ""        or why the merged model cannot have the release's format
+    unwritable(config, run.export) -> ""        or why the merged model cannot have the format of the export
 
 Without obstacles, trainer.convert checks every tensor.
 """
@@ -14,6 +14,7 @@ from conf import alternatives, families
 from conf.model_files import config_json, quantization
 from conf.rules import shipping
 from conf.rules.function import unread
+from conf.schema.export import Export
 
 IGNORE = "model.ignore_config lists keys that do not matter to you"
 
@@ -31,8 +32,11 @@ def obstacles(config: dict[str, Any], ignored: Collection[str] = ()) -> list[str
     return lines
 
 
-def unwritable(config: dict[str, Any], quantized: str | None) -> str:
-    """The reason why the merged model cannot have the release's format, if export.quantization is set; "" if it can."""
+def unwritable(config: dict[str, Any], export: Export) -> str:
+    """The reason why the merged model cannot have the format of an export; "" if it can."""
+    quantized = export.quantization
+    if export.gguf and (reason := shipping.no_gguf(config, export.gguf)):
+        return reason
     if quantized in shipping.ROUNDED:
         return shipping.unwritable(config, quantized)
     scheme = quantization.scheme(config)

@@ -152,7 +152,7 @@ def _unmerged(run: Run) -> Iterator[tuple[str, str]]:
     if "merged" not in (export.formats or ("merged",)):
         yield key, "packed, but export.formats lacks merged; released"
     if export.quantization:
-        yield key, f"packed, but export.quantization {export.quantization} is rounded from a merge onto the released ones; released, or null"
+        yield key, f"packed, but export.quantization {export.quantization} merges onto the release; released, or null"
     if export.checkpoint == "base":
         yield key, "packed, but export.checkpoint is base, which has no adapter; released"
     if run.evaluate.adapter != "merged" and run.evaluate.tasks:

@@ -46,6 +46,8 @@ class Export(Section):
     max_loss: Annotated[Annotated[float, Field(gt=0)] | None, bears("evaluate", absent=None)] = None
     """nats per token by which held-out answers may become less likely than in training, through quantization;
     evaluate-tuned fails above it; null = any"""
+    gguf: Annotated[Literal["f32", "bf16", "f16", "q8_0"] | None, bears("export", absent=None)] = None
+    """type of the numbers in a GGUF file for llama.cpp, which is written next to the merged model; null = none"""
     merge_onto: Annotated[Literal["released", "packed"], bears("export", absent="released")] = "released"
     """weights onto which the adapter of a packed base (model.base) is merged: released, or packed = the values of its
     codes, as in training"""

@@ -245,7 +245,7 @@ def _facts(run: Run) -> ModelFacts:
     if isinstance(source, Drawn):
         config = drawn.config(source, run.model.revision)
     elif hub.kind(source) == "tiny":
-        if refused := conversion.unwritable(verdict.config_of(run)[0], run.export.quantization):
+        if refused := conversion.unwritable(verdict.config_of(run)[0], run.export):
             raise Fault(refused)
         return verdict.facts_of(run)
     else:
@@ -253,7 +253,7 @@ def _facts(run: Run) -> ModelFacts:
     facts = verdict.facts_in(config, f"model.source: {source}: ")
     if found := conversion.obstacles(config, run.model.ignore_config):
         raise Fault(f"model.source: {source}: {'; '.join(found)}")
-    if refused := conversion.unwritable(config, run.export.quantization):
+    if refused := conversion.unwritable(config, run.export):
         raise Fault(refused)
     if isinstance(source, str) and hub.kind(source) == "folder":
         weights.require_headers(Path(source).expanduser())

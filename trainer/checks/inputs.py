@@ -29,6 +29,7 @@ from trainer.serving import agreement, held_out, prompts, unmerged
 from trainer.serving.unmerged import CONFIG, WEIGHTS
 from trainer.training import resume
 from trainer.weights import released
+from trainer.weights.exported import gguf_tokenizer
 
 
 def check_convert(run: Run) -> None:
@@ -155,7 +156,9 @@ def check_reinforce(configured: Run) -> None:
 def check_export(run: Run) -> None:
     facts = check_model(run)
     checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
-    _refuse(unwritable(config_json.read(Path(run.paths.model) / config_json.NAME), run.export.quantization))
+    _refuse(unwritable(config_json.read(Path(run.paths.model) / config_json.NAME), run.export))
+    if run.export.gguf:
+        gguf_tokenizer.check(Path(run.paths.model), run.export.gguf)
     if "merged" in (run.export.formats or ("merged",)):
         _check_space(Path(run.paths.export), quantization.size(*_described(run)), "the exported model")
     _check_layout(run, facts)

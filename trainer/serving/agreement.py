@@ -236,7 +236,7 @@ def judge(
 def rounding_loss(rows: list[dict], log_probs: list[list[float]]) -> dict:
     """Nats per token of the answers by which the served model is worse than the trained one, and the standard error.
 
-    Records of earlier versions do not say where an answer begins: all tokens then count.
+    In records of earlier versions, without prompt_tokens, all tokens count.
     """
     of_answers = (
         of_row[max(row.get("prompt_tokens", 0) - 1, 0) :]

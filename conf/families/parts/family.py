@@ -86,6 +86,7 @@ class Family:
     by_name: bool = False  # Megatron-Bridge registers it by class name, so releases may have code for their model
     balance: Balance | None = None  # None: no experts, or no router losses
     serving: Serving | None = Serving()  # None: vLLM cannot serve it
+    gguf: str = ""  # llama.cpp's architecture (tests/trainer/test_gguf.py); empty: its files were not compared
     megatron: str = ""  # torch part of a family from outside the repository: import path, or a Python file
     narrow: tuple[str, ...] = ()  # name endings of weights drawn with a deviation divided by sqrt(2 * layers)
     copied: tuple[str, ...] = ()  # beginnings of names of released tensors that are not trained; an export copies them

@@ -36,7 +36,7 @@ def test_what_cannot_be_packed_is_refused_in_one_line(name, changes, says):
     [
         (["model.base=bf16"], "packed, but model.base bf16 is not packed; released"),
         (["export.formats=[adapter]"], "packed, but export.formats lacks merged; released"),
-        (["export.quantization=as_released"], "packed, but export.quantization as_released is rounded from"),
+        (["export.quantization=as_released"], "packed, but export.quantization as_released merges onto the release"),
         (
             ["export.checkpoint=base", "export.formats=[merged]"],
             "packed, but export.checkpoint is base, which has no ad",

@@ -7,6 +7,7 @@ import pytest
 from conf.load import load
 from conf.model_facts import MODELS
 from conf.rules import conversion, serving
+from conf.schema.export import Export
 from contract.faults import ConfigError
 from tasks.run.artifact import Stage
 from tasks.stages import evaluate
@@ -23,6 +24,8 @@ BF16 = "evaluate.precision=bf16"
             "int4, but export.formats lacks merged",
         ),
         ("export.quantization=int4 evaluate.quantization=fp8 " + BF16, "export.quantization rounds weights already"),
+        ("export.gguf=q8_0 export.formats=[adapter]", "export.gguf: q8_0, but export.formats lacks merged"),
+        ("export.gguf=bf16 export.quantization=int4", "export.gguf: bf16, but export.quantization int4 leaves codes"),
         ("export.max_loss=0.1", "export.max_loss: 0.1, but export.quantization rounds no merged weights; fp8 or int4"),
         ("export.quantization=fp8 export.max_loss=0.1 evaluate.tasks=[]", "and evaluate.tasks is empty"),
         ("export.quantization=fp8 export.max_loss=0.1 evaluate.parity_rows=0", "and evaluate.parity_rows is 0"),
@@ -65,5 +68,16 @@ def test_what_vllm_cannot_compute_is_named_before_the_training():
 
 def test_releases_of_other_shapes_are_refused_by_their_config_json():
     configs = [json.loads((MODELS / f"{name}.json").read_text())["config"] for name in ("glm47", "gpt-oss-20b")]
-    assert conversion.unwritable(configs[0], "int4") == ""
-    assert "one tensor of all experts" in conversion.unwritable(configs[1], "fp8")
+    assert conversion.unwritable(configs[0], Export(quantization="int4")) == ""
+    assert "one tensor of all experts" in conversion.unwritable(configs[1], Export(quantization="fp8"))
+
+
+def test_a_gguf_file_is_refused_by_config_json_for_what_it_cannot_describe():
+    def refusal(name: str, **changes: object) -> str:
+        config = json.loads((MODELS / f"{name}.json").read_text())["config"]
+        return conversion.unwritable(config | changes, Export(gguf="bf16"))
+
+    assert [refusal(name) for name in ("llama31-8b", "qwen3-30b-a3b", "glm47")] == ["", "", ""]
+    assert "files of GptOssForCausalLM were not compared" in refusal("gpt-oss-20b")
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert "no rotary embedding of kind yarn" in refusal("qwen3-8b", rope_parameters=yarn)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from conf.model_files import quantization
 from conf.model_files.quantization import OF_TINY, Packed
 from conf.rules import conversion
+from conf.schema.export import Export
 from contract.faults import Fault
 from tests.support import e2m1 as by_definition
 from trainer import convert
@@ -322,12 +323,15 @@ def test_formats_that_are_not_read_are_refused_in_a_line(described, said):
     assert "\n" not in str(error.value)
 
 
+AS_RELEASED = Export(quantization="as_released")
+
+
 @pytest.mark.parametrize(("form", "said"), [("int4", "4 bits would undo the training"), ("", "is not quantised")])
 def test_a_format_that_a_merged_model_cannot_have_is_refused_in_a_line(form, said):
     config = {"quantization_config": OF_TINY[form]} if form else {}
-    assert said in conversion.unwritable(config, "as_released")
-    assert conversion.unwritable(config, None) == ""
-    assert conversion.unwritable({"quantization_config": OF_TINY["fp8"]}, "as_released") == ""
+    assert said in conversion.unwritable(config, AS_RELEASED)
+    assert conversion.unwritable(config, Export()) == ""
+    assert conversion.unwritable({"quantization_config": OF_TINY["fp8"]}, AS_RELEASED) == ""
 
 
 def trained(scheme_of: str, by: float):
