@@ -261,3 +261,30 @@ def test_an_adapter_beside_its_base_answers_as_the_merged_model(dense, start):
     assert merged.returncode == 2 and "--port names another" in merged.stderr
     unloaded = server.run(*command, "unload", "dense@1", *port)
     assert unloaded.returncode == 0 and "dense@1" not in unloaded.stdout and "dense-base: /" in unloaded.stdout
+
+
+@pytest.fixture(scope="module")
+def packed(place) -> None:
+    """Two models on the same packed base, of two rates."""
+    keys = "model.base=int4 convert.to=packed evaluate.adapter=packed train.precision=bf16 export.formats=[adapter]"
+    for name, rate in ("packed", "5e-3"), ("other", "2e-3"):
+        text = CONF.replace("name: quick", f"name: {name}").replace("tiny://glm4-moe", "tiny://qwen3")
+        (place.folder / f"{name}.yaml").write_text(text)
+        command = [sys.executable, "-m", "flows.finetune", str(place.folder / f"{name}.yaml"), *keys.split()]
+        command.append(f"optimizer.lr={rate}")
+        subprocess.run(command, cwd=ROOT, env=place.environment, check=True, timeout=900, capture_output=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_versions_of_two_models_on_one_packed_base_are_loaded_and_answer_as_evaluated(packed, start):
+    server = start("packed@1", "--adapters", "2")  # a packed version needs no other option
+    assert "serving packed version 1 (packed base and adapter, bf16)" in server.said()
+    command, port = (sys.executable, "-m", "flows.serve"), ("--port", str(server.port))
+    early = server.run(*command, "other@1", "--adapter", "--check", *port)
+    assert early.returncode == 2 and "not other@1 (" in early.stderr
+    loaded = server.run(*command, "load", "other@1", *port)
+    assert loaded.returncode == 0 and "other@1 and other: /" in loaded.stdout, loaded.stderr
+    check = server.run(*command, "packed@1", "other@1", "--check", *port)
+    assert check.returncode == 0, check.stdout + check.stderr
+    assert check.stdout.count("90% must be") == 2

@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from conf.schema.data import Data
 from contract.faults import Fault
-from contract.served_model import ServedModel
+from contract.served_model import ServedModel, stamp
 from tests.support import data_folders
 from trainer.data.tokens import templates, tokenizer
 from trainer.serving import api_server
@@ -102,6 +102,14 @@ def test_nothing_but_safetensors_and_no_code_of_the_model_unless_it_was_allowed(
     found = served()
     assert found["--load-format"] == "safetensors" and "--trust-remote-code" not in found
     assert not {"--api-key", "--trust-request-chat-template"} & found.keys()
+
+
+def test_a_model_whose_files_changed_after_the_comparison_with_their_record_is_not_served(model, tmp_path):
+    settings = ServedModel("tickets", str(model), "d", "fp32", "127.0.0.1", 8000, "k", stamp(model))
+    settings.write(tmp_path / "model.json")
+    (model / "config.json").write_text("{ }")
+    with pytest.raises(Fault, match="its files have changed since they were checked; start the server again"):
+        api_server.serve(tmp_path / "model.json")
 
 
 def test_a_request_that_names_no_settings_has_those_of_the_evaluation(served):

@@ -1,0 +1,221 @@
+"""Serve two adapters of one base at once: whether each answer comes from its own adapter, tokens/s, memory.
+
+    benchmarks/gpu/run adapters.py OUT                                  a packed Qwen3-MoE of real widths, 3 minutes
+    python benchmarks/gpu/adapters.py OUT --size tiny --work FOLDER     a packed Qwen3 of 4 layers on a CPU
+
+The base has random weights, packed in int4 by the trainer's commands; --base bf16 serves it as released. Both adapters
+are drawn, of attention and, on a GPU, of all experts. trainer.serve has memory for one adapter, then for two. Each
+answers --requests questions at once: one adapter alone in both servers, then both together. OUT/adapters.txt has the
+tokens/s, the room for keys and values, and for each adapter how many answers are those that it gave alone. Exit code 1
+if an answer has more in common with the other adapter's than with its own.
+"""
+
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import serving
+import whole_flow
+
+ROOT = Path(__file__).resolve().parents[2]
+ATTENTION, RANK, PORT = ("q_proj", "k_proj", "v_proj", "o_proj"), 16, 8123
+NAMES = ("one", "two")
+PACKED = ("model.base=int4", "convert.to=packed", "train.precision=bf16", "evaluate.adapter=packed")
+CODES = ("export.checkpoint=base", "export.quantization=packed")
+
+
+def draw(model: Path, folder: Path, seed: int, experts: bool) -> None:
+    """Write an adapter of random numbers for all layers of the model."""
+    import torch
+    from safetensors.torch import save_file
+
+    from conf.model_facts import shapes
+
+    config = json.loads((model / "config.json").read_text())
+    random, tensors = torch.Generator().manual_seed(seed), {}
+
+    def add(module: str, width: int, out: int, count: int = 1) -> None:
+        for part, shape in ("A", (count * RANK, width)), ("B", (out, count * RANK)):
+            numbers = torch.randn(shape, generator=random) / shape[1] ** 0.5 * (1.0 if part == "A" else 0.5)
+            tensors[f"base_model.model.{module}.lora_{part}.weight"] = numbers.to(torch.bfloat16)
+
+    for name, shape in shapes(config).items():
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] in ATTENTION:
+            add(module, shape[1], shape[0])
+        elif experts and module.endswith(".experts.0.up_proj"):
+            stack, count = module.removesuffix(".0.up_proj"), config["num_experts"]
+            add(f"{stack}.base_layer", shape[1], 2 * shape[0], count)
+            add(stack, shape[0], shape[1], count)
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] * experts
+    targets = {"target_modules": [*ATTENTION], "target_parameters": stacks}
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": RANK, "bias": "none"} | targets))
+
+
+def make(options: argparse.Namespace, work: Path, gpu: bool) -> Path:
+    """Write base, data and adapters. Returns the folder that vLLM serves."""
+    if options.size == "tiny":
+        from trainer.rehearsal import tiny_models
+
+        tiny_models.make_model("qwen3", work / "model")
+    else:
+        whole_flow.make_model(work / "model", whole_flow.of_size("3gb") | {"num_hidden_layers": options.layers})
+    whole_flow.make_data(work / "rows.jsonl")
+    for seed, name in enumerate(NAMES):
+        draw(work / "model", work / name, seed, gpu and options.size != "tiny")
+    kind = dict(length=1024 if gpu else 256, precision="bf16")
+    (work / "serving.yaml").write_text(serving.CONF.format(work=work, steps=6, **kind))
+    packed = PACKED if options.base == "int4" else ()
+    bench = serving.Bench(work, options.out, time.monotonic() + 600)
+    for command in ("prepare", "convert", "export") if packed else ("prepare",):
+        keys = CODES if command == "export" else ()
+        if bench.command(command, command, *packed[: 3 if keys else 4], *keys).code:
+            sys.exit(f"{command} has failed: {options.out}/logs")
+    return work / "export/merged" if packed else work / "model"
+
+
+class Server:
+    """trainer.serve of the base with the first `room` adapters."""
+
+    def __init__(self, model: Path, work: Path, out: Path, room: int):
+        from contract.served_model import ServedAdapter, ServedModel, stamp
+
+        adapters = [ServedAdapter([name], str(work / name), str(work / "data")) for name in NAMES[:room]]
+        where = dict(host="127.0.0.1", port=PORT, kernels=str(work / "kernels"), stamp=stamp(model), room=room)
+        sized = [str(work / name) for name in NAMES[:room]]
+        served = ServedModel("base", str(model), str(work / "data"), "bf16", **where, adapters=adapters, sized_by=sized)
+        served = ServedModel(**vars(served) | {"length": 1024, "gpus": 1})
+        served.write(work / "served.json")
+        self.began, self.room, self.log = time.monotonic(), room, out / "logs" / f"serve-{room}.log"
+        command = [sys.executable, "-m", "trainer.serve", str(work / "served.json")]
+        own = {"CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": str(ROOT)}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=os.environ | own, stdout=log, stderr=log)
+
+    def __enter__(self) -> "Server":
+        while self.process.poll() is None:
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"http://127.0.0.1:{PORT}/health", timeout=5).status_code == 200:
+                    self.seconds = time.monotonic() - self.began
+                    return self
+            time.sleep(0.5)
+        sys.exit(f"the server has ended: {self.log}")
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        self.process.wait(60)
+
+    def ask(self, names: list[str], questions: list[str], tokens: int) -> tuple[dict[str, list[str]], float]:
+        """Answers of each adapter to all questions, sent at once, and tokens/s."""
+        asked = [(name, question) for question in questions for name in names]
+
+        def one(request: tuple[str, str]) -> str:
+            content = {"model": request[0], "prompt": request[1], "max_tokens": tokens, "ignore_eos": True}
+            answer = httpx.post(f"http://127.0.0.1:{PORT}/v1/completions", json=content, timeout=300)
+            return answer.raise_for_status().json()["choices"][0]["text"]
+
+        began = time.monotonic()
+        with ThreadPoolExecutor(len(asked)) as pool:
+            answers = list(pool.map(one, asked))
+        rate = len(asked) * tokens / (time.monotonic() - began)
+        return {name: answers[place :: len(names)] for place, name in enumerate(names)}, rate
+
+    def memory(self) -> str:
+        """Memory of the weights and room for keys and values by vLLM's log, and the host's memory of the server."""
+        log = self.log.read_text(errors="replace")
+        found = re.findall(r"Model loading took ([\d.]+ GiB)", log)[-1:]
+        found += [f"{tokens} tokens" for tokens in re.findall(r"KV cache size: ([\d,]+) tokens", log)[-1:]]
+        whole = psutil.Process(self.process.pid)
+        size = sum(process.memory_info().rss for process in [whole, *whole.children(recursive=True)])
+        return ", ".join([*found, f"{size / 2**30:.2f} GiB of the host"])
+
+
+def in_common(one: str, other: str) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def judge(alone: dict[str, list[str]], together: dict[str, list[str]]) -> tuple[list[str], int]:
+    """A line for each adapter, and the number of answers that are closer to the other's."""
+    lines, wrong = [], 0
+    for name, other in zip(NAMES, reversed(NAMES), strict=True):
+        rows = [*zip(together[name], alone[name], alone[other], strict=True)]
+        swapped = sum(a != own and in_common(a, own) <= in_common(a, others) for a, own, others in rows)
+        equal = sum(answer == own for answer, own, _ in rows)
+        others = sum(answer == others for answer, _, others in rows)
+        lines.append(
+            f"{name}: {equal} of {len(rows)} answers as alone, {others} as the other's, {swapped} closer to it"
+        )
+        wrong += swapped
+    return lines, wrong
+
+
+def main() -> int:
+    options = _arguments()
+    sys.path.insert(0, str(ROOT))
+    work = Path(tempfile.mkdtemp(prefix="adapters-", dir=options.work))
+    try:
+        return _measure(options, work)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _measure(options: argparse.Namespace, work: Path) -> int:
+    gpu = serving.gpus_here() > 0
+    began = time.monotonic()
+    model = make(options, work, gpu)
+    lines = [f"{options.size} {options.base} on {'a GPU' if gpu else 'a CPU'}: base {time.monotonic() - began:.0f} s"]
+    rows = [json.loads(line)["input"] for line in (work / "rows.jsonl").read_text().splitlines()]
+    questions = rows[: options.requests]
+    columns = ("memory for", "answers after s", "memory", "one alone, tokens/s", "both, tokens/s")
+    lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    wrong = 0
+    for room in (1, 2):
+        with Server(model, work, options.out, room) as server:
+            server.ask([NAMES[0]], questions[:4], 4)  # kernels are compiled
+            alone, rate = server.ask([NAMES[0]], questions, options.tokens)
+            row = [f"{room}", f"{server.seconds:.0f}", server.memory(), f"{rate:,.0f}"]
+            if room == 2:
+                alone |= server.ask([NAMES[1]], questions, options.tokens)[0]
+                together, rate = server.ask([*NAMES], questions, options.tokens)
+                found, wrong = judge(alone, together)
+                lines.append(f"| {' | '.join([*row, f'{rate:,.0f}'])} |")
+                lines += ["", *found, f"the adapters alone: {sum(map(str.__eq__, *alone.values()))} answers equal"]
+            else:
+                lines.append(f"| {' | '.join([*row, ''])} |")
+            print(lines[-1], flush=True)
+    lines.append(f"WRONG: {wrong} answers" if wrong else "all right")
+    (options.out / "adapters.txt").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    return 1 if wrong else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--size", choices=("tiny", "moe"), default="moe")
+    parser.add_argument("--base", choices=("int4", "bf16"), default="int4")
+    parser.add_argument("--layers", type=int, default=3, help="of the moe (3)")
+    parser.add_argument("--requests", type=int, default=50, help="at once, to each adapter (50)")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer (64)")
+    parser.add_argument("--work", type=Path, help="folder for models (default a temporary one)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
