@@ -64,8 +64,8 @@ def change(served: ServedModel, changed: ServedModel, folder: Path) -> None:
         changed.write(folder / server.FILE)
         try:
             answer = _request("POST", f"{server.url(served)}{ADAPTERS}", LOADS_WITHIN)
-            if answer.is_error:
-                raise Fault(_refusal(answer))
+            if answer is None or answer.is_error:
+                raise Fault(f"{server.url(served)} has ended" if answer is None else _refusal(answer))
         except BaseException:
             served.write(folder / server.FILE)
             raise
@@ -74,9 +74,8 @@ def change(served: ServedModel, changed: ServedModel, folder: Path) -> None:
 def is_served(served: ServedModel) -> bool:
     """Return whether a server at the address has this model. Raise a Fault if it has another one."""
     address = f"{server.url(served)}/v1/models"
-    try:
-        answer = _request("GET", address, 10)
-    except httpx.ConnectError:
+    answer = _request("GET", address, 10)
+    if answer is None:
         return False
     try:
         cards = answer.json()["data"]
@@ -96,13 +95,14 @@ def is_served(served: ServedModel) -> bool:
     return True
 
 
-def _request(method: str, address: str, within: float) -> httpx.Response:
+def _request(method: str, address: str, within: float) -> httpx.Response | None:
+    """Return the answer; None if nobody listens at the address."""
     key = os.environ.get(KEY, "")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         answer = httpx.request(method, address, headers=headers, timeout=within)
     except httpx.ConnectError:
-        raise
+        return None
     except httpx.HTTPError as error:
         raise Fault(f"{address} does not answer ({type(error).__name__}); --port names another") from None
     if answer.status_code == 401:
