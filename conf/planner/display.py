@@ -145,7 +145,9 @@ def _goodput(plan: Plan) -> Goodput | None:
 def _time_text(plan: Plan, found: Goodput) -> str:
     parts = [f"{name} {seconds / found.whole:.1%}" for name, seconds in found.seconds.items() if name != "training"]
     failures = f"{found.failures:.2g} failures at one in {plan.run.hardware.mtbf:,.0f} GPU-hours (hardware.mtbf)"
-    return f"{found.effective:.1%} effective of {duration(found.whole)}: {', '.join(parts)}; {failures}"
+    price, gpu_hours = plan.gpu.price, found.whole / 3600 * plan.run.layout.world
+    cost = "" if price is None else f", {dollars(gpu_hours * price)} USD"
+    return f"{found.effective:.1%} effective of {duration(found.whole)}{cost}: {', '.join(parts)}; {failures}"
 
 
 def length(plan: Plan) -> str:

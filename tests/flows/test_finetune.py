@@ -70,6 +70,10 @@ def test_mlflow_has_each_step_once_and_every_stage(place, first):
     history = client.get_metric_history(train.info.run_id, "loss/training")
     assert [metric.step for metric in sorted(history, key=lambda m: m.step)] == list(range(1, 51))
     assert parent.data.params["optimizer.lr"] == "0.005"
+    spent = {name: value for name, value in train.data.metrics.items() if name.startswith("time/")}
+    assert len(spent) == 10 and 0 < spent["time/effective"] < 1
+    assert spent["time/training_hours"] > 0 == spent["time/lost_hours"] == spent["time/repeated_hours"]
+    assert "time.png" in {item.path for item in client.list_artifacts(train.info.run_id)}
     assert train.inputs.dataset_inputs
     figures = {item.path for item in client.list_artifacts(train.info.run_id, "figures")}
     assert {"figures/loss.png", "figures/learning_rate.png", "figures/gradient_norm.png"} <= figures
@@ -112,6 +116,7 @@ def test_prefect_has_the_report(place, first):
     assert "python -m flows.serve quick@1" in page and "  source: tiny://tickets" in page
     assert "/model-metrics?workflowType=machine_learning>)" in page and "compareRunsMode=CHART" in page
     assert "data:image/png;base64," in reports[0]["data"]
+    assert "% effective: " in page and "| training | time | GPU hours | USD |" in page
 
 
 def test_again_all_is_there_without_a_local_copy_and_mlflow_gets_no_run(place, first):
@@ -203,6 +208,8 @@ def test_a_training_that_is_killed_goes_on_and_mlflow_has_each_step_once(place, 
     assert [run.info.status for run in runs] == ["FINISHED"]
     history = client.get_metric_history(runs[0].info.run_id, "loss/training")
     assert sorted(metric.step for metric in history) == list(range(1, 51))
+    spent = {name: runs[0].data.metrics[f"time/{name}_hours"] for name in ("training", "lost", "repeated", "saving")}
+    assert all(hours > 0 for hours in spent.values()), spent
 
 
 @pytest.mark.parametrize(

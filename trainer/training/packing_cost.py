@@ -48,7 +48,7 @@ COST, ERRORS, SHARE = 0.2, 3, 1.0
 
 
 class PackingCost(Callback):
-    """In the list of callbacks it is after Metrics. It is made before process groups exist, as opening a base needs."""
+    """Callback after Metrics. It is created before process groups exist, because opening a base requires this."""
 
     def __init__(self, run: Run, metrics: Metrics):
         self.run, self.metrics, self.stored = run, metrics, None
