@@ -239,7 +239,12 @@ def _compare(row: Row, found: dict[int, float], expected: dict[int, float]) -> N
 
 
 def _start(made: World, steps: int):
-    fixed = [f"layout.nodes={NODES}", f"train.steps={SCHEDULE}", f"checkpoint.save_every={INTERVAL}"]
+    fixed = [
+        f"layout.nodes={NODES}",
+        f"train.steps={SCHEDULE}",
+        f"checkpoint.save_every={INTERVAL}",
+        "evaluate.tasks=[]",
+    ]
     return made.flow("--from", "train", "--until", "train", *fixed, f"train.stop_after={steps}")
 
 

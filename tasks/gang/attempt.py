@@ -20,6 +20,7 @@ from conf.network import rank_order
 from conf.rules import schedule
 from conf.schema.run import Run
 from contract.faults import Fault, Stopped
+from tasks.gang import results
 from tasks.gang.board import STALE, Board, Watch, newest_attempt
 from tasks.gang.collector import Collector
 from tasks.gang.controller_link import Lookout
@@ -70,7 +71,9 @@ class Gang:
         """Step of the newest complete checkpoint: in the store, if hosts share no folder, else in the folder."""
         return self._answered(self.copies.newest) or self.job.newest()
 
-    def is_done(self) -> bool:
+    def is_done(self, board: Board) -> bool:
+        """Whether the job is complete after an attempt that ended without a failure."""
+        self._answered(lambda: results.fetch(board, self.folder / "files"))
         if step := self._answered(self.copies.newest):
             return schedule.is_over(self.run, step, self._answered(lambda: self.copies.mark(step)))
         return self.job.is_done()
@@ -246,7 +249,7 @@ def go(gang: Gang, run: Run, lookout: Lookout) -> dict[int, str]:
     """Start all members. Returns their hosts by member, in the order of their ranks; the first is the master."""
     nodes, probe = dict(lookout.nodes), (gang.folder / "probe").read_text()
     if apart := tuple(k for k, node in nodes.items() if node.probe != probe):
-        _check_copied(gang, nodes[apart[0]])
+        _check_sharing(gang, nodes[apart[0]])
         lookout.say(apart=apart, runs=str(runs_folder()), copied=gang.newest())
     names = host_names(lookout)
     members = {name: k for k, name in names.items()}
@@ -255,16 +258,15 @@ def go(gang: Gang, run: Run, lookout: Lookout) -> dict[int, str]:
     lookout.peers = Peers({str(k): (node.address, node.port) for k, node in nodes.items()})
     lookout.say(state="go", order=tuple(order), master=(first.address, first.master_port), key=secrets.token_hex(32))
     if apart:
-        gang.say(f"{len(apart)} of {len(nodes)} hosts do not share {gang.folder}: checkpoints are copied to the store")
-        Collector(gang.copies, lookout, run, gang.folder / "files", gang.say)
+        gang.say(f"{len(apart)} of {len(nodes)} hosts do not share {gang.folder}: the store has copies of their files")
+        Collector(gang.copies, lookout, run, gang.folder / "files" / gang.job.followed, gang.say)
     return {k: names[k] for k in order}
 
 
-def _check_copied(gang: Gang, node: Member) -> None:
+def _check_sharing(gang: Gang, node: Member) -> None:
     """Raise a Fault if the job needs a folder that all hosts share."""
-    run, where = gang.run, f"{gang.folder} is not the same storage on {node.host} ({node.address})"
-    if not gang.job.copied:
-        raise Fault(f"FINETUNE_RUNS: {where}; name a folder of a file system that all hosts share")
-    for key, value in {"model.adapter": run.model.adapter, "export.every": run.export.every}.items():
-        if value is not None:
-            raise Fault(f"{key}: needs FINETUNE_RUNS on a file system that all hosts share, and {where}")
+    if key := gang.job.sharing():
+        raise Fault(
+            f"{key}: {gang.folder} is not the same storage on {node.host} ({node.address}), and has to be; "
+            "name a folder of a file system that all hosts share in FINETUNE_RUNS"
+        )

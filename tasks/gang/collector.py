@@ -2,7 +2,7 @@
 
 The first member reports each checkpoint that all ranks have written. Members copy one checkpoint at a time: their parts
 are then of the same one, also if copying takes longer than the interval between checkpoints, which skips some.
-Metrics of the training are copied into the controller's folder while they grow.
+Metrics of the training, or the progress of an evaluation, are copied into the controller's folder while they grow.
 """
 
 import threading
@@ -14,7 +14,7 @@ from conf.schema.run import Run
 from contract.amounts import size
 from contract.files import write_atomically
 from tasks.gang.controller_link import Lookout
-from tasks.gang.copies import METRICS, Copies
+from tasks.gang.copies import Copies
 from tasks.gang.history.logs import Log
 from tasks.gang.messages import Member
 
@@ -25,10 +25,10 @@ REPORTED = 30.0  # seconds between lines about files that hosts fetch, or a stor
 class Collector:
     """Thread that works until the attempt is closed. It may block for as long as the store does."""
 
-    def __init__(self, copies: Copies, lookout: Lookout, run: Run, output: Path, say: Callable[[str], None]):
-        self._copies, self._lookout, self._run, self._output, self._say = copies, lookout, run, output, say
+    def __init__(self, copies: Copies, lookout: Lookout, run: Run, followed: Path, say: Callable[[str], None]):
+        self._copies, self._lookout, self._run, self._followed, self._say = copies, lookout, run, followed, say
         first = lookout.word.order[0]
-        self._metrics = Log(lookout.board, f"{first}/{METRICS}", "") if first in lookout.word.apart else None
+        self._log = Log(lookout.board, f"{first}/{followed.name}", "") if first in lookout.word.apart else None
         self._began, self._reported, self._abandoned = 0.0, time.monotonic(), 0
         threading.Thread(target=self._collect, daemon=True, name="copies").start()
 
@@ -67,14 +67,14 @@ class Collector:
             self._say(line)
 
     def _follow(self) -> None:
-        if self._metrics is None:
+        if self._log is None:
             return
-        is_new, path = self._metrics.piece == 0, self._output / METRICS
-        lines = "".join(f"{line}\n" for line in self._metrics.lines())
+        is_new = self._log.piece == 0
+        lines = "".join(f"{line}\n" for line in self._log.lines())
         if lines and is_new:
-            write_atomically(path, lines, durable=False)
+            write_atomically(self._followed, lines, durable=False)
         elif lines:
-            with path.open("a") as file:
+            with self._followed.open("a") as file:
                 file.write(lines)
 
     def _complete(self, step: int) -> None:

@@ -147,7 +147,7 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
         nodes = dict(lookout.nodes)
         states = {k: nodes[k].state for k in hosts}
         if gang.job.is_over(run, list(states.values())):
-            return None if gang.is_done() else preempted(nodes)
+            return None if gang.is_done(lookout.board) else preempted(nodes)
         ended = {k: ended.get(k, now) for k, alive in handle.alive().items() if alive is False}
         over = {k for k, state in states.items() if state in ("done", "failed", "preempted", "stopped", "stopping")}
         # The last message of a member may be read after its end is known: it decides.

@@ -22,7 +22,7 @@ class Job(ABC):
 
     command: ClassVar[str]  # of the trainer
     advice: ClassVar[str] = ""  # keys that give more memory, if the plan knows none
-    copied: ClassVar[bool] = False  # hosts need not share a folder
+    followed: ClassVar[str] = ""  # file of its output that the flow reads while it grows
 
     @classmethod
     def of(cls, run: Run, share: gpus.Share) -> "Job":
@@ -46,6 +46,10 @@ class Job(ABC):
         """Ranks on a host with this number of GPUs."""
         return gpus
 
+    def sharing(self) -> str:
+        """The key because of which all hosts have to share a folder; empty if they need not."""
+        return "FINETUNE_RUNS"
+
     @abstractmethod
     def newest(self) -> int:
         """Step of the newest checkpoint, from which the next attempt resumes."""
@@ -66,7 +70,11 @@ class Job(ABC):
 @dataclass(frozen=True)
 class Training(Job):
     command: ClassVar[str] = "train"
-    copied: ClassVar[bool] = True
+    followed: ClassVar[str] = "metrics.jsonl"
+
+    def sharing(self) -> str:
+        needs = {"model.adapter": self.run.model.adapter, "export.every": self.run.export.every}
+        return next((key for key, value in needs.items() if value is not None), "")
 
     def newest(self) -> int:
         return _newest(self.run.paths.output)
@@ -117,6 +125,7 @@ class Evaluation(Job):
     asked: Run  # with the layout of training
 
     command: ClassVar[str] = "evaluate"
+    followed: ClassVar[str] = "progress.jsonl"
     advice: ClassVar[str] = "evaluate.nodes, evaluate.gpus and evaluate.quantization decide what a GPU has to hold"
 
     @classmethod
@@ -127,6 +136,9 @@ class Evaluation(Job):
 
     def conf(self, run: Run) -> Run:
         return self.asked
+
+    def sharing(self) -> str:
+        return ""
 
     def is_over(self, run: Run, states: Sequence[str]) -> bool:
         return states[:1] == ["done"]

@@ -39,9 +39,11 @@ from tasks.gang.board import Board
 from tasks.gang.copier import Copier
 from tasks.gang.copies import Copies
 from tasks.gang.diagnosis.host_evidence import Host
+from tasks.gang.job import JOBS, Training
 from tasks.gang.member_link import Link
 from tasks.gang.messages import End, Member, Standing, Task, Word
-from tasks.gang.ranks import Ranks
+from tasks.gang.ranks import WRITES, Ranks
+from tasks.gang.results import Results
 from tasks.store import open_store
 
 TICK = 0.3
@@ -178,7 +180,7 @@ def _train(link: Link, board: Board, node: int, folder: Path, ending: Ending):
     return why, 0
 
 
-def _own_files(link: Link, run: Run, task: Task, place: int, ending: Ending) -> tuple[Run, Copier]:
+def _own_files(link: Link, run: Run, task: Task, place: int, ending: Ending) -> tuple[Run, Copier | Results]:
     """Fetch the files that this host lacks, and wait until all hosts have theirs."""
 
     def stop() -> str:
@@ -187,17 +189,21 @@ def _own_files(link: Link, run: Run, task: Task, place: int, ending: Ending) -> 
     word, store = link.word, open_store(link.board.store.uri)
     progress = own_files.reporting(link.say, stop)
     run = own_files.local_run(run, Path(word.runs), store, progress)
-    own_files.resume(run, Copies(store, link.board.gang), word.copied, place == 0, progress)
+    output, job = Path(getattr(run.paths, WRITES[task.command])), JOBS[task.command]
+    if job is Training:
+        own_files.resume(run, Copies(store, link.board.gang), word.copied, place == 0, progress)
     link.say(ready=True)
     while not link.word.start:
         if why := stop():
             raise Stopped(why)
         time.sleep(TICK)
     ranks = range(place * task.ranks, (place + 1) * task.ranks)
-    return run, Copier(link, Path(run.paths.output), ranks, place == 0)
+    if job is Training:
+        return run, Copier(link, output, ranks, place == 0)
+    return run, Results(link, output, place == 0, job.followed)
 
 
-def _copy_the_rest(copier: Copier | None, ending: Ending) -> None:
+def _copy_the_rest(copier: Copier | Results | None, ending: Ending) -> None:
     """Finish the copy under way before the attempt ends: the next one then repeats fewer steps."""
     until = time.monotonic() + (LAST_WORDS if ending.is_set() else LAST_COPY)
     if copier:

@@ -16,18 +16,28 @@ CACHE = "cache"  # folder of artifacts, as in tasks/run/session.py
 
 def local_run(run: Run, theirs: Path, store: Store, progress: Progress) -> Run:
     """Return the run with paths of this host. Artifacts that this host lacks are fetched from the store."""
-    own = runs_folder() if os.environ.get("FINETUNE_RUNS") else theirs
-    paths = {}
-    for key, path in run.paths:
-        if Path(path).is_relative_to(theirs / CACHE):
-            name, *inside = Path(path).relative_to(theirs / CACHE).parts
-            made = artifact.read(store, "/".join(name.rsplit("-", 1)))
-            if made is None:
-                raise Fault(f"paths.{key}: {store.link(name)}: no longer in the store; start the run again")
-            paths[key] = str(artifact.local(made, store, own / CACHE, progress).joinpath(*inside))
-        elif Path(path).is_relative_to(theirs):
-            paths[key] = str(own / Path(path).relative_to(theirs))
-    return run.changed(paths=paths)
+    own, shared = runs_folder() if os.environ.get("FINETUNE_RUNS") else theirs, store.place("")
+    paths = {key: Path(path) for key, path in run.paths if Path(path).is_relative_to(theirs)}
+    local = {}
+    for key, path in paths.items():
+        if path.is_relative_to(theirs / CACHE):
+            name, *inside = path.relative_to(theirs / CACHE).parts
+            local[key] = _artifact(name, "/".join(inside), store, own / CACHE, progress)
+        elif not (shared and path.is_relative_to(shared)):
+            local[key] = own / path.relative_to(theirs)
+    return run.changed(paths={key: str(path) for key, path in local.items()})
+
+
+def _artifact(name: str, inside: str, store: Store, cache: Path, progress: Progress) -> Path:
+    """Return the place of an artifact on this host, or of a file or folder inside it, which alone is fetched."""
+    made = artifact.read(store, "/".join(name.rsplit("-", 1)))
+    if made is None:
+        raise Fault(f"{store.link(name)}: no longer in the store; start the run again")
+    if not inside:
+        return artifact.local(made, store, cache, progress)
+    files = {name: file for name, file in made.files.items() if f"{name}/".startswith(f"{inside}/")}
+    store.get(f"{made.key}/files", files, cache / f"{name}-parts", progress)
+    return cache / f"{name}-parts" / inside
 
 
 def resume(run: Run, copies: Copies, step: int, first: bool, progress: Progress) -> None:

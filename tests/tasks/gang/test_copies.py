@@ -11,13 +11,14 @@ import pytest
 
 from conf.load import load
 from contract import checkpoints
-from tasks.gang import collector, own_files
+from tasks.gang import collector, own_files, results
 from tasks.gang import copier as copiers
 from tasks.gang.board import Board
 from tasks.gang.collector import Collector
 from tasks.gang.copier import Copier
 from tasks.gang.copies import METRICS, Copies, decoded, encoded, part
 from tasks.gang.messages import Member, Word
+from tasks.gang.results import Results
 from tasks.run import artifact
 from tasks.run.artifact import Stage
 from tasks.store import File, Store, open_store
@@ -181,16 +182,22 @@ def test_artifacts_reach_a_host_once_and_paths_become_its_own(s3_url, tmp_path, 
     stage = Stage("convert", 1)
 
     def make(work: artifact.Work) -> dict[str, Any]:
-        (work.files / "weights").write_bytes(b"w" * 99)
+        (work.files / "merged").mkdir()
+        for name in ("weights", "parity.json", "merged/model"):
+            (work.files / name).write_bytes(b"w" * 99)
         return {}
 
     made = artifact.get_or_make(stage, store, make, tmp_path / "work", lambda _: None, {"flow": "x"})
     there = artifact.local(made, store, flow / "cache")
-    run = load("tiny", [f"paths.base={there}", f"paths.output={flow}/work/train-1/files", "paths.data=/elsewhere"])
+    paths = [f"paths.base={there}", f"paths.output={flow}/work/train-1/files", "paths.data=/elsewhere"]
+    run = load("tiny", paths)
     monkeypatch.setenv("FINETUNE_RUNS", str(own))
     here = own_files.local_run(run, flow, store, lambda *_: None)
     assert here.paths.output == f"{own}/work/train-1/files" and here.paths.data == "/elsewhere"
     assert here.paths.base.startswith(str(own)) and (Path(here.paths.base) / "weights").read_bytes() == b"w" * 99
+    served = load("tiny", [f"paths.served={there}/merged", f"paths.parity={there}/parity.json"])
+    parts = Path(own_files.local_run(served, flow, store, lambda *_: None).paths.served).parent
+    assert {path.name for path in parts.rglob("*") if path.is_file()} == {"model", "parity.json"}
     monkeypatch.setattr(type(store), "get", None)  # the second start finds them
     assert own_files.local_run(run, flow, store, lambda *_: None) == here
     monkeypatch.delenv("FINETUNE_RUNS")
@@ -204,7 +211,7 @@ class Gang:
         self.board, self.lines = Board(store, GANG, 1), list[str]()
         self.word = Word("controller", "go", order=(1, 0), apart=(0, 1))
         self.nodes = {k: Member(str(k), f"host{k}", "running") for k in (0, 1)}
-        Collector(Copies(store, GANG), cast(Any, self), load("tiny", [*overrides]), folder, self.lines.append)
+        Collector(Copies(store, GANG), cast(Any, self), load("tiny", [*overrides]), folder / METRICS, self.lines.append)
 
     def say(self, **news: Any) -> None:
         self.word = replace(self.word, **news)
@@ -265,3 +272,21 @@ def test_metrics_are_followed(gang, store, tmp_path):
     wait_for(lambda: (tmp_path / METRICS).read_text() == "1\n2\n")
     gang.board.write(f"logs/1/{METRICS}.00001", b"0\n4\n")
     wait_for(lambda: (tmp_path / METRICS).read_text() == "1\n2\n30\n4\n")
+
+
+def test_answers_reach_the_flow(store, tmp_path):
+    """Of the first host; those of an earlier attempt on the same host are not its answers."""
+    hosts = [Host(tmp_path, store, name) for name in RANKS]
+    (hosts[0].output / "results.json").write_text("old")
+    made = [Results(cast(Any, host.link), host.output, host.first, "progress.jsonl") for host in hosts]
+    for host, name in zip(hosts, ("results.json", "log.txt"), strict=True):
+        assert not (host.output / "results.json").exists()
+        host.output.mkdir(exist_ok=True)
+        (host.output / name).write_text("new")
+    made[0].finish(False, lambda: False)
+    results.fetch(hosts[0].link.board, tmp_path / "flow")
+    assert not (tmp_path / "flow").exists()
+    for one in made:
+        one.finish(True, lambda: False)
+    results.fetch(hosts[0].link.board, tmp_path / "flow")
+    assert [path.name for path in (tmp_path / "flow").iterdir()] == ["results.json"]
