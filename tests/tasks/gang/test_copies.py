@@ -11,6 +11,7 @@ import pytest
 
 from conf.load import load
 from contract import checkpoints
+from contract.faults import Fault
 from tasks.gang import collector, own_files, results
 from tasks.gang import copier as copiers
 from tasks.gang.board import Board
@@ -111,6 +112,20 @@ def test_a_new_host_gets_the_parts_of_all(store, tmp_path):
     assert (new / "checkpoints/latest_train_state.pt").read_bytes() == b"state"
     lines = [json.loads(line)["step"] for line in (new / METRICS).read_text().splitlines()]
     assert max(lines) == 20
+
+
+def test_a_copy_with_a_flipped_bit_is_named(store, tmp_path):
+    hosts = [Host(tmp_path, store, name) for name in RANKS]
+    for host in hosts:
+        host.copier()
+    copied(store, hosts, 10)
+    copies = Copies(store, GANG)
+    name = f"{copies.files}/checkpoints/iter_0000010/__2_0.distcp"
+    store.write(name, bytes([2, 11]) * 9)
+    run = load("tiny", [f"paths.output={tmp_path}/new"])
+    with pytest.raises(Fault, match=f"{name}: its content differs from its record"):
+        own_files.resume(run, copies, 10, True, lambda *_: None)
+    assert checkpoints.complete_steps(tmp_path / "new/checkpoints") == []
 
 
 def test_a_checkpoint_that_training_removes_meanwhile_is_copied(store, tmp_path):
