@@ -13,7 +13,8 @@ START and the rates of conversion and export were measured on one H200 with 9.6 
 and so is the rate of several processes, which is at most READ, the rate of the host's storage. CHECKED and UNPACKED are
 for a base without conversion (convert.to: none): rates of one core, measured on 256 MB of bf16 and on a matrix of
 DeepSeek-V3 in FP8 blocks. DESCRIBED is about the time for the 45,000 tensors of GLM-4.7. A packed base is checked and
-then packed; PACKED is the rate of one process with 1.1 GB in the slowest format, nvfp4 (docs/how-to/quantised.md).
+then packed, on all cores of a process. PACKED was measured on a core of a host without GPUs, with matrices of 1408 x
+4096 in bf16, including the loss of each (docs/measurements/quantised.md).
 
 Not covered: preparation, as its rows are not counted yet; copies to a store other than a folder; checkpoints' time.
 """
@@ -38,9 +39,11 @@ from conf.schema.sections import Layout
 
 START = 20.0  # seconds until a command of the trainer has imported its packages and connected its processes
 DOWNLOAD, CONVERT, EXPORT = 0.8 * GB, 0.22 * GB, 0.11 * GB  # bytes/s; the last two per process
-CHECKED = 1.2 * GB  # bytes/s of a process that computes checksums of released tensors
+CHECKED = 1.2 * GB  # bytes/s of a core that computes checksums of released tensors
 UNPACKED = 0.15 * GB  # bytes/s of a rank that unpacks codes and scales
-PACKED = 0.035 * GB  # bytes/s of a process that packs bf16 weights into codes and scales
+# bytes/s of bf16 weights that a core packs into codes and scales, by model.base
+PACKED = {"fp8": 0.23 * GB, "int4": 0.36 * GB, "nvfp4": 0.17 * GB, "mxfp4": 0.20 * GB}
+CORES = 14  # of a process on a GPU host: a DGX H100 has 112 for 8 GPUs
 DESCRIBED = 20.0  # seconds in which a rank finds the released tensors of its weights
 CONVERTING = 3 * GB  # bytes of a process at most: its libraries and a shard of tensors
 FILE = 5 * GB  # bytes of a file of a release: one is read and one is written at a time
@@ -170,10 +173,12 @@ def _conversion(run: Run, facts: ModelFacts) -> StageNeed:
     if run.convert.to == "torch_dist":
         rate = min(CONVERT * here.world, READ * hosts / 2)  # it reads and writes
         return StageNeed("convert", hosts, gpus, 0, resident, written, START + written / rate)
-    seconds = START + released / min(CHECKED * here.world, READ * hosts)
+    cores = CORES * here.world
+    seconds = START + released / min(CHECKED * cores, READ * hosts)
     if run.convert.to == "packed":
-        unpacked = parameters.total(facts) * states.byte(run.train)
-        seconds += max(unpacked / (PACKED * here.world), (released + written) / (READ * hosts))
+        base = parameters.total(facts) * states.byte(run.train)
+        packed = base / (PACKED[run.model.base] * cores) + (base / (UNPACKED * here.world) if facts.packed else 0.0)
+        seconds += max(packed, (released + written) / (READ * hosts))
     return StageNeed("convert", hosts, gpus, 0, resident, written, seconds)
 
 

@@ -10,8 +10,8 @@ from trainer.weights.quantised import report
 
 def test_copies_count_once_and_parts_count_together(tmp_path, capfd):
     given = torch.full((4, 8), 2.0)
-    half = [report.row("a", (top, 0), given, given + 0.02 * (1 + top), False) for top in (0, 4)]
-    exact = report.row("b", (0, 0), given, given, True)
+    half = [report.row("a", (top, 0), [(given, given + 0.02 * (1 + top))], False) for top in (0, 4)]
+    exact = report.row("b", (0, 0), [(given, given)], True)
     whole, *rows = report.summary("int4", [half[0], half[0], half[1], exact, exact], [100, 2_000_000])
     first, second = (0.02 / 2, 0.1 / 2)
     expected = ((first**2 + second**2) / 2) ** 0.5

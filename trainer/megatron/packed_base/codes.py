@@ -24,6 +24,7 @@ BIAS = 127  # added to exponents stored in a byte
 FP8 = torch.float8_e4m3fn
 # Types of scales by kind (conf/rules/packed_base.py).
 SCALES = {"fp8": torch.float32, "int": torch.bfloat16, "nvfp4": FP8, "mxfp4": torch.uint8}
+PAIRS = torch.tensor([(low, high) for high in E2M1 for low in E2M1])  # of each byte
 AT_ONCE = 2**18  # fp32 values unpacked at a time: they fit into a CPU's cache
 
 
@@ -78,5 +79,6 @@ def in_fp32(scales: torch.Tensor) -> torch.Tensor:
 def numbers(codes: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "fp8":
         return codes.float()
-    pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
-    return pairs.float() - MIDDLE if kind == "int" else torch.tensor(E2M1, device=codes.device)[pairs.int()]
+    if kind == "int":
+        return torch.stack((codes & 15, codes >> 4), -1).flatten(1).float() - MIDDLE
+    return torch.nn.functional.embedding(codes.int(), PAIRS.to(codes.device)).flatten(1)

@@ -1,12 +1,14 @@
 """Conversion of a release to packed files (convert.to: packed); files.py describes them, packing.py makes the codes.
 
-Only the model determines how tensors are divided into files, in the model's order. The ranks share the files. One
-matrix at a time is unpacked, by the same code that writes an unpacked base. A finished file has an entry in a journal,
-with its checksum and the error of each of its matrices relative to the release; a later attempt keeps the file.
+Only the model determines how tensors are divided into files, in the model's order. The ranks share the files. Each core
+of a rank packs one tensor at a time, unpacked by the same code that writes an unpacked base. The tensors of the next
+file are packed while one is written. A finished file has an entry in a journal, with its checksum and the error of each
+of its matrices relative to the release; a later attempt keeps the file.
 """
 
 import itertools
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Fault
 from trainer.megatron.packed_base import weight
+from trainer.startup import device
 from trainer.weights import atomic_folder, file_sums, journal, released
 from trainer.weights.conversion import unwritten
 from trainer.weights.conversion.megatron_tensors import storage
@@ -57,10 +60,18 @@ def write(run: Run, chunks: list, base: Path, journal_folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     journal_folder.mkdir(exist_ok=True)
 
+    torch.set_num_threads(1)  # several tensors are packed in parallel, one thread each
+    source = packing.Packing(form, stored, release, None, "cpu")
+    pool, started = ThreadPoolExecutor(device.cores()), dict[int, list[Future]]()
+
+    def ahead(number: int) -> None:
+        started[number] = [pool.submit(_packed, form, source, tensor, _name(number)) for tensor in units[number]]
+
     def make(number: int) -> journal.Entry:
-        rows: list[report.Row] = []
-        source = packing.Packing(form, stored, release, rows, "cpu")
-        content, index = _packed(form, source, units[number], _name(number))
+        content, index, rows = dict[str, torch.Tensor](), dict[str, dict[str, Any]](), list[report.Row]()
+        for tensor, future in zip(units[number], started.pop(number), strict=True):
+            of_tensor, index[tensor.name], losses = future.result()
+            content, rows = content | of_tensor, rows + losses
         save_file(content, folder / _name(number))
         return {
             "sum": _checksum(folder / _name(number)),
@@ -69,12 +80,14 @@ def write(run: Run, chunks: list, base: Path, journal_folder: Path) -> None:
             "bytes": sum(tensor.nbytes for name, tensor in content.items() if name.endswith(files.ENDS)),
         }
 
-    entries = journal.do(
-        journal_folder,
-        {number: sum(tensor.size for tensor in unit) for number, unit in enumerate(units)},
-        lambda number, entry: _checksum(folder / _name(number)) == entry.get("sum"),
-        make,
-    )
+    with pool:
+        entries = journal.do(
+            journal_folder,
+            {number: sum(tensor.size for tensor in unit) for number, unit in enumerate(units)},
+            lambda number, entry: _checksum(folder / _name(number)) == entry.get("sum"),
+            make,
+            ahead,
+        )
     if atomic_folder.rank() == 0:
         indexes = [entry["index"] for _, entry in sorted(entries.items())]
         files.write_index(folder, {name: row for index in indexes for name, row in index.items()})
@@ -100,29 +113,24 @@ def _is_of_transformer_engine(layer: Any) -> bool:
     return any(kind.__module__ == transformer_engine.__name__ for kind in type(layer).__mro__)
 
 
+@torch.no_grad()
 def _packed(
-    form: Format, source: packing.Packing, unit: list[Tensor], file: str
-) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-    """Return the content of a file, and its rows of the index."""
-    content: dict[str, torch.Tensor] = {}
-    index: dict[str, dict[str, Any]] = {}
-    for tensor in unit:
-        if not tensor.packed:
-            shape = source.shape(tensor.name)
-            content[tensor.name] = source.box(tensor.name, (0,) * len(shape), shape)
-            index[tensor.name] = files.with_sums({"file": file}, content, tensor.name)
-            continue
-        height = source.height(tensor.parts[0])
-        packed_parts = [source.of_part(part, (height, form.block[1])) for part in tensor.parts]
-        content[tensor.name + files.CODES] = torch.cat([codes for codes, _, _ in packed_parts])
-        content[tensor.name + files.SCALES] = torch.stack([scales for _, scales, _ in packed_parts])
-        if form.factor_bytes:
-            content[tensor.name + files.FACTORS] = torch.stack(
-                [factor for _, _, factor in packed_parts if factor is not None]
-            )
-        row = {"file": file, "height": height, "matrices": len(packed_parts)}
-        index[tensor.name] = files.with_sums(row, content, tensor.name)
-    return content, index
+    form: Format, source: packing.Packing, tensor: Tensor, file: str
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[report.Row]]:
+    """Return the content of a tensor, its row of the index, and the losses of its matrices."""
+    name, rows, content = tensor.name, list[report.Row](), dict[str, torch.Tensor]()
+    if not tensor.packed:
+        shape = source.shape(name)
+        content[name] = source.box(name, (0,) * len(shape), shape)
+        return content, files.with_sums({"file": file}, content, name), rows
+    source, height = replace(source, rows=rows), source.height(tensor.parts[0])
+    parts = [source.of_part(part, (height, form.block[1])) for part in tensor.parts]
+    content[name + files.CODES] = torch.cat([codes for codes, _, _ in parts])
+    content[name + files.SCALES] = torch.stack([scales for _, scales, _ in parts])
+    if form.factor_bytes:
+        content[name + files.FACTORS] = torch.stack([factor for _, _, factor in parts if factor is not None])
+    row = {"file": file, "height": height, "matrices": len(parts)}
+    return content, files.with_sums(row, content, name), rows
 
 
 def _name(number: int) -> str:

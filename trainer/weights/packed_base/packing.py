@@ -5,6 +5,7 @@ depend on how a matrix is cut. A release in the same format keeps its codes and 
 The packing loss of each matrix is recorded.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,8 @@ class Packing:
         as_released = self._as_released(part, block)
         read, found = as_released or self._packed(part, block)
         if self.rows is not None:
-            numbers = unpacked(found, block)
-            self.rows.append(report.row(part.name, part.offsets, read, numbers, as_released is not None))
+            compared = _compared(read, found, block)
+            self.rows.append(report.row(part.name, part.offsets, compared, as_released is not None))
         return found
 
     def _as_released(self, part: Part, block: tuple[int, int]) -> tuple[torch.Tensor, Found] | None:
@@ -113,17 +114,33 @@ def release(run: Run, form: Format, config: Any) -> released_scales.Release | No
 
 def of_matrix(form: Format, read: torch.Tensor, top: torch.Tensor | None = None) -> Found:
     """Return codes and scales of whole blocks, and the factor of a matrix, or of several with this largest value."""
+    blocks = read.split(_rows_at_once(read, form.block[0]))
+    if form.factor_bytes and top is None:
+        top = torch.stack([rows.float().abs().amax() for rows in blocks]).amax()
+    codes, scales, factors = zip(*(_pack_rows(form, rows, top) for rows in blocks), strict=True)
+    return torch.cat(codes), torch.cat(scales), factors[0]
+
+
+def _rows_at_once(read: torch.Tensor, height: int) -> int:
+    """Return the rows of whole blocks that a CPU's cache holds; on a GPU all rows."""
+    return len(read) if read.is_cuda else max(1, AT_ONCE // (height * read.shape[1])) * height
+
+
+def _pack_rows(form: Format, read: torch.Tensor, top: torch.Tensor | None) -> Found:
+    """Return the codes of some rows of a matrix whose largest magnitude is `top`, if the format has a factor."""
     if form.factor_bytes:
         return e2m1.nvfp4(read, top)
-    height, columns = form.block[0], read.shape[1]
-    each = len(read) if read.is_cuda else max(1, AT_ONCE // (height * columns)) * height
-    codes, scales = zip(*(_pack_rows(form, rows) for rows in read.split(each)), strict=True)
-    return torch.cat(codes), torch.cat(scales), None
-
-
-def _pack_rows(form: Format, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if form.kind == "mxfp4":
-        return e2m1.mxfp4(read)
+        return *e2m1.mxfp4(read), None
     scheme, kind = quantization.Scheme(form.kind, "", "", form.block, form.bits), SCALES[form.kind]
     codes, scales = pack.pack(quantization.Packed(scheme, (read.shape[0], read.shape[1]), "", ""), read, kind)
-    return codes.view(torch.uint8) if form.kind == "int" else codes, scales.to(kind)
+    return codes.view(torch.uint8) if form.kind == "int" else codes, scales.to(kind), None
+
+
+def _compared(read: torch.Tensor, found: Found, block: tuple[int, int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield values of a part and those of its codes, some rows at a time."""
+    codes, scales, factor = found
+    each = _rows_at_once(read, block[0])
+    of_rows = codes.split(each), scales.split(-(-each // block[0]))
+    for rows, some, of_some in zip(read.split(each), *of_rows, strict=True):
+        yield rows, unpacked((some, of_some, factor), block)

@@ -35,11 +35,16 @@ class Row:
     as_released: bool  # whether codes and scales are the release's
 
 
-def row(name: str, offsets: tuple[int, ...], original: torch.Tensor, packed: torch.Tensor, as_released: bool) -> Row:
-    """Compare the values of codes with the original values, both in fp32. Return the row of this part."""
-    original = original.float()
-    weight, error = torch.stack((original.square().sum(), (packed - original).square().sum())).tolist()
-    return Row(name, offsets, original.numel(), weight, error, as_released)
+def row(
+    name: str, offsets: tuple[int, ...], compared: Iterable[tuple[torch.Tensor, torch.Tensor]], as_released: bool
+) -> Row:
+    """Compare original values with the values of codes, block by block, in fp32. Return the row of this part."""
+    numbers, weight, error = 0, 0.0, 0.0
+    for original, packed in compared:
+        original = original.float()
+        sums = torch.stack((original.square().sum(), (packed - original).square().sum())).tolist()
+        numbers, weight, error = numbers + original.numel(), weight + sums[0], error + sums[1]
+    return Row(name, offsets, numbers, weight, error, as_released)
 
 
 def write(folder: Path, base: str, own: list[Row], packed_bytes: int) -> None:

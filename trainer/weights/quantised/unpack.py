@@ -52,10 +52,10 @@ def spans(packed: Packed, first: int, last: int):
 
 def spread(scales: torch.Tensor, packed: Packed, start: int, stop: int) -> torch.Tensor:
     """Return the scales of these rows, one per value."""
-    (height, width), columns = packed.scheme.block, packed.shape[1]
-    of_rows = torch.arange(start, stop, device=scales.device) // height
-    of_columns = torch.arange(columns, device=scales.device) // width
-    return scales[of_rows][:, of_columns]
+    height, width = (min(sizes) for sizes in zip(packed.scheme.block, packed.shape, strict=True))  # may be "all"
+    first = start // height
+    of_rows = scales[first : -(-stop // height)].repeat_interleave(height, 0)[start - first * height :][: stop - start]
+    return of_rows.repeat_interleave(width, 1)[:, : packed.shape[1]]
 
 
 def _numbers(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
