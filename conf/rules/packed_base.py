@@ -6,6 +6,8 @@
     once_rounded(run, ...)   whether earlier versions rounded such a release again
     identity(run)            facts of the codes' version
     merges_onto(run)         whether an export is merged onto the packed numbers
+    measures_cost(run, ...)  whether training compares the packed with the unpacked base, before its first step
+    measured_batches(run)    micro batches on which it compares them
     is_served(run)           whether vLLM serves the codes, with the adapter not merged
     of_pack(run)             the run that exports the codes in a format of vLLM
     contradictions(run)      (key, problem), for conf/rules/contradictions.py
@@ -18,6 +20,7 @@ the training does not depend on the layout. Embeddings, norms, routers, biases a
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from conf.model_facts import ModelFacts
@@ -51,6 +54,7 @@ FORMATS = {
 }
 ROUNDED = ("fp8", "int4")  # formats for which earlier versions rounded every release
 PARTS = ("experts", "attention", "dense")  # choices of model.pack
+MEASURED = 2**12  # tokens on which the packed and the unpacked base are compared, at least
 COLUMNS = 8  # the columns of a rank's part must be a multiple: 8 codes of 4 bits fill a word of 32
 
 
@@ -72,6 +76,20 @@ def is_packed(run: Run, layer: str) -> bool:
 def part_of(kind: str) -> str:
     """The part of the model with this kind of matrices."""
     return kind if kind in PARTS else "dense"
+
+
+def measures_cost(run: Run, quantised: bool) -> bool:
+    """Whether training also computes the loss of the unpacked base. `quantised`: whether the release is."""
+    if run.log.packing_cost is not None:
+        return run.log.packing_cost and format_of(run) is not None
+    return format_of(run) is not None and (not quantised or run.convert.to == "torch_dist")
+
+
+def measured_batches(run: Run) -> int:
+    """Micro batches of a rank on which training compares both bases; the unpacked base is read once for each."""
+    layout = run.layout
+    ranks = layout.world // (layout.tp * layout.cp * layout.pp)
+    return ceil(MEASURED / (ranks * run.train.micro_batch * run.data.seq_length))
 
 
 def is_same(scheme: Scheme, form: Format) -> bool:

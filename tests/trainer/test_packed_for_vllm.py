@@ -66,7 +66,7 @@ def of_release(form: str, name: str, read) -> torch.Tensor:
         fused = next((group for group in groups if any(part in name for part in group)), ())
         own = next((part for part in fused if part in name), "")
         top = torch.stack([read(name.replace(own, part)).abs().amax() for part in fused or [own]]).amax().float()
-    return unpacked(packing._pack(FORMATS[form], weight, top), FORMATS[form].block).bfloat16()
+    return unpacked(packing.of_matrix(FORMATS[form], weight, top), FORMATS[form].block).bfloat16()
 
 
 def by_library(tensors: dict[str, torch.Tensor], name: str, section: dict) -> torch.Tensor:
@@ -97,7 +97,7 @@ def by_library(tensors: dict[str, torch.Tensor], name: str, section: dict) -> to
 def test_the_library_of_each_format_reads_our_numbers(name):
     form, weight = FORMATS[name], torch.randn(256, 384, generator=torch.Generator().manual_seed(1)).bfloat16()
     top = e2m1.nvfp4(weight * 3)[2] * e2m1.TOP * e2m1.TOP_OF_SCALES
-    found = packing._pack(form, weight, top if form.factor_bytes else None)
+    found = packing.of_matrix(form, weight, top if form.factor_bytes else None)
     tensors = file_format.tensors(form, "a.weight", tuple(weight.shape), found)
     entries = file_format.entries(form, "a.weight", tuple(weight.shape))
     types = released_tensors.DTYPES | released_tensors.CODES
