@@ -25,7 +25,7 @@ data: {seq_length: 64, template: "{input} {output}"}
 adapter: {rank: 8, alpha: 16}
 train: {steps: 6, global_batch: 4, precision: fp32}
 optimizer: {lr: 5e-3}
-checkpoint: {save_every: 100}
+checkpoint: {save_every: 100, background: false}  # a kill after a step finds the checkpoints of earlier steps
 """
 DOWN = "linear_q_down_proj,linear_kv_down_proj"
 UP = "linear_q_up_proj,linear_kv_up_proj,linear_proj"

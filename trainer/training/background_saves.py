@@ -1,10 +1,10 @@
 """Checkpoints that a thread of each rank writes while training continues (checkpoint.background).
 
 At the end of a step each rank copies its part of the checkpoint into host memory (trainer/training/host_copies.py). Its
-thread writes the copies. Then the threads of all ranks meet in a gloo group that only they use; rank 0's writes the
-metadata and calls the functions that when_written() was given, the last of which marks the checkpoint complete. At most
-one save is in flight: the next one waits for it, and so do SIGTERM, the end of training, and a rank whose training
-fails. An error of one rank's thread is raised on all ranks, before the next step or save.
+thread writes the copies. Then the threads of all ranks meet in a gloo group that only they use. Rank 0's thread writes
+the metadata and calls the functions of when_written(); the last one marks the checkpoint complete. At most one save is
+in flight: the next one waits for it, and so do SIGTERM, the end of training, and a rank whose training fails. An error
+of one rank's thread is raised on all ranks, before the next step or save.
 
 A thread is enough: Python's lock is free while torch and the kernel write. It ends with its process, and a folder
 without a mark remains.
@@ -43,7 +43,7 @@ class Saves:
         self.stalled = 0.0
 
     def save(self, usual: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Call Bridge's function, which calls take(), and write what it gave."""
+        """Call Bridge's function, which calls take() for each writer, and let a thread write the files."""
         started = time.monotonic()
         self.wait()
         self.copies.begin()

@@ -21,7 +21,13 @@ def train(configure, base, ranks, tmp_path):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         (folder / "wish.json").write_text(json.dumps(wish))
-        full = ["adapter.kind=none", "optimizer.lr=1e-3", "optimizer.warmup_steps=0", "train.validate_every=0"]
+        full = [
+            "checkpoint.background=true",
+            "adapter.kind=none",
+            "optimizer.lr=1e-3",
+            "optimizer.warmup_steps=0",
+            "train.validate_every=0",
+        ]
         return ranks("train_with_slow_saves", configure("llama", *full, f"paths.output={folder}", *keys))
 
     return train

@@ -1,4 +1,4 @@
-"""Patch of Megatron-Bridge's saves: another object writes what was planned, while training continues.
+"""Patch of Megatron-Bridge's saves: another object writes the planned files, while training continues.
 
 With async_save, Bridge writes in a process that megatron-core forks from a process with CUDA and threads, or spawns; a
 writer that dies is not noticed on a CPU. Between steps all ranks then reduce a number on the GPU and wait for it, and
