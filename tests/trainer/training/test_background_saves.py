@@ -8,7 +8,8 @@ import pytest
 
 from contract import checkpoints
 
-TWO, FOUR = ["layout.gpus_per_node=2"], ["layout.gpus_per_node=4", "layout.pp=2"]
+TWO = ["layout.gpus_per_node=2", "checkpoint.background=true"]
+FOUR = ["layout.gpus_per_node=4", "layout.pp=2"]
 SLOW = 1.0  # seconds
 
 
@@ -21,13 +22,7 @@ def train(configure, base, ranks, tmp_path):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         (folder / "wish.json").write_text(json.dumps(wish))
-        full = [
-            "checkpoint.background=true",
-            "adapter.kind=none",
-            "optimizer.lr=1e-3",
-            "optimizer.warmup_steps=0",
-            "train.validate_every=0",
-        ]
+        full = ["adapter.kind=none", "optimizer.lr=1e-3", "optimizer.warmup_steps=0", "train.validate_every=0"]
         return ranks("train_with_slow_saves", configure("llama", *full, f"paths.output={folder}", *keys))
 
     return train
