@@ -18,6 +18,7 @@ CUTS = {
     "ep2": [TWO, "layout.ep=2"],
     "pp2": [TWO, "layout.pp=2"],
     "cp2": [TWO, "layout.cp=2"],
+    "packed rows": ["data.packed=true"],
 }
 
 
@@ -56,13 +57,14 @@ def line(found, kind: str = "packing") -> dict:
         pytest.param("glm4-moe-mtp", "nvfp4", "pp2", marks=slow),
         pytest.param("gpt-oss", "mxfp4", "tp2", marks=slow),
         pytest.param("llama", "fp8", "cp2", marks=slow),
+        pytest.param("llama", "int4", "packed rows", marks=slow),
         pytest.param("deepseek-v3", "int4", "tp2", marks=slow),
     ],
 )
 def test_the_unpacked_loss_is_that_of_a_base_in_full_precision(kind, form, cut, cost, base, tmp_path):
     """A step of no length leaves a training where it began, so its validation is the base's."""
     base(kind)
-    plain = line(cost(kind, to="plain"), "validation")
+    plain = line(cost(kind, *(CUTS[cut] if cut == "packed rows" else []), to="plain"), "validation")
     found = cost(kind, f"model.base={form}", *CUTS[cut])
     packed, measured = line(found, "validation"), line(found)
     assert measured["rows"] == "validation"
