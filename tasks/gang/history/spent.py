@@ -2,10 +2,11 @@
 
     waiting      for hosts or GPUs
     starting     processes start, import and connect
-    loading      of the model, the data and the checkpoint
+    loading      of the model, the data and the checkpoint, and the first step, which compiles
     training     steps
     repeated     steps that an earlier attempt had already done
-    lost         in an attempt that failed, everything after the checkpoint from which the next one resumed
+    lost         in an attempt that failed, everything after the checkpoint from which the next one resumed, but for its
+                 start
     saving       checkpoints
     evaluating   validations
     idle         between attempts and between steps
@@ -28,7 +29,7 @@ from tasks.gang.history.timeline import DONE, Attempt
 CATEGORIES = ("training", "repeated", "saving", "evaluating", "waiting", "starting", "loading", "lost", "idle")
 EFFECTIVE = ("training", "repeated")
 LEAST = 0.0005  # share that is shown
-OF_PHASE = {"starting": "starting", "meeting": "starting", "loading": "loading", "first step": "training"}
+OF_PHASE = {"starting": "starting", "meeting": "starting", "loading": "loading", "first step": "loading"}
 OF_PHASE |= {"training": "training", "saving": "saving", "validating": "evaluating"}
 
 Line = dict[str, Any]
@@ -111,7 +112,7 @@ def _of_attempt(
     for line in lines:
         for phase, spent in line["seconds"].items():
             category = OF_PHASE.get(phase, "idle")
-            if failed and line["step"] > kept:
+            if failed and line["step"] > kept and category not in ("starting", "loading"):
                 category = "lost"
             elif category == "training" and line["step"] <= reached:
                 category = "repeated"
