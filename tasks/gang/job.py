@@ -47,7 +47,7 @@ class Job(ABC):
         return gpus
 
     def sharing(self) -> str:
-        """The key because of which all hosts have to share a folder; empty if they need not."""
+        """The key that requires a folder of all hosts; empty if there is none."""
         return "FINETUNE_RUNS"
 
     @abstractmethod
