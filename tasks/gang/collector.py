@@ -18,7 +18,7 @@ from tasks.gang.copies import Copies
 from tasks.gang.history.logs import Log
 from tasks.gang.messages import Member
 
-TICK = 0.5
+TICK = 1.0
 REPORTED = 30.0  # seconds between lines about files that hosts fetch, or a store that does not answer
 
 

@@ -34,6 +34,10 @@ class Copies:
         """Place of the artifact's files in the store."""
         return f"{self.gang.replace('-', '/', 1)}/files"
 
+    def place(self, step: int) -> str:
+        """Place of the record of a checkpoint."""
+        return f"{self._folder}/{step}.json"
+
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
         names = self.store.keys(self._folder)
@@ -69,7 +73,7 @@ class Copies:
         if None in entries:
             return None
         record = {"at": time.time(), "files": {name: asdict(file) for name, file in files.items()}}
-        self.store.write(f"{self._folder}/{step}.json", json.dumps(record).encode())
+        self.store.write(self.place(step), json.dumps(record).encode())
         return files
 
     def write_small(self, step: int, name: str, data: bytes) -> None:
@@ -77,7 +81,7 @@ class Copies:
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint; its record first: nobody then resumes from a part of it."""
-        self.store.remove(f"{self._folder}/{step}.json")
+        self.store.remove(self.place(step))
         self.store.delete(f"{self.files}/{_of(step)}")
         self.store.delete(f"{self._folder}/{step}")
 
@@ -130,7 +134,7 @@ class Copies:
         return {name: file for step in steps for name, file in self.record(step).items()}
 
     def _record(self, step: int) -> dict[str, Any]:
-        entry = self.store.read(f"{self._folder}/{step}.json")
+        entry = self.store.read(self.place(step))
         return json.loads(entry[0]) if entry else {}
 
     @property

@@ -50,12 +50,24 @@ def resume(run: Run, copies: Copies, step: int, first: bool, progress: Progress)
     if not step:
         (output / METRICS).unlink(missing_ok=True)
     for number in sorted(steps):
-        copies.store.get(copies.files, copies.record(number), output, progress)
+        _fetch(copies, number, output, progress)
         copies.put_mark(number, output)
     if step:
         copies.write_trackers(step, output)
     if step and first:
         copies.fetch_small(step, output)
+
+
+def _fetch(copies: Copies, step: int, output: Path, progress: Progress) -> None:
+    """Fetch a checkpoint. One that is damaged in the store no longer counts: the next attempt uses an earlier one."""
+    files = copies.record(step)
+    try:
+        copies.store.get(copies.files, files, output, progress)
+    except Fault:
+        for name, damage in copies.store.changed(copies.files, files).items():
+            copies.store.remove(copies.place(step))
+            raise Fault(f"checkpoint {step}: {copies.store.link(copies.files)}/{name}: {damage}") from None
+        raise
 
 
 def reporting(say: Callable[..., None], stop: Callable[[], str]) -> Progress:

@@ -114,18 +114,21 @@ def test_a_new_host_gets_the_parts_of_all(store, tmp_path):
     assert max(lines) == 20
 
 
-def test_a_copy_with_a_flipped_bit_is_named(store, tmp_path):
+def test_a_copy_with_a_flipped_bit_is_named_and_no_longer_used(store, tmp_path):
     hosts = [Host(tmp_path, store, name) for name in RANKS]
     for host in hosts:
         host.copier()
     copied(store, hosts, 10)
+    copied(store, hosts, 20)
     copies = Copies(store, GANG)
-    name = f"{copies.files}/checkpoints/iter_0000010/__2_0.distcp"
-    store.write(name, bytes([2, 11]) * 9)
+    name = f"{copies.files}/checkpoints/iter_0000020/__2_0.distcp"
+    store.write(name, bytes([2, 21]) * 9)
     run = load("tiny", [f"paths.output={tmp_path}/new"])
-    with pytest.raises(Fault, match=f"{name}: its content differs from its record"):
-        own_files.resume(run, copies, 10, True, lambda *_: None)
-    assert checkpoints.complete_steps(tmp_path / "new/checkpoints") == []
+    with pytest.raises(Fault, match=f"checkpoint 20: .*/{name}: content differs"):
+        own_files.resume(run, copies, 20, True, lambda *_: None)
+    assert checkpoints.complete_steps(tmp_path / "new/checkpoints") == [] and copies.newest() == 10
+    own_files.resume(run, copies, 10, True, lambda *_: None)
+    assert checkpoints.complete_steps(tmp_path / "new/checkpoints") == [10]
 
 
 def test_a_checkpoint_that_training_removes_meanwhile_is_copied(store, tmp_path):
