@@ -49,7 +49,7 @@ from tasks.store import open_store
 TICK = 0.3
 REPORTED = 10.0  # seconds between reports of steps
 LAST_WORDS = 8.0  # seconds for the last report and logs
-LAST_COPY = 20.0  # seconds in which the members of a failed attempt finish the copy of a checkpoint
+LAST_COPY = 10.0  # seconds in which the members of a failed attempt finish the copy of a checkpoint
 
 
 def main() -> int:
