@@ -225,7 +225,6 @@ def served_model(sources: Sequence[Sources], store: Store, cache: Path, room: in
     return ServedModel(
         name=f"{first.named.name}{BASE}" if first.unmerged else first.named.name,
         data=str(artifact.local(first.data, store, cache)),
-        stamp=stamp(Path(own["model"])),
         room=max(room, len(placed)) if first.unmerged else 0,
         adapters=placed,
         sized_by=[one.folder for one in placed],
@@ -243,6 +242,8 @@ def adapter(sources: Sources, store: Store, cache: Path) -> ServedAdapter:
 def require_base(sources: Sources, served: dict[str, Any], store: Store, cache: Path) -> None:
     """Raise a Fault for an adapter of another base than the served one, or of one that is computed differently."""
     for key, needed in _base(sources, store, cache).items():
+        if served[key] != needed and key == "stamp":
+            raise Fault(f"{served['model']}: its files have changed since the server loaded them; start it again")
         if served[key] != needed:
             raise Fault(f"{sources.named.title}: needs {key} {needed}, but the server has {served[key]}")
 
@@ -254,6 +255,7 @@ def _base(sources: Sources, store: Store, cache: Path) -> dict[str, Any]:
     base = artifact.local(sources.codes, store, cache) / "merged" if sources.codes else base
     return {
         "model": str(base),
+        "stamp": stamp(base),
         "precision": sources.evaluation.stage.config["precision"] if sources.evaluation else _precision(base),
         "quantization": sources.settings.get("quantization"),
         "trust_remote_code": bool(sources.base.stage.config.get("trust_remote_code", False)),
