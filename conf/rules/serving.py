@@ -94,7 +94,7 @@ def _packed(run: Run, facts: ModelFacts, serving: families.Serving, cpu: bool) -
             remedy = other if size % unit else "other evaluate.gpus"
             yield f"{key}, and the part of a GPU of {part} is {share} wide, not a multiple of {unit}; {remedy}"
     if facts.kv_rank and form == "nvfp4" and "attention" in packed:
-        yield f"{key}, and vLLM joins q_a_proj and kv_a_proj, which have two factors; another format, or model.pack without attention"
+        yield f"{key}, and vLLM joins q_a_proj and kv_a_proj, which have two factors; model.pack without attention"
     if "experts" in packed and facts.experts and facts.hidden % MARLIN and form != "fp8":
         yield f"{key}, and for experts the hidden size, {facts.hidden}, must be a multiple of {MARLIN}; {other}"
     if height > 1 and "attention" in packed and facts.head_dim % height:

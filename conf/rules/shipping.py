@@ -17,7 +17,7 @@ from typing import Any
 from conf import families, model_facts
 from conf.schema.run import Run
 
-ROUNDED = ("fp8", "int4")  # names of packed_base.FORMATS
+ROUNDED = ("fp8", "int4", "nvfp4", "mxfp4")  # names of packed_base.FORMATS
 ROTATIONS = ("default", "llama3")  # that a GGUF file describes
 GGUF_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "q8_0": 1.0625}  # of a number, with its share of scales
 
@@ -72,7 +72,7 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         return
     key, measured = "export.max_loss", f"{export.max_loss:g}, but the evaluation measures it, and"
     if export.quantization in (None, "packed"):
-        yield key, f"{export.max_loss:g}, but export.quantization rounds no merged weights; fp8 or int4, or null"
+        yield key, f"{export.max_loss:g}, but export.quantization rounds no merged weights; fp8 or 4 bits, or null"
     elif not run.evaluate.tasks:
         yield key, f"{measured} evaluate.tasks is empty; null"
     elif not run.evaluate.parity_rows:

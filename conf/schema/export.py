@@ -38,11 +38,12 @@ class Export(Section):
     )
     """merged = whole model; adapter = PEFT's format; null = all that apply"""
     quantization: Annotated[
-        Literal["as_released", "fp8", "int4", "packed"] | None, bears("export", "evaluate", absent=None)
+        Literal["as_released", "fp8", "int4", "nvfp4", "mxfp4", "packed"] | None,
+        bears("export", "evaluate", absent=None),
     ] = None
-    """as_released = the merged model of a quantised release in its FP8 format; fp8, int4 = the merged model of any
-    release, rounded to codes of 8 or 4 bits; the export's report has the rounding errors; packed = the untrained model
-    (checkpoint: base) as the codes of model.base, for vLLM; null = bf16, as trained"""
+    """as_released = the merged model of a quantised release in its FP8 format; fp8, int4, nvfp4, mxfp4 = the merged
+    model of any release, rounded to codes of 8 or 4 bits; the export's report has the rounding errors; packed = the
+    untrained model (checkpoint: base) as the codes of model.base, for vLLM; null = bf16, as trained"""
     max_loss: Annotated[Annotated[float, Field(gt=0)] | None, bears("evaluate", absent=None)] = None
     """nats per token by which held-out answers may become less likely than in training, through quantization;
     evaluate-tuned fails above it; null = any"""

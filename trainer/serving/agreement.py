@@ -40,7 +40,8 @@ from trainer.data.rows import Row
 from trainer.serving import decoding, prompts, unmerged
 
 # Mean difference per token, in nats. In fp32 only the order of sums differs; in bf16, weights and sums are rounded.
-BOUNDS = {"fp32": 1e-3, "bf16": 0.05, "fp8": 0.1, "as_released": 0.1, "packed": 0.1, "int4": 0.3}
+BOUNDS = {"fp32": 1e-3, "bf16": 0.05, "fp8": 0.1, "as_released": 0.1, "packed": 0.1}
+BOUNDS |= dict.fromkeys(("int4", "nvfp4", "mxfp4"), 0.3)
 WORST = 4  # times the bound, for a single prompt: rounding may send one of its tokens to another expert
 LOST = 0.01  # of the adapter's effect
 OF_BASE = 0.25  # of the rounded base's distance, and of the adapter's effect, if weights are rounded

@@ -18,7 +18,7 @@ from math import ceil
 from conf.model_facts import ModelFacts
 from conf.planner.hardware import GB, Gpu
 from conf.planner.serving.memory import ServedMemory, Way, memory, tokens_of_a_step
-from conf.rules import packed_base, serving
+from conf.rules import packed_base, serving, shipping
 from conf.schema.run import Run
 from conf.schema.sections import Evaluate
 
@@ -139,6 +139,8 @@ def unsupported(run: Run, gpu: Gpu) -> list[str]:
         return [f"{key} is {serving.rounding(run)}, which {gpu.name} does not support; null"]
     if packed_base.is_served(run) and run.model.base == "mxfp4" and gpu.capability >= BLACKWELL:
         return [f"evaluate.adapter is packed, and on {gpu.name} vLLM rounds activations too; merged"]
+    if shipping.is_served(run) and run.export.quantization == "mxfp4" and gpu.capability >= BLACKWELL:
+        return [f"export.quantization is mxfp4, and on {gpu.name} vLLM rounds activations too; nvfp4"]
     return []
 
 

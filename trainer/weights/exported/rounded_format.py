@@ -1,13 +1,14 @@
-"""Writer of the merged model in 8 or 4 bits: export.quantization=fp8 or int4, for a release in any format.
+"""Writer of the merged model in 8 or 4 bits: export.quantization=fp8, int4, nvfp4 or mxfp4, for any release.
 
 Each matrix of a layer is merged in fp32 and rounded once, to the nearest code of its block (conf/rules/packed_base.py
-has the formats). Names and config.json are those of packed_format.py. Embeddings, norms, routers, biases and the output
-layer are as in a merged model, and so is a matrix whose rows have no whole groups in 4 bits. Each value must be within
-half a step of a second computation from the adapter's factors.
+has the formats). file_format.py has names and config.json. In nvfp4, matrices that vLLM joins share a factor.
+Embeddings, norms, routers, biases and the output layer are as in a merged model, and so is a matrix whose rows have no
+whole groups in 4 bits. Each value must be within half a step of a second computation from the adapter's factors.
 """
 
 # pyright: reportArgumentType=false
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -28,7 +29,12 @@ from trainer.weights.quantised import pack
 from trainer.weights.trained import Trained
 
 # Half a step between codes, as a share of the value and as a share of the scale: the larger one counts.
-HALF = {"fp8": (2.0**-4, 2.0**-10), "int": (0.0, 0.5)}
+HALF = {"fp8": (2.0**-4, 2.0**-10), "int": (0.0, 0.5), "nvfp4": (0.2, 0.25), "mxfp4": (0.2, 0.25)}
+# Matrices that vLLM joins, by the last part of their names.
+JOINED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(
+    ("gate_proj", "up_proj", "w1", "w3"), "fc1"
+)
+JOINED |= dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "qkv_a")
 
 
 @dataclass
@@ -38,6 +44,8 @@ class Rounded(Codes):
     matrices: Collection[str] = ()
     of: Format = FORMATS["fp8"]
     losses: dict[str, pack.Loss] = field(default_factory=dict)
+    joined: dict[str, list[str]] = field(default_factory=dict)
+    tops: dict[str, torch.Tensor] = field(default_factory=dict)  # largest values of joined matrices
 
     @property
     def form(self) -> Format:
@@ -61,13 +69,29 @@ class Rounded(Codes):
 
     def codes(self, name: str) -> Found:
         exact = self.trained.exact(name)
-        found = packing.of_matrix(self.form, exact)
+        found = packing.of_matrix(self.form, exact, self._top(name))
         numbers = unpacked(found, self.form.block)
         if not is_near(self.form, found, numbers, expected(self.trained, name)):
             raise Fault(f"export.quantization: {name}: its codes are not those of the merged weight")
         weight, error = exact.square().sum(), (numbers - exact).square().sum()
         self.losses[name] = pack.Loss(float(weight), float(error))
         return found
+
+    def _top(self, name: str) -> torch.Tensor | None:
+        """Return the largest value of the matrices that share a factor with this one; None without factors."""
+        if not self.form.factor_bytes:
+            return None
+        joined = _joined(name)
+        if joined not in self.tops:
+            largest = [self.trained.exact(one).abs().amax() for one in self.joined[joined]]
+            self.tops[joined] = torch.stack(largest).amax()
+        return self.tops[joined]
+
+
+def _joined(name: str) -> str:
+    """Return a common name of the matrices that vLLM joins."""
+    module, _, leaf = name.removesuffix(".weight").rpartition(".")
+    return f"{module}.{JOINED.get(leaf, leaf)}"
 
 
 def is_near(form: Format, found: Found, numbers: torch.Tensor, exact: torch.Tensor) -> bool:
@@ -100,4 +124,7 @@ def open_rounded(run: Run, trained: Trained) -> Rounded:
         raise Fault(f"export.quantization: {run.export.quantization}, but {text}; null")
     groups = form.block[1] if form.bits == 4 else 1
     whole = {name for name in matrices if model.weights[name].shape[1] % groups == 0}
-    return Rounded(trained, matrices=whole - trained.copies.keys() - released.copied(model), of=form)
+    kept, joined = whole - trained.copies.keys() - released.copied(model), defaultdict(list)
+    for name in sorted(kept):
+        joined[_joined(name)].append(name)
+    return Rounded(trained, matrices=kept, of=form, joined=joined)
