@@ -72,7 +72,7 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         return
     key, measured = "export.max_loss", f"{export.max_loss:g}, but the evaluation measures it, and"
     if export.quantization in (None, "packed"):
-        yield key, f"{export.max_loss:g}, but export.quantization rounds no merged weights; fp8 or 4 bits, or null"
+        yield key, f"{export.max_loss:g}, but export.quantization rounds no merged weights; such as int4, or null"
     elif not run.evaluate.tasks:
         yield key, f"{measured} evaluate.tasks is empty; null"
     elif not run.evaluate.parity_rows:

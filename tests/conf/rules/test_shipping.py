@@ -26,7 +26,7 @@ BF16 = "evaluate.precision=bf16"
         ("export.quantization=int4 evaluate.quantization=fp8 " + BF16, "export.quantization rounds weights already"),
         ("export.gguf=q8_0 export.formats=[adapter]", "export.gguf: q8_0, but export.formats lacks merged"),
         ("export.gguf=bf16 export.quantization=int4", "export.gguf: bf16, but export.quantization int4 leaves codes"),
-        ("export.max_loss=0.1", "export.max_loss: 0.1, but export.quantization rounds no merged weights; fp8 or int4"),
+        ("export.max_loss=0.1", "export.max_loss: 0.1, but export.quantization rounds no merged weights"),
         ("export.quantization=fp8 export.max_loss=0.1 evaluate.tasks=[]", "and evaluate.tasks is empty"),
         ("export.quantization=fp8 export.max_loss=0.1 evaluate.parity_rows=0", "and evaluate.parity_rows is 0"),
         (
