@@ -45,13 +45,23 @@ from contract.faults import ConfigError, Fault
 LARGEST = 4096  # most GPUs for which faster layouts are searched, which takes a second
 NOTEWORTHY = 1.02  # a layout must be this many times faster to be reported
 MENDS = 2  # number of layouts to name that also fit the teacher
-PACKED = ("fp8", "nvfp4")  # formats of model.base to offer, the nearest to bf16 first
+PACKED = ("fp8", "nvfp4", "int4")  # formats of model.base to offer, the nearest to bf16 first
 WITH_LORA, WITH_BASE = "adapter.kind=lora adapter.experts=shared", "model.base="
 HINT = "a folder with the model's config.json works as well, as {key} or paths.{place}"
 
 
 class NothingFits(ConfigError):
     """No layout fits for layout.auto."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Hardware for all stages of a run (conf/planner/cheapest.py)."""
+
+    gpu: str
+    gpus: int
+    cost: float  # USD, of all stages in sequence
+    keys: str  # overrides that give it; empty for the run as it is
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,7 @@ class Plan:
     serving: Serving | None = None  # the layout of the evaluation, on GPUs that can serve the model
     faster: Candidate | None = None  # the fastest layout with room, if it is faster than this one
     compared: bool = False  # whether a faster layout was searched
+    cheapest: Offer | None = None  # for all stages, if it was searched and any hardware is known to fit
     unserved: str = ""  # why vLLM cannot serve the model, or cannot do so on hosts of the run
     rollout: Rollout | None = None  # vLLM next to reinforcement learning, if that is configured
     unanswered: str = ""  # why vLLM cannot answer prompts there

@@ -68,7 +68,7 @@ def test_deployments_keep_their_parameters_and_their_resolved_configurations():
         keys = load(conf).model_dump(mode="json", exclude_defaults=True) if conf else None
         del entry["description"]
         found[entry["name"]] = (digest(entry), digest(without_empty(keys)) if keys else "-")
-    assert found == PINNED and len(found) == 52
+    assert found == PINNED and len(found) == 54
 
 
 def test_own_keys_replace_inherited_ones_and_overrides_replace_both():

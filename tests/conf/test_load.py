@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from conf import load as conf_load
 from conf.load import FOLDER, FOLDERS, dump, load, main
-from conf.rules import layout
+from conf.rules import layout, pretraining
 from conf.rules.contradictions import contradictions
 from conf.schema.data import Part, Rows
 from conf.schema.run import Run, sections
@@ -61,6 +61,12 @@ def test_files_in_conf(name):
     assert run.name == name
     first = (FOLDER / f"{name}.yaml").read_text().splitlines()[0]
     assert first == "# yaml-language-server: $schema=schema.json"
+
+
+@pytest.mark.parametrize("name", [file.stem for file in FOLDER.glob("*.yaml")])
+def test_every_configuration_but_a_pretraining_is_evaluated(name):
+    run = load(name)
+    assert run.evaluate.tasks or pretraining.is_drawn(run)
 
 
 @pytest.mark.parametrize(

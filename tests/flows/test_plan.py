@@ -43,10 +43,12 @@ PRESETS = {
     "llama31-8b-1xl4": (0, 1, 1),
     "llama31-8b-1xl40s": (0, 1, 1),
     "qwen3-8b-1xl40s": (0, 1, 1),
+    "qwen3-30b-a3b-1xl40s": (0, 1, 1),
     "llama31-8b-1xh100": (0, 1, 1),
     "qwen3-30b-a3b-1xh100": (0, 1, 1),
     "qwen3-8b-1xh100": (0, 1, 1),
     "qwen3-30b-a3b-1xh200": (0, 1, 1),
+    "qwen3-32b-1xh200": (0, 1, 1),
     "glm45-air-8xh100": (0, 8, 1),
     "llama31-70b-8xh100": (0, 2, 4),
     "llama31-8b-full-8xh100": (0, 4, 4),
@@ -93,6 +95,12 @@ PRESETS = {
 }
 
 REFUSED = ("deepseek-v3-64-as-documented", "qwen3-235b-as-documented")  # which tests of their own are about
+
+
+@pytest.fixture(autouse=True)
+def cheapest_is_not_searched(monkeypatch):
+    """tests/conf/planner/test_cheapest.py does. It would take as long as the rest of a plan."""
+    monkeypatch.setattr("flows.plan.with_cheapest", lambda planned, *_: planned)
 
 
 @pytest.fixture

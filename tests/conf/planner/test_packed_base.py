@@ -103,16 +103,18 @@ def test_fewer_gpus_hold_it():
 
 def test_a_run_that_fits_nowhere_is_told_a_format_with_which_it_does():
     """In bf16 GLM-4.7 does not fit on four H200, and in FP8 not on two; what does is said with the keys of a layout."""
-    for name, base, instead, layout in (
-        ("glm47-4xh200", "bf16", "fp8", "this layout"),
-        ("glm47-2xh200", "fp8", "nvfp4", "layout.pp=2 layout.vpp=2 layout.ep=1"),
+    merged = "evaluate.adapter=merged"
+    for name, base, instead, layout, keys in (
+        ("glm47-4xh200", "bf16", "fp8", "this layout", []),
+        ("glm47-2xh200", "fp8", "nvfp4", "layout.pp=2 layout.vpp=2 layout.ep=1", [merged]),
+        ("glm47-2xh200", "fp8", "int4", "layout.pp=2 layout.vpp=2 layout.ep=1", []),  # the codes that vLLM serves
     ):
-        run = load(name, [f"model.base={base}"])
+        run = load(name, [f"model.base={base}", *keys])
         planned = verdict.plan(run, FACTS, hardware.of(run))
         line = advice.refusal(planned)
         assert f" fits; with model.base={instead} does: {layout}, or layout." in line and "\n" not in line
         assert f"with model.base={instead}:" in [*display.lines(planned)]
-    run = load("glm47-2xh200", ["model.base=mxfp4", "data.seq_length=131072", "data.packed=false"])
+    run = load("glm47-2xh200", ["model.base=mxfp4", "data.seq_length=131072", "data.packed=false", merged])
     assert verdict.plan(run, FACTS, hardware.of(run)).instead.keys() == {""}
 
 
