@@ -26,6 +26,7 @@ from conf.load import dump, load
 from conf.model_facts import ModelFacts
 from conf.model_files import weights
 from conf.planner import display, hardware
+from conf.planner.cheapest import with_cheapest
 from conf.planner.hardware import GB, Gpu
 from conf.planner.search import Found, search
 from conf.planner.verdict import NothingFits, compared, config_of, facts_of, plan, settle, settled_on, teacher_of
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"layout.gpus_per_node: {text}; --gpu takes a .yaml of another")
     if options.gpus is not None:
         return _told(cannot, _search(run, facts, gpu, options.gpus, options))
+    asked = run
     try:
         run = settle(run, facts, gpu, teacher)
     except NothingFits:
@@ -69,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = training_rows.asked(run) if objectives.has_reference(run) else None
     few = noise.warning(run, training_rows.held_out(run))
     planned = compared(replace(plan(run, facts, gpu, teacher, rows), assumed=assumed, noise=few))
+    planned = with_cheapest(planned, asked, teacher)
     shown, text = display.as_dict(planned), list(display.lines(planned))
     passed = planned.fits and not (planned.unserved or planned.unanswered or planned.unasked)
     if options.rehearse:

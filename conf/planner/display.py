@@ -58,6 +58,9 @@ def lines(plan: Plan) -> Iterator[str]:
     yield from evaluation(plan)
     yield from answers(plan)
     yield from reference(plan)
+    if best := plan.cheapest:
+        how = f"{best.gpus} {best.gpu}: {best.keys}" if best.keys else f"this, {best.gpus} {best.gpu}"
+        yield f"cheapest {dollars(best.cost)} USD for all stages: {how}"
     for keys, found in plan.instead.items():
         yield f"with {keys}:" if keys else ""
         yield from suggestions(found, layout.world, gpu)
@@ -377,6 +380,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "time": dict(vars(time)) if time else None,
         "goodput": vars(found) | {"effective": found.effective} if (found := _goodput(plan)) else None,
         "faster": plan.faster and _candidate_dict(plan.faster, gpu),
+        "cheapest": plan.cheapest and dict(vars(plan.cheapest)),
         "stage_needs": [dict(vars(need)) for need in plan.needs],
         "base": [dict(vars(way)) for way in loadings(plan.run, plan.facts)] if gpu.cuda else None,
         "evaluation": plan.serving and _evaluation_dict(plan.serving),

@@ -119,14 +119,19 @@ def search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Found:
     return Found(fitting, closest, reasons)
 
 
-def fastest(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, below: float = inf) -> Candidate | None:
-    """Return the fastest layout that leaves room and takes less than `below` seconds a step; None if there is none."""
+def fastest(
+    run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, below: float = inf, simple: bool = False
+) -> Candidate | None:
+    """Return the fastest layout that leaves room and takes less than `below` seconds a step; None if there is none.
+
+    `simple`: try only layouts without cp and vpp, with the run's micro batch or 1. This takes a tenth of the time.
+    """
     _check(gpu, gpus)
     memo: Memo = {}
     reasons: Counter[str] = Counter()
     offloads, tried = _offloads(run, gpu), list[tuple[float, Run]]()
-    for layout in _layouts(run, facts, gpu, gpus, reasons) if not unsupported(run, gpu) else ():
-        for train in _trains(run, facts, layout, reasons, memo):
+    for layout in _layouts(run, facts, gpu, gpus, reasons, simple) if not unsupported(run, gpu) else ():
+        for train in _trains(run, facts, layout, reasons, memo, simple):
             one = run.model_copy(update={"layout": layout, "train": train})
             if (seconds := least(one, facts, gpu, memo)) < below:
                 tried.append((seconds, one))
@@ -193,11 +198,14 @@ def _lack(one: Candidate) -> str:
     return f"does not fit by {lack} GB on stage {one.stage}"
 
 
-def _layouts(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, reasons: Counter[str]) -> Iterator[Layout]:
+def _layouts(
+    run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, reasons: Counter[str], simple: bool = False
+) -> Iterator[Layout]:
     per_host = min(gpus, gpu.per_host)
     whole = Layout(nodes=gpus // per_host, gpus_per_node=per_host)
     plain = run.changed(train={**_recompute("none"), "micro_batch": 1})
-    degrees = {key: list(_degrees(run, facts, gpu, whole, key, reasons)) for key in ("tp", "cp", "pp", "ep", "etp")}
+    keys = ("tp", "pp", "ep", "etp") if simple else ("tp", "cp", "pp", "ep", "etp")
+    degrees = {"cp": [1]} | {key: list(_degrees(run, facts, gpu, whole, key, reasons)) for key in keys}
     for tp, cp, pp in product(degrees["tp"], degrees["cp"], degrees["pp"]):
         if gpus % (tp * cp * pp):
             continue
@@ -205,7 +213,7 @@ def _layouts(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, reasons: Counter[
         if run.train.global_batch % dp:
             reasons[f"illegal: train.global_batch {run.train.global_batch} is not a multiple of dp {dp}"] += 1
             continue
-        for ep, etp, vpp in product(degrees["ep"], degrees["etp"], VIRTUAL):
+        for ep, etp, vpp in product(degrees["ep"], degrees["etp"], VIRTUAL[:1] if simple else VIRTUAL):
             if gpus % (ep * etp * pp) or (vpp and (pp == 1 or _last(facts, pp) or facts.layers // pp % vpp)):
                 continue
             if vpp and run.train.global_batch // dp % pp:
@@ -246,14 +254,17 @@ def _last(facts: ModelFacts, pp: int) -> int | None:
     return last if last > 0 else None
 
 
-def _trains(run: Run, facts: ModelFacts, layout: Layout, reasons: Counter[str], memo: Memo) -> Iterator[Train]:
+def _trains(
+    run: Run, facts: ModelFacts, layout: Layout, reasons: Counter[str], memo: Memo, simple: bool = False
+) -> Iterator[Train]:
     dp = layout.world // (layout.tp * layout.cp * layout.pp)
     modules = ["layernorm", *(["moe_act"] if run.moe.grouped_gemm else [])] if facts.experts else ["mlp"]
     modules += ["mla_up_proj"] if facts.kv_rank else []
     of_stage = facts.layers // (layout.pp * (layout.vpp or 1))
     some = [_recompute("full", first=first) for part in PARTS if 0 < (first := int(of_stage * part)) < of_stage]
     choices = (_recompute("none"), _recompute("selective", tuple(modules)), *some, _recompute("full"))
-    for choice, micro_batch in product(choices, (1,) if run.data.packed else MICRO_BATCHES):
+    sizes = (1,) if run.data.packed else sorted({1, run.train.micro_batch}) if simple else MICRO_BATCHES
+    for choice, micro_batch in product(choices, sizes):
         microbatches, rest = divmod(run.train.global_batch, micro_batch * dp)
         if rest:
             reasons[f"illegal: train.global_batch {run.train.global_batch} is not a multiple of micro_batch * dp"] += 1
