@@ -4,8 +4,8 @@
 
 All GPUs of conf/tables/gpus.yaml are tried, and the run's own: 1, 2, 4 ... of one host. If none is enough, GPUs with
 NVLink are tried on 2, 4 ... hosts, at most those of the run. More GPUs than the fewest that fit are seldom cheaper,
-because a host is paid during the download too; so only the next number is tried as well, and none on several hosts.
-Each number of GPUs has the fastest layout that leaves room for the error of a plan.
+because a host is paid during the download too. The layout is the fastest without cp and vpp that leaves room for the
+error of a plan.
 LoRA is also tried with frozen matrices in 4 bits that vLLM serves (conf/rules/packed_base.py); they are 10 % from the
 released weights. The price is that of all stages in sequence.
 """
@@ -63,22 +63,21 @@ def _on(
     """Return the cheaper one of `best` and the cheapest offer on GPUs of this kind, on one host or on several."""
     if gpu.name != planned.gpu.name:
         tried = tried.changed(hardware={"gpu": gpu.name, "price": None})
-    facts, form, rest = planned.facts, packed_base.format_of(tried), 2 if hosts == 1 else 1
+    facts, form = planned.facts, packed_base.format_of(tried)
     least = parameters.total(facts) * (form.bytes if form else 4 if run.adapter.kind == "none" else 2)
     download = planned.needs[0].seconds or 0 if planned.needs else 0
     for gpus in _counts(gpu, hosts):
         hourly = gpus * (gpu.price or 0)
-        enough = best.cost * 3600 / hourly - download if best and hosts == 1 else inf
-        if enough <= 0 or not rest:
+        paid = download if hosts == 1 else 0  # only the first of several hosts downloads
+        below = (best.cost * 3600 / hourly - paid if best else inf) / (schedule.last_step(run) or 1)
+        if below <= 0:
             break
-        below = (best.cost * 3600 / hourly if best else inf) / (schedule.last_step(run) or 1)
         if least > gpus * gpu.memory or not (found := fastest(tried, facts, gpu, gpus, below, simple=True)):
             continue
-        rest -= 1
         made = found.applied(tried)
         one = plan(made, facts, gpu, teacher) if not [*contradictions(made)] else None
-        if one and one.fits and (offer := _offer(one, changes(run, made))) and (not best or offer.cost < best.cost):
-            best = offer
+        if one and one.fits and (offer := _offer(one, changes(run, made))):
+            return offer if not best or offer.cost < best.cost else best
     return best
 
 

@@ -344,12 +344,12 @@ def test_auto_alone_is_one_host_of_the_gpu(ask, tmp_path, layout):
 
 
 @pytest.mark.parametrize("name, code", [("glm47", 0), ("llama31-405b", 0), ("qwen2-moe", 0)])
-def test_a_plan_takes_a_second(name, code):
-    """A second and a half of a core at most, or as much more as importing what it needs takes longer now.
+def test_a_plan_takes_two_seconds(name, code):
+    """Two seconds of a core at most, or as much more as importing what it needs takes longer now.
 
     What else a host does takes caches from Python, which a loop does not feel. Of three the least counts.
     """
-    assert any(_seconds_of_an_idle_core(name, code) < 1.5 for _ in range(3))
+    assert any(_seconds_of_an_idle_core(name, code) < 2 for _ in range(3))
 
 
 def _seconds_of_an_idle_core(name: str, code: int) -> float:
