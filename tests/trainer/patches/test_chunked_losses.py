@@ -11,8 +11,12 @@ from trainer.patches.gradients import chunked_losses
 TOKENS, ROWS, HIDDEN, WORDS = 11, 2, 8, 16
 
 
-class Output(torch.nn.Linear):
+class Output(torch.nn.Module):
     sequence_parallel = False
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(WORDS, HIDDEN))
 
     def forward(self, hidden, weight=None):
         return torch.nn.functional.linear(hidden, self.weight if weight is None else weight), None
@@ -27,7 +31,7 @@ def losses_of(labels, logits):
 @pytest.mark.parametrize("trained", [False, True])
 def test_losses_and_gradients(tied, trained, monkeypatch):
     torch.manual_seed(0)
-    layer = Output(HIDDEN, WORDS, bias=False)
+    layer = Output()
     weight = torch.randn(WORDS, HIDDEN, requires_grad=trained) if tied else None
     layer.weight.requires_grad_(trained and not tied)
     learned = layer.weight if weight is None else weight
@@ -48,7 +52,7 @@ def test_losses_and_gradients(tied, trained, monkeypatch):
 
 def test_a_validation_computes_no_gradient(monkeypatch):
     monkeypatch.setattr(chunked_loss, "LOGITS", 1)
-    layer = Output(HIDDEN, WORDS, bias=False).requires_grad_(False)
+    layer = Output().requires_grad_(False)
     hidden, labels = torch.randn(TOKENS, ROWS, HIDDEN, requires_grad=True), torch.zeros(ROWS, TOKENS, dtype=torch.long)
     with torch.no_grad():
         assert not chunked_losses.of(hidden, labels, layer, None, losses_of).requires_grad

@@ -8,7 +8,7 @@ this gradient by that of the losses. A trained output layer needs the logits of 
 Remove when megatron-core's loss does the same on GPUs before Blackwell.
 """
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportIncompatibleMethodOverride=false
 
 import functools
 from collections.abc import Callable

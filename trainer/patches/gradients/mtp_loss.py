@@ -13,7 +13,8 @@ Remove when Megatron-Bridge passes the mask, and megatron-core drops its weight 
 https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/multi_token_prediction.py
 """
 
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportOptionalMemberAccess=false
 
 import functools
 from collections.abc import Callable
