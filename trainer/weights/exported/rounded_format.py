@@ -91,7 +91,7 @@ class Rounded(Codes):
 def _joined(name: str) -> str:
     """Return a common name of the matrices that vLLM joins."""
     module, _, leaf = name.removesuffix(".weight").rpartition(".")
-    return f"{module}.{JOINED.get(leaf, leaf)}"
+    return f"{module}.{JOINED.get(leaf) or leaf}"
 
 
 def is_near(form: Format, found: Found, numbers: torch.Tensor, exact: torch.Tensor) -> bool:
