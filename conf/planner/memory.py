@@ -18,7 +18,7 @@ from conf.planner import activations, parameters, states
 from conf.planner.hardware import GIB, Gpu
 from conf.planner.parameters import Stage
 from conf.planner.states import byte, state_bytes
-from conf.rules import packed_base
+from conf.rules import chunked_loss, packed_base
 from conf.rules.layout import grid
 from conf.schema.run import Layout, Run
 
@@ -188,7 +188,7 @@ def _costs(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> Costs:
         memo[key] = {"loss": (0, activations.at_loss(run, facts))}
         for kind, size in whole.items():
             kept, works = activations.kept(run, facts, kind, size), activations.working(run, facts, kind, size)
-            memo[key] |= {kind: (kept, works), f"whole {kind}": (size, {})}
+            memo[key] |= {kind: (kept, works), f"whole {kind}": (activations.held(facts, size), {})}
     return memo[key]
 
 
@@ -220,9 +220,12 @@ def _rank(run: Run, facts: ModelFacts, gpu: Gpu, holding: Holding, costs: Costs)
         output = _trained_bytes(run, _output_weights(run, facts)) + empty
         loss = costs["loss"][1]
         moments += [{**loss, "working": loss["working"] + output}]
+    # Blocks of chunks of logits, which layers of one size do not fill: Llama-3.1-8B had 2 GB of them on an H200.
+    chunked = holding.output and chunked_loss.is_chunked(run) and not facts.experts
+    loss_blocks = costs["loss"][1]["logits"] // 2 if chunked else 0
     for moment in moments:
         moment["margin"] = int((kept + sum(moment.values())) * _fragments(run, facts))
-        moment["margin"] += _too_small(run, facts, gpu, holding, works) if moment["logits"] else 0
+        moment["margin"] += _too_small(run, facts, gpu, holding, works) if moment["logits"] else loss_blocks
     passing = states.passing(run, cut, *holding.trained, holding.quantized)
     moments += [{"logits": 0, "dispatch": 0, "working": passing - kept, "margin": int(passing * EVEN)}]
     for moment in moments if not gpu.cuda else []:  # copies of the rank's part of a checkpoint are in the same memory

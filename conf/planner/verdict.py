@@ -61,7 +61,7 @@ class Offer:
     gpu: str
     gpus: int
     cost: float  # USD, of all stages in sequence
-    keys: str  # overrides that give it; empty for the run as it is
+    keys: str  # overrides that select it; empty if the run has them already
 
 
 @dataclass(frozen=True)

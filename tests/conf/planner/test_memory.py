@@ -12,6 +12,7 @@ from conf.planner.hardware import GIB, GPUS
 from conf.planner.memory import in_flight, memory
 from conf.planner.stage_needs import RANK, stage_needs
 from conf.planner.verdict import facts_of
+from conf.rules import chunked_loss
 from tests.support.known_models import known
 
 H200 = GPUS["h200"]
@@ -328,6 +329,7 @@ def test_hosts():
     ],
 )
 def test_measured_slice_of_glm47(monkeypatch, recompute, modules, fp8, measured):
+    monkeypatch.setattr(chunked_loss, "is_chunked", lambda run: False)  # measured with all logits at once
     facts = replace(known("glm47"), layers=6, dense_layers=1, mtp_layers=0)
     made = alone(
         adapter__kind="lora",
@@ -359,23 +361,28 @@ NEXT = "layout.gpus_per_node=1 layout.ep=1 train.global_batch=4"
         (QWEN, None, "data.packed=false data.seq_length=2048 train.global_batch=32 train.micro_batch=4", 73.95),
         (QWEN, None, "data.seq_length=4096 train.global_batch=16", 69.60),
         (QWEN, None, "data.seq_length=2048 train.global_batch=32", 66.87),
-        (QWEN, 12, f"{WIDE} train.recompute=selective train.recompute_modules=[moe_act,layernorm]", 35.11),
+        (QWEN, 12, f"{WIDE} train.recompute=selective train.recompute_modules=[moe_act,layernorm]", 32.27),
         (LLAMA, None, WIDE, 60.84),
         (LLAMA, None, f"{WIDE} train.fp8=current", 75.94),
-        (LLAMA, None, "data.seq_length=4096 data.packed=false train.micro_batch=8 train.recompute=full", 46.18),
+        (LLAMA, None, "data.seq_length=4096 data.packed=false train.micro_batch=8 train.recompute=full", 37.56),
         ("qwen3-8b-1xh100", None, "", 43.11),
         ("glm45-air-1xh100", None, "train.global_batch=4", 74.96),
-        ("qwen35-35b-1xh100", None, "model.mtp=false", 62.48),
+        ("qwen35-35b-1xh100", None, "train.recompute_first=30", 78.31),
+        ("qwen35-35b-1xh100", None, "model.mtp=false train.recompute_first=30", 74.82),
+        ("qwen35-35b-1xh100", None, "data.seq_length=24576 train.recompute_first=30", 95.58),
+        ("nemotron3-nano-1xh100", None, "", 68.73),
+        ("gemma4-26b-1xh100", None, "train.recompute_first=22", 75.76),
+        ("glm45-air-1xh100", 8, "", 22.19),
         (
             "qwen35-35b-1xh100",
             None,
             "adapter.rank=32 data.packed=false data.seq_length=4096 train.global_batch=6 train.micro_batch=6 "
-            "model.mtp=false",
-            74.62,
+            "model.mtp=false train.recompute_first=null",
+            54.19,
         ),
         ("llama31-8b-full-8xh100", 8, f"{FULL_LLAMA} layout.gpus_per_node=1", 64.02),
         ("qwen3-30b-a3b-full-8xh200", 4, "layout.gpus_per_node=1 layout.ep=1 data.seq_length=4096", 64.63),
-        ("qwen3-next-80b-4xh100", 16, f"{NEXT} data.seq_length=8192", 69.15),
+        ("qwen3-next-80b-4xh100", 16, f"{NEXT} data.seq_length=8192 train.recompute_first=null", 62.11),
         (GPT2, None, "train.cuda_graphs=true", 75.94),
         (GPT2, None, "train.cuda_graphs=true train.fp8=delayed", 71.05),
         ("qwen3-30b-a3b-8xh100", None, f"{TWO} layout.ep=2", 64.76),

@@ -107,7 +107,7 @@ def test_a_run_that_fits_nowhere_is_told_a_format_with_which_it_does():
     for name, base, instead, layout, keys in (
         ("glm47-4xh200", "bf16", "fp8", "this layout", []),
         ("glm47-2xh200", "fp8", "nvfp4", "layout.pp=2 layout.vpp=2 layout.ep=1", [merged]),
-        ("glm47-2xh200", "fp8", "int4", "layout.pp=2 layout.vpp=2 layout.ep=1", []),  # the codes that vLLM serves
+        ("glm47-2xh200", "fp8", "nvfp4", "layout.pp=2 layout.vpp=2 layout.ep=1", []),  # vLLM serves the codes
     ):
         run = load(name, [f"model.base={base}", *keys])
         planned = verdict.plan(run, FACTS, hardware.of(run))

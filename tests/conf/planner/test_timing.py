@@ -206,18 +206,19 @@ GPT2_TWO = f"{GPT2} optimizer.distributed=true layout.gpus_per_node=2 train.glob
             "qwen3-next-80b",
             16,
             "h100",
-            "layout.gpus_per_node=1 layout.ep=1 train.global_batch=4 moe.force_balance=true",
+            "layout.gpus_per_node=1 layout.ep=1 train.global_batch=4 moe.force_balance=true train.recompute_first=null",
             2.026,
         ),
-        ("qwen35-35b-1xh100", "qwen35-35b-a3b", 40, "h200", "moe.force_balance=true", 7.163),
-        ("gemma4-26b-1xh100", "gemma4-26b", 30, "h200", "moe.force_balance=true", 7.179),
-        ("gemma3-12b-1xl40s", "gemma3-12b", 48, "h200", "hardware.gpu=h200", 9.919),
+        ("qwen35-35b-1xh100", "qwen35-35b-a3b", 40, "h200", "moe.force_balance=true train.recompute_first=null", 7.163),
+        ("gemma4-26b-1xh100", "gemma4-26b", 30, "h200", "moe.force_balance=true train.recompute_first=22", 6.561),
+        ("gemma3-12b-1xl40s", "gemma3-12b", 48, "h200", "hardware.gpu=h200 train.recompute_first=null", 9.919),
         (
             "qwen35-35b-1xh100",
             "qwen35-35b-a3b",
             40,
             "h100",
-            "data.packed=false data.seq_length=4096 train.global_batch=6 train.micro_batch=6 moe.force_balance=true",
+            "data.packed=false data.seq_length=4096 train.global_batch=6 train.micro_batch=6 moe.force_balance=true"
+            " train.recompute_first=null",
             2.167,
         ),
         (
@@ -226,7 +227,7 @@ GPT2_TWO = f"{GPT2} optimizer.distributed=true layout.gpus_per_node=2 train.glob
             40,
             "h100",
             "model.base=int4 data.packed=false data.seq_length=4096 train.global_batch=8 train.micro_batch=8"
-            " moe.force_balance=true",
+            " moe.force_balance=true train.recompute_first=null",
             2.781,
         ),
     ],

@@ -57,7 +57,7 @@ def test_a_base_is_evaluated_once_for_all_formats_as_released():
 
 def test_what_vllm_cannot_compute_is_named_before_the_training():
     def lines(name: str, form: str, *overrides: str, cpu: bool = False) -> list[str]:
-        keys = [f"export.quantization={form}", "evaluate.tasks=[held_out]"]
+        keys = [f"export.quantization={form}", "evaluate.adapter=merged"]
         run = load(name, [*keys, "export.formats=[merged]", *overrides])
         return serving.unservable(run, known(name.partition("-1x")[0]), cpu)
 
