@@ -41,6 +41,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 ON_GPU = ("evaluate-base", "train", "evaluate-tuned")  # convert computes on CPUs
 STAGES = ("download", "prepare", "convert", "evaluate-base", "train", "export", "evaluate-tuned", "promote")
+COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}  # of MTP
 BLOCK = 32 << 20  # numbers that all tensors are windows of
 TOKENIZER = 512  # most tokens; models have more, as many releases do
 WIDE = dict(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768)
@@ -98,6 +99,8 @@ def make_model(folder: Path, config: dict, spread: float = 0.02, shards: int = 8
     files = [f"model-{n + 1:05d}-of-{shards:05d}.safetensors" for n in range(shards)]
 
     def window(name: str):
+        if ".layers." in name:  # an MTP layer's copies of the embedding and of the output layer are equal to them
+            name = COPIES.get(name.split(".", 3)[-1], name)
         start = zlib.crc32(name.encode()) % BLOCK
         block = blocks["norm" if name.endswith("norm.weight") else "weight"]
         return block[start : start + int(np.prod(released[name]))]
