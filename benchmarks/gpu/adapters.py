@@ -104,7 +104,7 @@ class Server:
         served.write(work / "served.json")
         self.began, self.room, self.log = time.monotonic(), room, out / "logs" / f"serve-{room}.log"
         command = [sys.executable, "-m", "trainer.serve", str(work / "served.json")]
-        own = {"CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": str(ROOT)}
+        own = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0"), "PYTHONPATH": str(ROOT)}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, env=os.environ | own, stdout=log, stderr=log)
 
