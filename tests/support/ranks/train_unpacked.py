@@ -39,16 +39,19 @@ def main(run: Run) -> None:
                     if ".in_proj." in name:
                         net = chunk.get_submodule(name.partition(".in_proj.")[0])
                         parts = parameter.data.split([*net.in_proj_split_sections])
-                    parameter.data = torch.cat([rounded(base, part) for part in parts])
+                    largest = parameter.data.float().abs().amax()  # gate and up share a factor
+                    parameter.data = torch.cat([rounded(base, part, largest) for part in parts])
         return found
 
     setup._load_checkpoint_from_path = load
     train.main(run)
 
 
-def rounded(base: str, weight: torch.Tensor) -> torch.Tensor:
-    if base not in SCHEMES:
-        return by_definition.weight(*getattr(e2m1, base)(weight)).to(weight.dtype)
+def rounded(base: str, weight: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    if base == "nvfp4":
+        return by_definition.weight(*e2m1.nvfp4(weight, largest)).to(weight.dtype)
+    if base == "mxfp4":
+        return by_definition.weight(*e2m1.mxfp4(weight)).to(weight.dtype)
     packed = Packed(SCHEMES[base], tuple(weight.shape), "", "")
     codes, scales = pack.pack(packed, weight, SCALES[base])
     return unpack.unpack(packed, codes, scales, weight.dtype)

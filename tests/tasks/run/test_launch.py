@@ -177,7 +177,8 @@ def test_importing_it_is_cheap():
 def test_a_training_has_the_grace_of_its_key(tmp_path, monkeypatch):
     given = []
     monkeypatch.setattr(launch, "process", lambda *_, grace, **__: given.append(grace))
-    stage_run: Any = SimpleNamespace(stopped=lambda work, fenced: None, turn=lambda say: None)
+    tracking, turn = SimpleNamespace(name="none"), launch.Turn("train", print)
+    stage_run: Any = SimpleNamespace(stopped=lambda work, fenced: None, turn=lambda say: turn, tracking=tracking)
     for command in ("train", "convert"):
         work: Any = SimpleNamespace(folder=tmp_path, say=print)
         run_job(stage_run, work, command, load("tiny", ["gang.grace=7"]))
