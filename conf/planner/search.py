@@ -5,7 +5,7 @@
     changes(before, after) -> str                   the keys in which two runs differ, as overrides of a command line
 
 The search tries all degrees that divide the GPUs, micro batches of 1 to 8, and no, selective and full recompute, on
-64 GPUs at most also of a part of the layers. It sets sp if tp > 1, as sp costs nothing. A layout that does not fit
+16 GPUs at most also of a part of the layers. It sets sp if tp > 1, as sp costs nothing. A layout that does not fit
 otherwise is tried with half of the optimizer or all of it on the host, if that is legal (conf/rules/precision.py) and
 makes enough room. FP8, the global batch, the model and the trained weights stay the same. Stages share the layers
 evenly, or the last one has fewer, as it also computes the loss.
@@ -36,7 +36,7 @@ Memo = dict[Any, Any]  # values that the layouts of one search share
 TIGHT = 0.1  # difference between plans and measured runs
 FEWEST_TOKENS = 1024
 MICRO_BATCHES = (1, 2, 4, 8)
-PARTS, PARTED = (0.5, 0.75), 64  # of a stage's layers that full recompute can be limited to, and most GPUs for it
+PARTS, PARTED = (0.5, 0.75), 16  # of a stage's layers that full recompute can be limited to, and most GPUs for it
 VIRTUAL = (None, 2, 4)
 OFFLOADS = (0.5, 1.0)
 
@@ -261,7 +261,7 @@ def _trains(
     modules = ["layernorm", *(["moe_act"] if run.moe.grouped_gemm else [])] if facts.experts else ["mlp"]
     modules += ["mla_up_proj"] if facts.kv_rank else []
     of_stage = facts.layers // (layout.pp * (layout.vpp or 1))
-    firsts = {int(of_stage * part) for part in PARTS} if layout.world <= PARTED else set[int]()
+    firsts = {int(of_stage * part) for part in PARTS} if layout.world <= PARTED and not simple else set[int]()
     some = [_recompute("full", first=first) for first in sorted(firsts) if 0 < first < of_stage]
     choices = (_recompute("none"), _recompute("selective", tuple(modules)), *some, _recompute("full"))
     sizes = (1,) if run.data.packed else sorted({1, run.train.micro_batch}) if simple else MICRO_BATCHES
