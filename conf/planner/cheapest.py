@@ -18,7 +18,7 @@ from math import inf
 from conf.model_facts import ModelFacts
 from conf.planner import parameters
 from conf.planner.hardware import GB, GPUS, Gpu
-from conf.planner.search import changes, fastest
+from conf.planner.search import Memo, changes, fastest
 from conf.planner.verdict import Offer, Plan, plan
 from conf.rules import packed_base, reinforcement, schedule
 from conf.rules.contradictions import contradictions
@@ -41,11 +41,12 @@ def with_cheapest(planned: Plan, run: Run, teacher: ModelFacts | None = None) ->
     here = best = _offer(planned, "") if planned.fits else None
     kinds = [gpu for gpu in (GPUS | {planned.gpu.name: planned.gpu}).values() if gpu.price is not None]
     kinds.sort(key=lambda gpu: -(gpu.price or 0))
-    for tried, gpu in product([*_variants(run)], kinds):
-        best = _on(gpu, 1, run, tried, planned, teacher, best)
+    variants = [(tried, Memo()) for tried in _variants(run)]
+    for (tried, memo), gpu in product(variants, kinds):
+        best = _on(gpu, 1, run, tried, planned, teacher, best, memo)
     if best is here and run.layout.nodes > 1:
-        for tried, gpu in product([*_variants(run)], [gpu for gpu in kinds if gpu.link > NVLINK]):
-            best = _on(gpu, run.layout.nodes, run, tried, planned, teacher, best)
+        for (tried, memo), gpu in product(variants, [gpu for gpu in kinds if gpu.link > NVLINK]):
+            best = _on(gpu, run.layout.nodes, run, tried, planned, teacher, best, memo)
     return replace(planned, cheapest=best)
 
 
@@ -58,7 +59,14 @@ def _variants(run: Run) -> Iterator[Run]:
 
 
 def _on(
-    gpu: Gpu, hosts: int, run: Run, tried: Run, planned: Plan, teacher: ModelFacts | None, best: Offer | None
+    gpu: Gpu,
+    hosts: int,
+    run: Run,
+    tried: Run,
+    planned: Plan,
+    teacher: ModelFacts | None,
+    best: Offer | None,
+    memo: Memo,
 ) -> Offer | None:
     """Return the cheaper one of `best` and the cheapest offer on GPUs of this kind, on one host or on several."""
     if gpu.name != planned.gpu.name:
@@ -72,7 +80,9 @@ def _on(
         below = (best.cost * 3600 / hourly - paid if best else inf) / (schedule.last_step(run) or 1)
         if below <= 0:
             break
-        if least > gpus * gpu.memory or not (found := fastest(tried, facts, gpu, gpus, below, simple=True)):
+        if least > gpus * gpu.memory:
+            continue
+        if not (found := fastest(tried, facts, gpu, gpus, below, simple=True, memo=memo)):
             continue
         made = found.applied(tried)
         one = plan(made, facts, gpu, teacher) if not [*contradictions(made)] else None

@@ -120,14 +120,21 @@ def search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Found:
 
 
 def fastest(
-    run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, below: float = inf, simple: bool = False
+    run: Run,
+    facts: ModelFacts,
+    gpu: Gpu,
+    gpus: int,
+    below: float = inf,
+    simple: bool = False,
+    memo: Memo | None = None,
 ) -> Candidate | None:
     """Return the fastest layout that leaves room and takes less than `below` seconds a step; None if there is none.
 
     `simple`: try only layouts without cp and vpp, with the run's micro batch or 1. This takes a tenth of the time.
+    `memo` keeps values for the same run on other GPUs.
     """
     _check(gpu, gpus)
-    memo: Memo = {}
+    memo = {} if memo is None else memo
     reasons: Counter[str] = Counter()
     offloads, tried = _offloads(run, gpu), list[tuple[float, Run]]()
     for layout in _layouts(run, facts, gpu, gpus, reasons, simple) if not unsupported(run, gpu) else ():
@@ -136,12 +143,15 @@ def fastest(
             if (seconds := least(one, facts, gpu, memo)) < below:
                 tried.append((seconds, one))
     best: Candidate | None = None
-    roomy: dict[Layout, bool] = {}  # whether the permanent memory fits on a GPU
+    least_train = {**_recompute("full"), "micro_batch": 1, "overlap_tp": False, "cuda_graphs": False}
+    smallest = run.changed(train=least_train, optimizer={"offload": offloads[-1]})
+    roomy: dict[Layout, bool] = {}  # whether the smallest run of this layout leaves room
     for seconds, one in sorted(tried, key=lambda pair: pair[0]):
         if seconds >= below:
             break
         if one.layout not in roomy:
-            roomy[one.layout] = lasting(_offloaded(one, offloads[-1]), facts, gpu, memo) <= gpu.memory
+            bare = smallest.model_copy(update={"layout": one.layout})
+            roomy[one.layout] = not _candidate(bare, fullest(bare, facts, gpu, memo)).tight
         if not roomy[one.layout]:
             continue
         fitting, stage = _least(one, facts, gpu, offloads, memo)

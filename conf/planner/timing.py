@@ -85,7 +85,7 @@ class Step:
 
 
 def step(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> Step:
-    """Return the time of a step of a legal layout. `memo` keeps values that other layouts of this run share."""
+    """Return the time of a step of a legal layout. `memo` keeps values that other layouts share, on any GPU."""
     layout, layers, held = run.layout, _layers(run, facts, gpu, memo), holdings(run, facts, memo)
     between, _ = hop(run, facts, gpu)
     first, last = _ends(run, facts, gpu, memo)
@@ -115,11 +115,11 @@ def least(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> float:
     It counts matrix products, shared evenly by all ranks, and the hosts' time to start kernels, but no moved bytes.
     """
     layout, train = run.layout, run.train
-    if "floor" not in memo:
+    if ("floor", gpu.name) not in memo:
         alone = run.changed(layout=dict(Layout()), train={"micro_batch": 1})
-        memo["floor"] = {kind: _computing(alone, facts, gpu, kind) for kind in kinds(facts)}
+        memo["floor", gpu.name] = {kind: _computing(alone, facts, gpu, kind) for kind in kinds(facts)}
     again = 1 + recomputed(run, facts)
-    key = ("least", layout.tp, layout.cp, layout.ep, layout.etp, train.micro_batch, again)
+    key = ("least", gpu.name, layout.tp, layout.cp, layout.ep, layout.etp, train.micro_batch, again)
     if key not in memo:
         memo[key] = _least_of_layers(run, facts, gpu, again, memo)
     filling = (layout.pp - 1) / (layout.vpp or 1)
@@ -129,12 +129,12 @@ def least(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> float:
 def _least_of_layers(run: Run, facts: ModelFacts, gpu: Gpu, again: float, memo: dict[Any, Any]) -> float:
     """Return a lower bound for the seconds of all layers and one microbatch."""
     layout, total = run.layout, 0.0
-    key = ("starting", layout.tp, layout.cp, layout.ep, layout.etp)
+    key = ("starting", gpu.name, layout.tp, layout.cp, layout.ep, layout.etp)
     if key not in memo:
         memo[key] = {kind: rates.starting(run, facts, gpu, kind) for kind in kinds(facts)}
     share = run.train.micro_batch / (layout.tp * layout.cp)
     for kind, count in Counter(facts.kinds).items():
-        (forward, backward), host = memo["floor"][kind], memo[key][kind]
+        (forward, backward), host = memo["floor", gpu.name][kind], memo[key][kind]
         total += count * (again * max(forward * share, host.forward) + max(backward * share, host.backward))
     return total
 
@@ -211,7 +211,7 @@ def asking(run: Run, facts: ModelFacts, gpu: Gpu, rows: int) -> float:
 def _layers(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> dict[str, Layer]:
     layout, train = run.layout, run.train
     cut = (layout.tp, layout.cp, layout.ep, layout.etp, layout.sp)
-    key = ("layers", *cut, train.micro_batch, train.recompute, train.recompute_first, train.fp8)
+    key = ("layers", gpu.name, *cut, train.micro_batch, train.recompute, train.recompute_first, train.fp8)
     if key not in memo:
         memo[key] = {kind: layer(run, facts, gpu, kind) for kind in kinds(facts)}
         memo[key]["loss"] = _loss(run, facts, gpu)

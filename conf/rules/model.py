@@ -3,6 +3,7 @@
 broken(run, facts) yields the broken rules. conf/rules/layout.py has the rules that need no model, and formats both.
 """
 
+import functools
 from collections.abc import Collection, Iterator, Mapping
 from math import gcd
 from types import MappingProxyType
@@ -118,9 +119,14 @@ def _delta_nets(run: Run, facts: ModelFacts, there: set[str]) -> Iterator[Broken
 
 def adapted(run: Run, facts: ModelFacts) -> set[str]:
     """The names of adapter.targets that the model has."""
+    return _parts(facts) & set(run.adapter.names) if run.adapter.kind != "none" else set()
+
+
+@functools.cache
+def _parts(facts: ModelFacts) -> set[str]:
+    """Return the names of all layers with a matrix, as in adapter.targets."""
     tensors = (tensor for kind in {*facts.kinds} for tensor in families.layer(facts, kind))
-    present = {tensor.part for tensor in tensors if tensor.matrix}
-    return present & set(run.adapter.names) if run.adapter.kind != "none" else set()
+    return {tensor.part for tensor in tensors if tensor.matrix}
 
 
 def _dora(run: Run, facts: ModelFacts) -> Iterator[Broken]:

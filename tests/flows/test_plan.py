@@ -345,7 +345,7 @@ def test_auto_alone_is_one_host_of_the_gpu(ask, tmp_path, layout):
 
 @pytest.mark.parametrize("name, code", [("glm47", 0), ("llama31-405b", 0), ("qwen2-moe", 0)])
 def test_a_plan_takes_two_seconds(name, code):
-    """Two seconds of a core at most, or as much more as importing what it needs takes longer now.
+    """Two seconds of a core at most, and more if the imports also take longer than usual.
 
     What else a host does takes caches from Python, which a loop does not feel. Of three the least counts.
     """

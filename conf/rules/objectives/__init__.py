@@ -6,6 +6,7 @@
 docs/extending/objective.md shows how to add one.
 """
 
+import functools
 import importlib
 from collections.abc import Iterator
 
@@ -23,8 +24,13 @@ AT_ONCE = 16  # micro batches that each rank, and each stage of a pipeline, send
 def named(name: str) -> Objective:
     """Return an objective: a file of this folder, or what an entry point of an installed package loads."""
     if name in OBJECTIVES:
-        return importlib.import_module(f"{__name__}.{name}").OBJECTIVE
+        return _own(name)
     return plugin(OBJECTIVE_GROUP, name) or named(OBJECTIVES[0])  # a run that was validated has no unknown name
+
+
+@functools.cache
+def _own(name: str) -> Objective:
+    return importlib.import_module(f"{__name__}.{name}").OBJECTIVE
 
 
 def of(run: Run) -> Objective:

@@ -5,6 +5,8 @@ import pytest
 from conf.load import load
 from conf.planner import display, hardware
 from conf.planner.cheapest import with_cheapest
+from conf.planner.search import Memo, fastest
+from conf.planner.timing import least
 from conf.planner.verdict import facts_of, plan, settle
 
 
@@ -39,6 +41,17 @@ def test_the_run_itself_may_be_the_cheapest_and_a_price_decides():
     assert line.endswith("this, 8 h200")
     dear = planned("qwen3-32b-1xh200", "hardware.price=100").cheapest
     assert dear and dear.gpu != "h200" and "hardware.price=null" in dear.keys
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b-8xh100", "llama31-8b-full-8xh100"])
+def test_gpus_that_share_values_are_searched_as_if_alone(name):
+    run = load(name)
+    facts, memo, kinds = facts_of(run), Memo(), [hardware.GPUS[name] for name in ("h100", "l40s", "b200", "h200")]
+    alone = [fastest(run, facts, gpu, 8, simple=True) for gpu in kinds]
+    assert [fastest(run, facts, gpu, 8, simple=True, memo=memo) for gpu in kinds] == alone
+    bounds = Memo()
+    assert [least(run, facts, gpu, bounds) for gpu in kinds] == [least(run, facts, gpu, Memo()) for gpu in kinds]
+    assert len({found and found.seconds for found in alone}) == len(kinds)
 
 
 def test_nothing_is_searched_on_a_cpu_or_for_unknown_steps():
