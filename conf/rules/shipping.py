@@ -31,7 +31,8 @@ def is_served(run: Run) -> bool:
 
 
 def of_base(run: Run) -> Run:
-    return run.changed(export={"quantization": ROUNDED[0], "max_loss": None}) if is_served(run) else run
+    form = ROUNDED[0] if is_served(run) else run.export.quantization
+    return run.changed(export={"quantization": form, "max_loss": None})
 
 
 def unwritable(config: dict[str, Any], kind: str) -> str:

@@ -44,11 +44,13 @@ def test_what_does_not_go_together_is_named(overrides, says):
 
 def test_a_base_is_evaluated_once_for_all_formats_as_released():
     def evaluation(form: str, trained: bool):
-        run = load("tiny", [f"export.quantization={form}", BF16])
+        run = load("tiny", [*f"export.quantization={form}".split(), BF16])
         parts = [Stage(name, 1, {}, {}) for name in ("download", "prepare", "train")]
         return evaluate.stage(run, parts[0], parts[1], *parts[2:] if trained else ()).fingerprint
 
     assert evaluation("fp8", False) == evaluation("int4", False) != evaluation("null", False)
+    assert evaluation("int4 export.max_loss=0.1", False) == evaluation("int4", False)
+    assert evaluation("as_released export.max_loss=0.1", False) == evaluation("as_released", False)
     assert evaluation("fp8", True) != evaluation("int4", True)
     run = load("tiny", ["export.quantization=int4", BF16])
     assert serving.rounding(run) is None and serving.is_apart(run)
