@@ -1,7 +1,8 @@
 """Predicted time of a training by category, from a rate of failures: what tasks/gang/history/spent.py then measures.
 
 A failure ends an attempt of all hosts. It costs the steps since the last checkpoint, half an interval on average, and a
-new start. Waiting for hosts is not predicted. A save is written at the rate of the hosts' storage while training waits.
+new start. Waiting for hosts is not predicted, nor are the copies of a save in the background (checkpoint.background):
+training waits only for the last one. A save is written at the rate of the hosts' storage.
 """
 
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ def goodput(run: Run, facts: ModelFacts, time: Timing, steps: int) -> Goodput:
     forward = time.likely / 3  # of a batch
     seconds = {
         "training": trained,
-        "saving": saves * save,
+        "saving": (1 if run.checkpoint.background else saves) * save,
         "evaluating": _validations(run, steps) * run.train.validate_batches * forward + packing_cost(run, facts),
     }
     start = START + load(run, facts)
