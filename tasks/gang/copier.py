@@ -15,6 +15,7 @@ from pathlib import Path
 
 from contract import checkpoints
 from contract.files import is_partial
+from contract.signs_of_life import JOURNAL
 from tasks.gang.copies import CHECKPOINTS, METRICS, Copies, encoded, part
 from tasks.gang.member_link import Link
 from tasks.store import open_store
@@ -23,7 +24,7 @@ TICK = 0.5
 AGAIN, LONGEST = 2.0, 60.0  # seconds until the next try, if the store does not answer; they double
 QUIET = 2.0  # seconds without a request after which a failed attempt has copied everything
 OF_RANK = re.compile(r"__(\d+)_\d+\.distcp")  # files of torch.distributed.checkpoint
-SMALL = (METRICS, "parity*.json", "tensorboard/*")
+SMALL = (METRICS, JOURNAL, "parity*.json", "tensorboard/*")
 
 
 class Copier:

@@ -1,4 +1,4 @@
-"""Copies of checkpoints in the store: parts of hosts, what is kept, and what a new host gets."""
+"""Copies of checkpoints in the store: parts of hosts, kept copies, and files of a new host."""
 
 import json
 import time
@@ -12,6 +12,7 @@ import pytest
 from conf.load import load
 from contract import checkpoints
 from contract.faults import Fault
+from contract.signs_of_life import JOURNAL
 from tasks.gang import collector, own_files, results
 from tasks.gang import copier as copiers
 from tasks.gang.board import Board
@@ -41,7 +42,7 @@ def faster(monkeypatch):
 
 
 class Host:
-    """A host with a disk of its own, whose ranks write checkpoints."""
+    """A host that shares no disk, and the checkpoints of its ranks."""
 
     def __init__(self, folder: Path, store: Store, name: str):
         self.output, self.first = folder / name / "files", name == "a"
@@ -93,7 +94,7 @@ def test_a_new_host_gets_the_parts_of_all(store, tmp_path):
     copying = [host.copier() for host in hosts]
     copied(store, hosts, 10)
     copied(store, hosts, 20, samples=7)
-    wait_for(lambda: len([*hosts[1].output.glob("checkpoints/iter_*")]) == 1)  # what is copied is not kept twice
+    wait_for(lambda: len([*hosts[1].output.glob("checkpoints/iter_*")]) == 1)  # copied ones are removed here
     for one in copying:
         one.finish(True, lambda: False)
     assert checkpoints.complete_steps(hosts[0].output / "checkpoints") == [10, 20]  # as training has left them
@@ -112,6 +113,22 @@ def test_a_new_host_gets_the_parts_of_all(store, tmp_path):
     assert (new / "checkpoints/latest_train_state.pt").read_bytes() == b"state"
     lines = [json.loads(line)["step"] for line in (new / METRICS).read_text().splitlines()]
     assert max(lines) == 20
+
+
+def test_a_new_host_gets_the_journal_of_phases_and_another_keeps_its_own(store, tmp_path):
+    """The journal accounts for all attempts (tasks/gang/history/spent.py), and a resumed host's own is longer."""
+    hosts = [Host(tmp_path, store, name) for name in RANKS]
+    (hosts[0].output / JOURNAL).write_text("first\n")
+    for host in hosts:
+        host.copier()
+    copied(store, hosts, 10)
+    for name, own, expected in ("new", "", "first\n"), ("resumed", "first\nlost\n", "first\nlost\n"):
+        output = tmp_path / name
+        output.mkdir()
+        if own:
+            (output / JOURNAL).write_text(own)
+        own_files.resume(load("tiny", [f"paths.output={output}"]), Copies(store, GANG), 10, True, lambda *_: None)
+        assert (output / JOURNAL).read_text() == expected
 
 
 def test_a_copy_with_a_flipped_bit_is_named_and_no_longer_used(store, tmp_path):
@@ -223,7 +240,7 @@ def test_artifacts_reach_a_host_once_and_paths_become_its_own(s3_url, tmp_path, 
 
 
 class Gang:
-    """A controller's view of two members, and what it says."""
+    """A controller's view of two members, and its lines."""
 
     def __init__(self, store: Store, folder: Path, *overrides: str):
         self.board, self.lines = Board(store, GANG, 1), list[str]()
