@@ -84,11 +84,14 @@ class Gang:
             self.stored.update(self._answered(lambda: self.copies.deliver(self.folder / "files")))
 
     def _answered[T](self, call: Callable[[], T]) -> T:
-        """Repeat the call until the store answers."""
+        """Repeat the call until the store answers. Each other reason is said once."""
+        said = ""
         while True:
             try:
                 return call()
-            except Exception:
+            except Exception as error:
+                if (line := f"waits for the store: {error}") != said:
+                    self.say(said := line)
                 self.pause(CAPACITY_POLL)
 
     def pause(self, seconds: float) -> None:
