@@ -119,3 +119,11 @@ def test_the_fingerprint_knows_which_routers_are_trained(kind, overrides, expect
         done = ranks("routers_of", run)
         (found,) = (json.loads(line) for line in done.output.splitlines() if line.startswith('{"trained"'))
         assert found["trained"] == expected
+
+
+def test_the_gradient_of_mtp_layers_has_their_weight(trained):
+    """It is g + s * h with the weight s, so the square of its norm is a polynomial of the second degree."""
+    scales = [f"model.mtp_loss_scale={scale}" for scale in (0.0, 0.2, 0.4, 0.6)]
+    none, low, middle, high = (trained("glm4-moe-mtp", scale)[0]["grad_norm"] ** 2 for scale in scales)
+    assert none - 3 * low + 3 * middle - high == pytest.approx(0, abs=1e-5 * high)
+    assert none - 2 * low + middle > 1e-3 * none

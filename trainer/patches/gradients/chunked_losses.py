@@ -44,7 +44,7 @@ def of(
     trained = weight.requires_grad or any(one.requires_grad for one in output_layer.parameters())
     if trained or tokens >= len(hidden) or output_layer.sequence_parallel:
         return of_chunk(hidden, labels)
-    return of_chunks(hidden, labels, of_chunk, tokens)
+    return of_chunks(hidden if torch.is_grad_enabled() else hidden.detach(), labels, of_chunk, tokens)
 
 
 class _Losses(torch.autograd.Function):
