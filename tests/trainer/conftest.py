@@ -91,6 +91,21 @@ def work(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def short_rows(work):
+    """short_rows(folder) -> the folder with the training's rows, and ten short ones to evaluate on."""
+
+    def short_rows(folder: Path) -> Path:
+        rows = [json.loads(line) for line in (work / "data/training.jsonl").read_text().splitlines()]
+        short = [row for row in rows if len(row["input"]) + len(row["output"]) < 60]
+        folder.mkdir()
+        for name, part in ("training", rows), ("test", short[:10]):
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+        return folder
+
+    return short_rows
+
+
+@pytest.fixture(scope="session")
 def configure(work):
     """configure(model, *overrides) -> Run
 

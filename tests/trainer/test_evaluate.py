@@ -22,15 +22,10 @@ metric_list: [{{metric: acc}}]
 
 
 @pytest.fixture(scope="module")
-def trained(configure, ranks, base, work):
+def trained(configure, ranks, base, work, short_rows):
     """A run after six steps, exported. Its parity prompts are its held-out rows, all of them short."""
     base("glm4-moe")
-    data = work / "evaluated-data"
-    data.mkdir()
-    rows = [json.loads(line) for line in (work / "data" / "training.jsonl").read_text().splitlines()]
-    short = [row for row in rows if len(row["input"]) + len(row["output"]) < 60]
-    for name, part in ("training", rows), ("test", short[:10]):
-        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    data = short_rows(work / "evaluated-data")
     output = work / "evaluated"
     task = output / "sums.yaml"
     output.mkdir()

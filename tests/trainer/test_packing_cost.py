@@ -1,4 +1,4 @@
-"""What packing costs is the loss on the base's own weights, and is large where the codes stand for other weights."""
+"""The cost of packing is a difference of two losses, and wrong codes give a warning."""
 
 import json
 import random
@@ -62,7 +62,7 @@ def line(found, kind: str = "packing") -> dict:
     ],
 )
 def test_the_unpacked_loss_is_that_of_a_base_in_full_precision(kind, form, cut, cost, base, tmp_path):
-    """A step of no length leaves a training where it began, so its validation is the base's."""
+    """With a learning rate of almost 0, a validation gives the loss of the base."""
     base(kind)
     plain = line(cost(kind, *(CUTS[cut] if cut == "packed rows" else []), to="plain"), "validation")
     found = cost(kind, f"model.base={form}", *CUTS[cut])

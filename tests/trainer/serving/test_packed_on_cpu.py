@@ -1,6 +1,5 @@
 """The codes of a packed base, served by real vLLM with the adapter next to them, give what training computed."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -14,16 +13,11 @@ ROWS = 4
 
 
 @pytest.fixture(scope="module")
-def trained(configure, ranks, work):
+def trained(configure, ranks, work, short_rows):
     """The run of a finished training on int4, and its base for vLLM."""
     folder = work / "packed-serving"
     folder.mkdir()
-    rows = [json.loads(line) for line in (work / "data/training.jsonl").read_text().splitlines()]
-    short = [row for row in rows if len(row["input"]) + len(row["output"]) < 60]
-    data = folder / "rows"
-    data.mkdir()
-    for name, part in ("training", rows), ("test", short[:8]):
-        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    data = short_rows(folder / "rows")
     places = ("base", "output", "logs", "export")
     paths = [f"paths.data={data}", f"paths.parity={folder}/parity.json", *(f"paths.{p}={folder / p}" for p in places)]
     keys = ["model.base=int4", "convert.to=packed", "train.precision=bf16", f"evaluate.parity_rows={ROWS}"]

@@ -14,16 +14,11 @@ ROWS = 4
 
 
 @pytest.fixture(scope="module")
-def trained(configure, ranks, work):
+def trained(configure, ranks, work, short_rows):
     """The run of a finished training with its export in int4."""
     folder = work / "rounded-serving"
     folder.mkdir()
-    rows = [json.loads(line) for line in (work / "data/training.jsonl").read_text().splitlines()]
-    short = [row for row in rows if len(row["input"]) + len(row["output"]) < 60]
-    data = folder / "rows"
-    data.mkdir()
-    for name, part in ("training", rows), ("test", short[:8]):
-        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    data = short_rows(folder / "rows")
     places = ("base", "output", "logs", "export", "evaluation")
     paths = [f"paths.data={data}", f"paths.parity={folder}/parity.json", *(f"paths.{p}={folder / p}" for p in places)]
     keys = ["train.precision=bf16", f"evaluate.parity_rows={ROWS}", "evaluate.rows=8", "evaluate.max_tokens=8"]

@@ -17,16 +17,11 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def trained(configure, ranks, base, work):
+def trained(configure, ranks, base, work, short_rows):
     base("llama")
     output = work / "unmerged"
     output.mkdir()
-    data = output / "rows"
-    data.mkdir()
-    rows = [json.loads(line) for line in (work / "data/training.jsonl").read_text().splitlines()]
-    short = [row for row in rows if len(row["input"]) + len(row["output"]) < 60]
-    for name, part in ("training", rows), ("test", short[:10]):
-        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    data = short_rows(output / "rows")
     paths = {"data": data, "output": output, "parity": output / "parity.json", "export": output / "export"}
     paths |= {"served": output / "export/merged"}
     asked = ["evaluate.rows=8", "evaluate.max_tokens=8"]
