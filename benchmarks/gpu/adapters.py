@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -168,11 +167,9 @@ def judge(alone: dict[str, list[str]], together: dict[str, list[str]]) -> tuple[
 def main() -> int:
     options = _arguments()
     sys.path.insert(0, str(ROOT))
-    work = Path(tempfile.mkdtemp(prefix="adapters-", dir=options.work))
-    try:
-        return _measure(options, work)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="adapters-", dir=options.work, ignore_cleanup_errors=True) as work:
+        return _measure(options, Path(work))
 
 
 def _measure(options: argparse.Namespace, work: Path) -> int:

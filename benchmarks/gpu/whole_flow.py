@@ -307,11 +307,8 @@ def main() -> int:
     options = _arguments()
     sys.path.insert(0, str(ROOT))
     options.out.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix="whole-", dir=options.work))
-    try:
-        return _measure(options, work)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="whole-", dir=options.work, ignore_cleanup_errors=True) as work:
+        return _measure(options, Path(work))
 
 
 def _measure(options: argparse.Namespace, work: Path) -> int:

@@ -1,9 +1,9 @@
-"""Loss of a packed base (model.base) on the run's held-out rows before the first step, and of the base it was made of.
+"""Losses of a packed base (model.base) and of its source on the run's held-out rows, before the first step.
 
-Both forward passes see the same micro batches of the training's own data sets: rows for validation, or training rows if
-the run validates nothing, all of which the base has not seen either. Adapters are off. The unpacked base needs no more
-memory than training: each product reads its matrices from the base (packed_base/originals.py), once per micro batch.
-Therefore packed_base.measured_batches() takes few of them.
+Both forward passes use the same micro batches: rows for validation, or training rows if the run validates nothing,
+because the base has not learned those yet. Adapters are off. The source needs no more memory than training: each
+product reads its matrices from the base's files (packed_base/originals.py), once per micro batch. Therefore
+packed_base.measured_batches() takes few of them.
 
 A line of kind packing in metrics.jsonl has, in nats per token: packed_loss, unpacked_loss, cost (their difference),
 cost_error (its standard error over tokens), distance (root of the mean square of each token's difference); and tokens
