@@ -11,8 +11,9 @@ A weight W is computed from codes q and scales s, and rounded once at the end (t
 | compressed-tensors, float-quantized | weight, weight_scale                   | the same; of channels a = 1, b = all |
 | compressed-tensors, pack-quantized  | weight_packed, weight_scale, _shape    | the same; 8 codes of 4 bits a number |
 | compressed-tensors, nvfp4-pack-...  | weight_packed, weight_scale, _global_  | q * (s / g), 16 codes a scale        |
-| modelopt, NVFP4                     | weight, weight_scale, weight_scale_2   | q * (s * g), 16 codes a scale        |
-| mxfp4                               | X_blocks, X_scales                     | q * 2 ** (s - 127), 32 codes a scale |
+| modelopt, NVFP4 and W4A16_NVFP4     | weight, weight_scale, weight_scale_2   | q * (s * g), 16 codes a scale        |
+| compressed-tensors, mxfp4-pack-...  | weight_packed, weight_scale            | q * 2 ** (s - 127), 32 codes a scale |
+| mxfp4                               | X_blocks, X_scales                     | the same, of all experts, transposed |
 
 The last block of rows or columns may be shorter.
 """
@@ -72,6 +73,11 @@ class Scheme:
     dtype: str = "BF16"  # of the unpacked weights, from config.json
     factor: str = ""  # ending of the name of a weight's common factor of all scales; empty: there is none
     divides: bool = False  # whether scales are divided by the factor, not multiplied
+
+    @property
+    def stacked(self) -> bool:
+        """Whether a weight has all experts, transposed, as in gpt-oss."""
+        return self.codes == "_blocks"
 
 
 @dataclass(frozen=True)
@@ -150,7 +156,7 @@ def packed(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str
         elif _is_among(stem, form.unquantised):
             wrong[f"quantised, but excluded by {KEY}"].append(name)
         else:
-            weights[stem + ("" if form.kind == "mxfp4" else ".weight")] = weight
+            weights[stem + ("" if form.stacked else ".weight")] = weight
     endings = (form.scales, *form.besides, *filter(None, [form.factor]), *(ASIDE if form.kind == "nvfp4" else ()))
     wrong["scales without a weight"] += [name for name in tensors if name.endswith(endings) and name not in used]
     wrong["FP8 tensors without a scale"] += [
@@ -202,10 +208,10 @@ def _fp8(tensors: Mapping[str, Tensor]) -> list[str]:
 def _shapes(form: Scheme, codes: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
     """Return the shapes of the weight and of its scales; None for the weight if the codes do not have the format."""
     shape = codes.shape
-    if form.kind == "mxfp4":
+    if form.stacked:
         matches = codes.dtype == "U8" and len(shape) == 4 and shape[3] == MX // 2
         return ((shape[0], shape[2] * MX, shape[1]) if matches else None), shape[:3]  # transposed, as gpt-oss has it
-    if form.kind in ("int", "nvfp4"):
+    if form.kind != "fp8":
         each = 32 // form.bits if form.kind == "int" else 2
         shape = (*shape[:-1], shape[-1] * each) if shape else shape
     if len(shape) != 2 or codes.dtype != CODES[form.kind]:
@@ -282,11 +288,14 @@ def _of_compressed(section: dict[str, Any], dtype: str) -> Scheme:
         _require(weights, "scale_dtype", ("torch.float8_e4m3fn", None), where)
         ends, factor = (".weight_packed", ".weight_scale"), ".weight_global_scale"
         return Scheme("nvfp4", *ends, (1, NV), 4, (), excluded, dtype, factor, divides=True)
-    raise ValueError(f"{KEY} is {text}, but only FP8, INT4 and nvfp4-pack-quantized are supported")
+    if (kind, bits, strategy, size, stored) == ("float", 4, "group", MX, "mxfp4-pack-quantized"):
+        return Scheme("mxfp4", ".weight_packed", ".weight_scale", (1, MX), 4, (), excluded, dtype)
+    raise ValueError(f"{KEY} is {text}, but only FP8, INT4, nvfp4- and mxfp4-pack-quantized are supported")
 
 
 def _of_modelopt(section: dict[str, Any], dtype: str) -> Scheme:
-    _require(section, "quant_algo", ("NVFP4",))
+    _require(section, "quant_algo", ("NVFP4", "W4A16_NVFP4"))
+    _require(section, "group_size", (NV, None))
     groups = section.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None

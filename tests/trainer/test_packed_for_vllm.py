@@ -11,12 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 from conf.model_files import quantization
+from conf.model_files.safetensors_header import Entry
 from conf.rules.packed_base import FORMATS
 from trainer.weights import released, released_tensors
 from trainer.weights.exported import file_format
 from trainer.weights.packed_base import files, packing
 from trainer.weights.packed_base.part import Part, unpacked
 from trainer.weights.quantised import e2m1
+from trainer.weights.quantised.unpack import unpack
 
 slow = pytest.mark.slow
 ROWS = [
@@ -107,6 +109,10 @@ def test_the_library_of_each_format_reads_our_numbers(name):
     section = file_format.section(form, ["lm_head", "model.layers.1.mlp.experts.0.up_proj"])
     numbers = by_library(tensors, "a.weight", section)
     assert numbers.dtype == torch.bfloat16 and torch.equal(numbers, unpacked(found, form.block).bfloat16())
+    config = {"quantization_config": section, "dtype": "bfloat16"}
+    (packed,) = quantization.packed(config, {name: Entry(*entry, "", 0, 0) for name, entry in entries.items()}).values()
+    scales = tensors[packed.scales].float() * tensors[packed.factor] if packed.factor else tensors[packed.scales]
+    assert torch.equal(unpack(packed, tensors[packed.codes], scales, torch.bfloat16), numbers)
     listed = section.get("ignore") or section["modules_to_not_convert"]
     assert len(listed) == 2 and quantization._is_among("model.layers.1.mlp.experts.7.down_proj", tuple(listed))
 

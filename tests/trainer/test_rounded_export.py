@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from conf.model_files import weights as model_files
 from contract import checkpoints
 from tests.trainer.test_packed_for_vllm import by_library
+from trainer.weights import released, released_tensors
 
 slow = pytest.mark.slow
 TARGETS = "adapter.targets=[linear_qkv,linear_fc2]"
@@ -78,6 +79,7 @@ def test_the_formats_own_library_reads_the_nearest_codes_of_the_merged_model(kin
     run = exported(kind, form)
     folder = Path(run.paths.export) / "merged"
     config, found = json.loads((folder / "config.json").read_text()), weights(folder)
+    again = released.read(folder)
     section, squares = config.pop("quantization_config"), torch.zeros(2, dtype=torch.float64)
     assert config == json.loads(Path(run.paths.model, "config.json").read_text())
     for name, tensor in merged.items():
@@ -85,6 +87,7 @@ def test_the_formats_own_library_reads_the_nearest_codes_of_the_merged_model(kin
             assert torch.equal(found[name], tensor), name
             continue
         read = by_library(found, name, section)
+        assert torch.equal(released_tensors.read(again, name).to(read.dtype) + 0.0, read + 0.0), name
         joined = next((ends for ends in JOINED if name.removesuffix("_proj.weight").endswith(ends)), None)
         stem = name.removesuffix("_proj.weight").rpartition(".")[0]
         names = [f"{stem}{end}_proj.weight" for end in joined] if joined else [name]

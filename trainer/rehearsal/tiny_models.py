@@ -95,12 +95,12 @@ def quantise(config: Config, tensors: dict[str, Any]) -> dict[str, Any]:
         together = FUSED.sub("", name)
         tops[together] = max(tops.get(together, torch.tensor(0.0)), tensor.abs().max().float())
     for name, tensor in tensors.items():
-        if scheme.kind == "mxfp4" and name.endswith(STACKS):
+        if scheme.stacked and name.endswith(STACKS):
             each = [e2m1.mxfp4(expert.t()) for expert in tensor]
             found[name + scheme.codes] = torch.stack([codes.unflatten(1, (-1, 16)) for codes, _ in each])
             found[name + scheme.scales] = torch.stack([scales for _, scales in each])
             continue
-        if scheme.kind == "mxfp4" or not QUANTISED.search(name):
+        if scheme.stacked or not QUANTISED.search(name):
             found[name] = tensor
             continue
         stem = name.removesuffix(".weight")

@@ -307,9 +307,10 @@ def group(**changed):
         (group(group_size=None), "supported are tensor, channel, block, group and tensor_group of 16"),
         (
             OF_TINY["nvfp4"] | {"format": "mxfp4-pack-quantized"},
-            "but only FP8, INT4 and nvfp4-pack-quantized are supported",
+            "but only FP8, INT4, nvfp4- and mxfp4-pack-quantized are supported",
         ),
-        (OF_TINY["nvfp4-modelopt"] | {"quant_algo": "FP8"}, 'quant_algo is "FP8", but only "NVFP4" is supported'),
+        (OF_TINY["nvfp4-modelopt"] | {"quant_algo": "FP8"}, 'but only "NVFP4" or "W4A16_NVFP4" is supported'),
+        (OF_TINY["nvfp4-modelopt"] | {"group_size": 32}, "group_size is 32, but only 16 or absent is supported"),
         (
             OF_TINY["nvfp4-modelopt"] | {"config_groups": {"group_0": {"weights": {"group_size": 32}}}},
             "config_groups.weights.group_size is 32; supported is 16",

@@ -23,10 +23,10 @@ def unpack(
 ) -> torch.Tensor:
     """Return the weight, or the rows of `codes` from `first` on. The scales are those of all rows."""
     scheme = packed.scheme
-    if scheme.kind == "mxfp4":
+    if scheme.stacked:
         return _unpack_mxfp4(codes, scales[first : first + len(codes)], dtype)
     whole = torch.empty((len(codes), packed.shape[1]), dtype=dtype)
-    scales = scales.float().view(grid(packed))
+    scales = of_codes.in_fp32(scales).view(grid(packed))
     for start, stop in spans(packed, first, first + len(codes)):
         part = codes[start - first : stop - first]
         numbers = _numbers(part, scheme)
