@@ -1,15 +1,20 @@
-"""Quality of adapters on a packed base (model.base), compared with the unpacked base, over several seeds.
+"""Quality of adapters on a packed base (model.base), and of exports in 8 and 4 bits, over several seeds.
 
-    python -m benchmarks.packed_quality             five seeds of each base: 19 minutes     make bench-packed
-    python -m benchmarks.packed_quality --short     one seed and fewer steps: 4 minutes     make bench-packed SHORT=1
+    python -m benchmarks.packed_quality             five seeds of each base: 30 minutes     make bench-packed
+    python -m benchmarks.packed_quality --short     one seed and fewer steps: 6 minutes     make bench-packed SHORT=1
+    python -m benchmarks.packed_quality --model FOLDER --rows FILE.jsonl      of a released model
 
 All weights of a tiny model are trained in fp32 until it answers a ticket (trainer/data/tickets.py) with its team and
 order. Then LoRA trains it to answer another question with both in the opposite order, on each base and with each seed.
+Each adapter of the unpacked base is then merged and exported in each format of export.quantization, and the export is
+read again as a model. With --model LoRA trains this model on rows of {"input", "output"}; the last 256 are held out.
+
 The output has for each base: its rounding error (trainer/weights/quantised/report.py); the loss of held-out rows in
 nats per token before and after LoRA, with mean and standard deviation over the seeds; and the distance of this mean
-from bf16's, in standard errors of the difference of pairs with the same seed. One seed has no deviation and no error.
+from bf16's, in standard errors of the difference of pairs with the same seed. Exports have rows of their own. One seed
+has no deviation and no error.
 
-Not covered: models of real widths, whose weights have other outliers, and sampled answers.
+Not covered: sampled answers; without --model, weights of real widths, which have other outliers.
 """
 
 import argparse
@@ -17,13 +22,14 @@ import json
 import random
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.workspace import workspace
 from conf.load import load
+from conf.rules import shipping
 from conf.rules.packed_base import FORMATS
 from conf.schema.run import Run
 from trainer import convert, export, train
@@ -33,6 +39,7 @@ from trainer.rehearsal import forked_ranks, tiny_models
 from trainer.weights.quantised import report
 
 BASES = ("bf16", *FORMATS)
+EXPORTS = shipping.ROUNDED
 ROWS, HELD_OUT = 1600, 256
 CONF = """
 name: quality
@@ -44,16 +51,13 @@ checkpoint: {save_every: 100000}
 """
 WHOLE = "adapter.kind=none optimizer.lr=1e-3 optimizer.warmup_steps=20"
 LORA = "adapter.rank=16 adapter.alpha=32 optimizer.lr=2e-3 optimizer.warmup_steps=5"
+STILL = "optimizer.lr=1e-12 optimizer.warmup_steps=0"
 
 
 class Bench:
-    def __init__(self, folder: Path, kind: str):
-        self.folder, self.count = folder, 0
+    def __init__(self, folder: Path, keys: list[str]):
+        self.folder, self.keys, self.count = folder, keys, 0
         (folder / "conf.yaml").write_text(CONF)
-        tiny_models.make_model(kind, folder / "drawn", dtype="float32")
-        for name, question, answer in (("first", "Team and order:", "{1} {0}"), ("then", "Who wants what:", "{0} {1}")):
-            write(folder / f"{name}-given", question, answer)
-            self.call(prepared.make, "drawn", data=folder / f"{name}-given", output=folder / name)
 
     def call(self, command: Callable[[Run], Any], model: str, *overrides: str, **places: Path) -> Path:
         """Run a command of the trainer on this model, and return the folder of its output."""
@@ -61,7 +65,7 @@ class Bench:
         out = self.folder / f"{self.count:02}"
         usual = {"model": self.folder / model, "base": self.folder / f"{model}-base", "output": out, "export": out}
         paths = [f"paths.{key}={place}" for key, place in (usual | {"logs": out.with_suffix(".logs")} | places).items()]
-        given = dict(one.split("=", 1) for one in (*paths, *overrides))  # the last of a key counts
+        given = dict(one.split("=", 1) for one in (*paths, *self.keys, *overrides))  # the last of a key counts
         run = load(self.folder / "conf.yaml", [f"{key}={value}" for key, value in given.items()])
         log = self.folder / f"{self.count:02}.log"
         if forked_ranks.call(command, run, log):
@@ -84,28 +88,57 @@ def write(folder: Path, question: str, answer: str) -> None:
         text = ticket.removesuffix("Team:") + question
         rows.append(json.dumps({"input": text, "output": answer.format(found[0], team)}) + "\n")
     random.Random(1).shuffle(rows)
+    split(rows, folder)
+
+
+def split(rows: list[str], folder: Path) -> None:
     folder.mkdir()
-    (folder / "training.jsonl").write_text("".join(rows[:ROWS]))
-    (folder / "validation.jsonl").write_text("".join(rows[ROWS:]))
+    (folder / "training.jsonl").write_text("".join(rows[:-HELD_OUT]))
+    (folder / "validation.jsonl").write_text("".join(rows[-HELD_OUT:]))
 
 
-def measure(bench: Bench, options: argparse.Namespace) -> list[dict]:
+def make_model(bench: Bench, kind: str, steps: int) -> None:
+    """Write a model that knows one question, and the data of both questions."""
+    tiny_models.make_model(kind, bench.folder / "drawn", dtype="float32")
+    for name, question, answer in (("first", "Team and order:", "{1} {0}"), ("then", "Who wants what:", "{0} {1}")):
+        write(bench.folder / f"{name}-given", question, answer)
+        bench.call(prepared.make, "drawn", data=bench.folder / f"{name}-given", output=bench.folder / name)
     bench.call(convert.main, "drawn", *WHOLE.split())
-    out, known = bench.train("drawn", "first", options.pretrain, *WHOLE.split())
-    print(f"pretrained for {options.pretrain} steps: {known:.4f} nats a token of held-out rows", flush=True)
+    out, known = bench.train("drawn", "first", steps, *WHOLE.split())
+    print(f"pretrained for {steps} steps: {known:.4f} nats a token of held-out rows", flush=True)
     made = bench.call(export.main, "drawn", *WHOLE.split(), output=out)
     (made / "merged").rename(bench.folder / "model")
+
+
+def take_model(bench: Bench, model: Path, file: Path) -> None:
+    """Give the bench a released model and its rows, for both questions."""
+    (bench.folder / "model").symlink_to(model.resolve())
+    split(file.read_text().splitlines(keepends=True), bench.folder / "given")
+    bench.call(prepared.make, "model", data=bench.folder / "given", output=bench.folder / "then")
+    (bench.folder / "first").symlink_to("then")
+
+
+def measure(bench: Bench, options: argparse.Namespace) -> Iterator[dict]:
+    """Yield a row of each base, and of each format of the exports of the first base."""
     bench.call(convert.main, "model", *LORA.split())
-    rows = []
+    seeds, adapters = [f"train.seed={seed}" for seed in range(1, options.seeds + 1)], dict[str, Path]()
     for base in options.bases:
         lora = [*LORA.split(), f"model.base={base}"]
-        out, before = bench.train("model", "first", 1, *lora, "optimizer.lr=1e-12", "optimizer.warmup_steps=0")
+        out, before = bench.train("model", "first", 1, *lora, *STILL.split())
         error = json.loads((out / report.NAME).read_text().splitlines()[0])["error"] if base != "bf16" else 0.0
-        seeds = range(1, options.seeds + 1)
-        losses = [bench.train("model", "then", options.steps, *lora, f"train.seed={seed}")[1] for seed in seeds]
-        rows.append({"base": base, "error": error, "before": before, "losses": losses})
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
+        trained = {seed: bench.train("model", "then", options.steps, *lora, seed) for seed in seeds}
+        yield {"base": base, "error": error, "before": before, "losses": [loss for _, loss in trained.values()]}
+        adapters = adapters or {seed: out for seed, (out, _) in trained.items()}
+    for form in options.exports:
+        lora = [*LORA.split(), f"model.base={options.bases[0]}", f"export.quantization={form}"]
+        losses = []
+        for seed, adapter in adapters.items():
+            made = bench.call(export.main, "model", *lora, seed, output=adapter)
+            shipped = f"{form}-{made.name}"
+            (made / "merged").rename(bench.folder / shipped)
+            bench.call(convert.main, shipped, *LORA.split())
+            losses.append(bench.train(shipped, "then", 1, *LORA.split(), *STILL.split())[1])
+        yield {"base": f"export {form}", "losses": losses}
 
 
 def table(rows: list[dict]) -> list[str]:
@@ -119,9 +152,12 @@ def table(rows: list[dict]) -> list[str]:
         apart, spread = mean(pairs), _deviation(pairs) / len(pairs) ** 0.5
         beside = f"{100 * apart / mean(plain):+.2f} %" if row is not rows[0] else ""
         errors = f"{apart / spread:+.1f}" if spread else ""
+        error, before = (
+            f"{100 * row['error']:.2f} %" if "error" in row else "",
+            f"{row['before']:.4f}" if "before" in row else "",
+        )
         after = f"{mean(row['losses']):.4f}" + (f" ± {_deviation(row['losses']):.4f}" if len(pairs) > 1 else "")
-        base = f"{row['base']} | {100 * row['error']:.2f} % | {row['before']:.4f}"
-        lines.append(f"| {base} | {after} | {beside} | {errors} |")
+        lines.append(f"| {row['base']} | {error} | {before} | {after} | {beside} | {errors} |")
     return lines
 
 
@@ -133,21 +169,35 @@ def _deviation(numbers: list[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", default="glm4-moe", help="of trainer.tiny (glm4-moe)")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="a released model instead")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="its rows, JSON lines with input and output")
     parser.add_argument("--pretrain", type=int, default=400, metavar="N", help="steps of the whole model (400)")
     parser.add_argument("--steps", type=int, default=60, metavar="N", help="steps of LoRA (60)")
     parser.add_argument("--seeds", type=int, default=5, metavar="N")
     parser.add_argument("--bases", nargs="*", default=list(BASES), metavar="BASE", help="the first is compared with")
+    parser.add_argument("--exports", nargs="*", default=list(EXPORTS), metavar="FORMAT", help="of the first base")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys of all runs")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--short", action="store_true", help="as --pretrain 100 --steps 20 --seeds 1")
     options = parser.parse_args()
+    if (options.model is None) != (options.rows is None):
+        parser.error("--model and --rows are given together")
     if options.short:
         options.pretrain, options.steps, options.seeds = 100, 20, 1
     forked_ranks.import_all()
+    rows = list[dict]()
     with workspace("packed-quality") as folder:
-        rows = measure(Bench(folder, options.kind), options)
+        bench = Bench(folder, options.set)
+        if options.model:
+            take_model(bench, options.model, options.rows)
+        else:
+            make_model(bench, options.kind, options.pretrain)
+        for row in measure(bench, options):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     print("\n".join(table(rows)))
     if options.json:
-        options.json.write_text(json.dumps({"rows": rows, "options": vars(options) | {"json": None}}, indent=1))
+        options.json.write_text(json.dumps({"rows": rows, "options": vars(options)}, indent=1, default=str))
 
 
 if __name__ == "__main__":

@@ -113,10 +113,11 @@ def _drawn(folder: Path, name: str, layers: int, *overrides: str) -> Callable[[d
     keys = {f"paths.{key}": path for key, path in paths.items()}
     keys |= {"paths.parity": folder / "parity.json", "paths.logs": folder / "logs"}
     keys |= {"data.source": folder / "texts.jsonl", "train.global_batch": 4, "train.micro_batch": 1}
-    keys |= {"optimizer.warmup_steps": 0, "train.validate_every": 0, "checkpoint.save_every": 1}
+    keys |= {"optimizer.warmup_steps": 0, "train.validate_every": 0}
+    keys |= dict(one.split("=", 1) for one in overrides)
 
     def run(more: dict[str, Any]) -> Run:
-        return load(str(conf), [f"{key}={value}" for key, value in (keys | more).items()] + [*overrides])
+        return load(str(conf), [f"{key}={value}" for key, value in (keys | more).items()])
 
     if not paths["base"].exists():
         _prepare(folder, config, run({}))

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 from torch.distributed.checkpoint.utils import _get_failure_dict
 
 from trainer.patches.checkpoints import background, divided_states
-from trainer.training.host_copies import HostCopies
+from trainer.training.host_copies import HostCopies, return_freed_memory
 
 Written = Callable[[float, float], None]
 FAILING_SECONDS = 30  # limit for the save in flight of a rank whose training failed; another rank may be dead
@@ -112,6 +112,7 @@ _saves: Saves | None = None
 def begin(in_background: bool) -> None:
     """Save by threads from now on. All ranks must call it."""
     global _saves
+    return_freed_memory()  # of loading
     _saves = Saves(in_background)
     background.install(_saves)
     divided_states.install(partial(_saves.copies.copy, dtype=torch.float32))

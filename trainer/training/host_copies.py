@@ -5,10 +5,17 @@ Pinned memory of torch's allocator would have sizes of powers of two.
 
 # pyright: reportOptionalMemberAccess=false
 
+import ctypes
+
 import numpy as np
 import torch
 
 CHUNK, ALIGNED = 2**26, 64  # bytes
+
+
+def return_freed_memory() -> None:
+    """Return to the system what glibc keeps of freed memory: a gigabyte after a model of a gigabyte is loaded."""
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 class HostCopies:
@@ -18,6 +25,8 @@ class HostCopies:
 
     def begin(self) -> None:
         """Give up all copies: the next ones take their memory."""
+        if not self.chunks:
+            return_freed_memory()
         self.used = [0] * len(self.chunks)
 
     def copy(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
