@@ -108,7 +108,7 @@ class Replicas(Callback):
         frozen = torch.tensor([one.is_frozen for one in self.held], device=sums.device)
         changed = (sums[: len(self.held)] != self.loaded) & frozen
         differ, tables = changed.any(), []
-        for group in {one.group for one in held}:
+        for group in dict.fromkeys(one.group for one in held):  # in the same order on all ranks
             places = [place for place, one in enumerate(held) if one.group is group]
             table = torch.empty(group.size() * len(places), dtype=torch.int64, device=sums.device)
             distributed.all_gather_into_tensor(table, sums[places], group=group)
