@@ -85,6 +85,9 @@ class Train(Section):
     verify_every: Annotated[Number, NOWHERE] = 20
     """steps between comparisons of the weights on all data-parallel ranks, which find changed bits; 0 = only at
     checkpoints"""
+    repeat_every: Annotated[Number, NOWHERE] = 0
+    """steps between steps that are computed twice, the first time with the batches of another data-parallel rank, to
+    find a host that computes wrong; needs deterministic kernels; 0 = never"""
     stop_after: Annotated[Count | None, bears("train", held=False)] = None
     """end after this step, with an unchanged schedule; for rehearsals"""
 

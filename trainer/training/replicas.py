@@ -142,10 +142,13 @@ class Replicas(Callback):
         return lines(step, wrong, unclear)
 
 
-def lines(step: int, wrong: dict[int, list[str]], unclear: dict[tuple[int, ...], list[str]]) -> list[str]:
+def lines(
+    step: int, wrong: dict[int, list[str]], unclear: dict[tuple[int, ...], list[str]], of_one_host: bool = False
+) -> list[str]:
     """Lines about what all ranks have found. All ranks must call it.
 
-    `wrong` has names of tensors by rank, `unclear` those by groups of ranks with one wrong rank.
+    `wrong` has names of tensors by rank, `unclear` those by groups of ranks with one wrong rank. With `of_one_host`,
+    wrong ranks on several hosts follow from one of them, and no host is left out.
     """
     each = int(os.environ["LOCAL_WORLD_SIZE"])
     gathered = atomic_folder.gather((wrong, unclear, socket.gethostname()))
@@ -154,10 +157,11 @@ def lines(step: int, wrong: dict[int, list[str]], unclear: dict[tuple[int, ...],
     for of_rank, _, _ in gathered:
         for rank, names in of_rank.items():
             found.setdefault(rank, set()).update(names)
-    for rank, names in sorted(found.items()):
-        if names:
-            what = f"step {step}: bits have changed: {enumerate_names(sorted(names), 3)}"
-            result.append(Misfit(hosts[rank // each], what, True, rank).report(rank // each, CHECK))
+    found = {rank: names for rank, names in sorted(found.items()) if names}
+    leave_out = not of_one_host or len({rank // each for rank in found}) == 1
+    for rank, names in found.items():
+        what = f"step {step}: bits have changed: {enumerate_names(sorted(names), 3)}"
+        result.append(Misfit(hosts[rank // each], what, leave_out, rank).report(rank // each, CHECK))
     if not result:
         suspects = {ranks: names for _, of_rank, _ in gathered for ranks, names in of_rank.items()}
         for ranks, names in sorted(suspects.items()):

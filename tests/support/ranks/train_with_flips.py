@@ -1,12 +1,16 @@
 """trainer.train, in which a rank's memory flips a bit, as flip.json in paths.output says.
 
-what: weight (of its name, in the pass of a step), gradient (of its name, after the all-reduce of a step); step, ranks,
-name and bit, from the lowest of the first element. For test_replicas.py.
+what: loaded (weight, before the comparison with the checkpoint), weight (in a step), gradient (after its all-reduce) or
+local (gradient of these passes, before the all-reduce); step, ranks, name, and bit of the first element. For
+test_replicas.py and test_repeated_steps.py. Rank 0 writes the seconds of each comparison into seconds.json.
 """
 
 import functools
 import json
+import os
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from conf.schema.run import Run
 
@@ -21,10 +25,19 @@ def main(run: Run) -> None:
     from torch import distributed
 
     from trainer import train
+    from trainer.training import repeated_steps
     from trainer.training.replicas import Replicas
     from trainer.weights.digests import INTEGERS
 
-    begin = Replicas.on_train_start
+    the = SimpleNamespace()
+    verify, seconds = Replicas.verify, []
+
+    def timed(self, *args) -> None:
+        started = time.perf_counter()
+        verify(self, *args)
+        seconds.append(time.perf_counter() - started)
+
+    begin, add_up, passes = Replicas.on_train_start, repeated_steps._sums, 0
 
     def change(context, of) -> None:
         step = context.state.train_state.step + 1
@@ -38,7 +51,16 @@ def main(run: Run) -> None:
                     return
         raise AssertionError(flip["name"])
 
+    def flip_and_add_up(chunks):
+        nonlocal passes
+        step = the.context.state.train_state.step + 1
+        passes += step == flip["step"]
+        if flip["what"] == "local" and passes in flip["passes"]:
+            change(the.context, lambda weight: weight.main_grad)
+        return add_up(chunks)
+
     def begin_and_flip(self, context) -> None:
+        the.context = context
         if flip.get("what") == "loaded":
             change(context, lambda weight: weight.data)
         config = get_model_config(context.model[0])
@@ -56,5 +78,8 @@ def main(run: Run) -> None:
         with torch.no_grad():
             begin(self, context)
 
-    Replicas.on_train_start = begin_and_flip
+    Replicas.verify = timed
+    Replicas.on_train_start, repeated_steps._sums = begin_and_flip, flip_and_add_up
     train.main(run)
+    if os.environ["RANK"] == "0":
+        Path(run.paths.output, "seconds.json").write_text(json.dumps(seconds))

@@ -2,6 +2,7 @@
 
 import json
 import re
+from statistics import median
 
 import pytest
 
@@ -124,3 +125,15 @@ def test_a_flipped_bit_is_found_and_its_rank_named(train, name):
     )
     failure = classify(Evidence(tuple(Rank(n, "ab"[n], 2, 3, (f"error: {line}",), n) for n in range(2))))
     assert (failure.kind, failure.retry, failure.blamed) == ("host", True, ("a",))
+
+
+@pytest.mark.slow
+def test_a_comparison_takes_less_than_a_twentieth_of_a_step(train, tmp_path):
+    """So the default, every 20 steps, takes less than 0.3 % of the time."""
+    keys = [*FULL, "layout.gpus_per_node=2", "train.verify_every=1", "train.steps=40", "data.seq_length=256"]
+    result = train("llama", {}, *keys)
+    assert result.code == 0, result.output
+    steps = [line["step_seconds"] for line in result.metrics if line["kind"] == "train"][2:]
+    ratio = median(json.loads((tmp_path / "seconds.json").read_text())) / median(steps)
+    print(f"{ratio:.4f} of a step, {ratio / 20:.5f} with the default")
+    assert ratio < 0.05
