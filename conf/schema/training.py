@@ -87,7 +87,7 @@ class Train(Section):
     checkpoints"""
     repeat_every: Annotated[Number, NOWHERE] = 0
     """steps between steps that are computed twice, the first time with the batches of another data-parallel rank, to
-    find a host that computes wrong; needs deterministic kernels; 0 = never"""
+    find a host that computes wrong; so are steps with a checkpoint; needs deterministic kernels; 0 = never"""
     stop_after: Annotated[Count | None, bears("train", held=False)] = None
     """end after this step, with an unchanged schedule; for rehearsals"""
 

@@ -1,8 +1,9 @@
 """trainer.train, in which a rank's memory flips a bit, as flip.json in paths.output says.
 
 what: loaded (weight, before the comparison with the checkpoint), weight (in a step), gradient (after its all-reduce) or
-local (gradient of these passes, before the all-reduce); step, ranks, name, and bit of the first element. For
-test_replicas.py and test_repeated_steps.py. Rank 0 writes the seconds of each comparison into seconds.json.
+local (gradient of these passes, before the all-reduce; it grows: another bit in each); step, ranks, name, and bit of
+the first element. For test_replicas.py and test_repeated_steps.py. Rank 0 writes the seconds of each comparison into
+seconds.json.
 """
 
 import functools
@@ -47,7 +48,7 @@ def main(run: Run) -> None:
             for name, weight in chunk.named_parameters():
                 if flip["name"] in name:
                     bits = of(weight).view(-1)[:1].view(INTEGERS[of(weight).element_size()])
-                    bits ^= 1 << flip["bit"]
+                    bits ^= 1 << flip["bit"] + (passes if flip.get("grows") else 0)
                     return
         raise AssertionError(flip["name"])
 

@@ -33,7 +33,7 @@ def of(result) -> list[str]:
 
 
 # The passes of step 4 in which rank 1 flips a bit: with another's batches, in the step itself, or always.
-@pytest.mark.parametrize("passes", [[1], [2], [1, 2, 3]])
+@pytest.mark.parametrize("passes", [[1], pytest.param([2], marks=pytest.mark.slow), [1, 2, 3]])
 def test_a_wrong_gradient_is_found_and_its_rank_named(train, passes):
     flip = {"ranks": [1], "name": "linear_proj.weight", "bit": 5, "passes": passes}
     result = train("llama", flip, "layout.gpus_per_node=3", "train.repeat_every=2")
@@ -42,6 +42,15 @@ def test_a_wrong_gradient_is_found_and_its_rank_named(train, passes):
     (line,) = of(result)
     text = r"corruption: node 0, host \S+, rank 1: step 4: bits have changed: gradient of .*linear_proj.weight; "
     assert re.fullmatch(text + "to be left out", line)
+
+
+def test_a_single_rank_knows_an_error_from_kernels_that_are_not_deterministic(train):
+    flip = {"ranks": [0], "name": "linear_fc1.weight", "bit": 5}
+    once = train("llama", flip | {"passes": [2]}, "train.repeat_every=100", "checkpoint.save_every=4", name="once")
+    assert once.code == 2 and "rank 0: step 4: bits have changed: gradient of " in once.output, once.output
+    each = train("llama", flip | {"passes": [1, 2, 3], "grows": True}, "train.repeat_every=2")
+    assert each.code == 0, each.output
+    assert "step 4: train.repeat_every: kernels of this run are not deterministic" in each.output
 
 
 def test_of_two_replicas_that_repeat_their_results_none_is_left_out(train):
