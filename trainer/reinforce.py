@@ -58,6 +58,7 @@ def _train(configured: Run, run: Run, rollouts: Rollouts | None, newest: int) ->
     from trainer.training.mark_checkpoints import MarkCheckpoints
     from trainer.training.metrics import Metrics
     from trainer.training.parity import Parity
+    from trainer.training.replicas import Replicas
 
     if rollouts:
         Journal(Path(run.paths.output)).begin(facts(configured))
@@ -71,7 +72,8 @@ def _train(configured: Run, run: Run, rollouts: Rollouts | None, newest: int) ->
         metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", newest)
         steps = Reinforcement(run, bridge, rollouts, metrics, from_training)
         config.dataset = FromOutside.of(run, steps.feed)
-        callbacks = [steps, metrics, Parity(run), MarkCheckpoints(run, metrics), heartbeat.callback(), steps.feed]
+        callbacks = [Replicas(run, newest), steps, metrics, Parity(run), MarkCheckpoints(run, metrics)]
+        callbacks += [heartbeat.callback(), steps.feed]
         train(run, config, steps.policy_step, callbacks)
 
 

@@ -51,6 +51,8 @@ def main(run: Run) -> None:
     from trainer.training.metrics import Metrics
     from trainer.training.packing_cost import PackingCost
     from trainer.training.parity import Parity
+    from trainer.training.repeated_steps import RepeatedSteps
+    from trainer.training.replicas import Replicas
     from trainer.training.validations import Validations
     from trainer.training.weight_means import WeightMeans
     from trainer.weights import starting_adapter
@@ -70,7 +72,8 @@ def main(run: Run) -> None:
             metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
             validations = Validations(run, metrics, start)
             means = WeightMeans(run, start) if run.train.ema_decay else None
-            callbacks = [metrics, LearningCheck(run, metrics), validations, *([means] if means else [])]
+            callbacks = [Replicas(run, start), metrics, LearningCheck(run, metrics), validations]
+            callbacks += [means] if means else []
             callbacks += [PackingCost(run, metrics)] if run.model.base != "bf16" and not start else []
             callbacks += [
                 Parity(run, validations, means),
@@ -79,6 +82,7 @@ def main(run: Run) -> None:
             ]
             callbacks += [recorder(run)] if run.log.profile_every else []
             callbacks += [LossScaling()] if run.train.precision == "fp16" else []
+            callbacks += [RepeatedSteps(run, metrics)] if run.train.repeat_every else []
             callbacks += [NextBatch()] if next_batch.helps(run) else []
             forward_step = metrics.gradients.watch(forward_step)
         bridge_loop.train(run, config, forward_step, callbacks)

@@ -82,6 +82,12 @@ class Train(Section):
     ema_decay: Annotated[float | None, bears("train", absent=None)] = Field(default=None, ge=0.01, lt=1)
     """checkpoints also contain a moving mean of the weights with this decay per step (0.999); 4 bytes per trained
     parameter on each rank; null = none"""
+    verify_every: Annotated[Number, NOWHERE] = 20
+    """steps between comparisons of the weights on all data-parallel ranks, which find changed bits; 0 = only at
+    checkpoints"""
+    repeat_every: Annotated[Number, NOWHERE] = 0
+    """steps between steps that are computed twice, the first time with the batches of another data-parallel rank, to
+    find a host that computes wrong; so are steps with a checkpoint; needs deterministic kernels; 0 = never"""
     stop_after: Annotated[Count | None, bears("train", held=False)] = None
     """end after this step, with an unchanged schedule; for rehearsals"""
 

@@ -62,6 +62,7 @@ NEED_DATA += (
     "train_in_chunks",
     "train_comparing_states",
     "train_with_slow_saves",
+    "train_with_flips",
     "train_extended",
     "train_reading_ahead",
     "train_other_scales",

@@ -48,6 +48,7 @@ def check_train(run: Run) -> Run:
     facts = check_model(run)
     _check_base(run, checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert"))
     _check_layout(run, facts)
+    resume.verify(checkpoint_folder(run))
     if run.model.adapter and not checkpoints.complete_steps(checkpoint_folder(run)):
         check_adapter(run)
     if not schedule.needs_data(run):
@@ -138,6 +139,7 @@ def check_reinforce(configured: Run) -> None:
         source = configured.reinforce.source
         command = f"python -m trainer.prepare CONF data.source={source} paths.data={run.paths.data}"
         raise Fault(f"paths.prompts: {run.paths.data}: not prepared; {command}")
+    resume.verify(checkpoint_folder(run))
     # Checked before resume.check(), whose message would name the keys of a training.
     journal.Journal(Path(run.paths.output)).require(journal.facts(configured))
     resume.check(run, checkpoint_folder(run))

@@ -42,9 +42,9 @@ class Misfit:
         rank = f", rank {self.rank}" if self.rank is not None else ""
         return f"host {self.host}{rank}: {self.what}"
 
-    def report(self, node: int) -> str:
+    def report(self, node: int, check: str = "preflight") -> str:
         """Line for the process that started the ranks, with the node and whether to leave it out."""
-        return f"preflight: node {node}, {self.line}{LEFT_OUT if self.leave_out else ''}"
+        return f"{check}: node {node}, {self.line}{LEFT_OUT if self.leave_out else ''}"
 
 
 Pairs = Mapping[tuple[str, str], Sequence[float]]  # bytes/s between two hosts, by local rank

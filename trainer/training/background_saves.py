@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +26,10 @@ from torch.distributed.checkpoint.utils import _get_failure_dict
 
 from trainer.patches.checkpoints import background, divided_states
 from trainer.training.host_copies import HostCopies, return_freed_memory
+from trainer.weights import file_sums
 
 Written = Callable[[float, float], None]
+Result = tuple[Any, dict[str, str]]  # of a writer: megatron-core's, and the checksums of its files by their paths
 FAILING_SECONDS = 30  # limit for the save in flight of a rank whose training failed; another rank may be dead
 
 
@@ -38,6 +41,7 @@ class Saves:
         self.group = distributed.new_group(backend="gloo")
         self.parts: list[tuple[Any, Any]] = []  # megatron-core's writers, and on rank 0 their metadata
         self.functions: list[Written] = []
+        self.sums: dict[str, str] = {}  # on rank 0: checksums of the files of all ranks
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
         self.stalled = 0.0
@@ -94,10 +98,13 @@ class Saves:
 
     def _complete(self, of_ranks: list[Any], started: float) -> BaseException | None:
         try:
-            for (writer, metadata), results in zip(self.parts, zip(*of_ranks, strict=True), strict=True):
-                if failures := _get_failure_dict([*results]):
+            self.sums = {}
+            for (writer, metadata), of_writer in zip(self.parts, zip(*of_ranks, strict=True), strict=True):
+                results = [result for result, _ in of_writer]
+                if failures := _get_failure_dict(results):
                     return CheckpointException("write", failures)
                 writer.finish(metadata, results)
+                self.sums |= {path: value for _, of_files in of_writer for path, value in of_files.items()}
             for function in self.functions:
                 wrote = time.monotonic() - started
                 function(self.stalled + (0 if self.in_background else wrote), wrote)
@@ -127,12 +134,19 @@ def when_written(function: Written) -> None:
     _saves.functions.append(function)
 
 
-def _files(writer: Any) -> Any:
+def sums() -> dict[str, str]:
+    """Checksums of the files that all ranks have written, by their paths; for a function of when_written()."""
+    assert _saves is not None
+    return _saves.sums
+
+
+def _files(writer: Any) -> Result:
     """Write the files of a writer. Return its results or its error, as megatron-core's writer does."""
     try:
         write, _, arguments = writer.get_save_function_and_args()
         if write:
             write(*arguments)
-        return writer.retrieve_write_results()
+        paths = [str(path) for path, *_ in writer.write_buckets]
+        return writer.retrieve_write_results(), {path: file_sums.of(Path(path)) for path in paths}
     except BaseException as error:
-        return _wrap_exception(error)
+        return _wrap_exception(error), {}

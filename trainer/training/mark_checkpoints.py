@@ -20,7 +20,7 @@ from trainer.serving import agreement
 from trainer.startup.console import say
 from trainer.training import background_saves, resume
 from trainer.training.validations import Validations
-from trainer.weights import atomic_folder, digests, model_digests
+from trainer.weights import atomic_folder, digests, file_sums, model_digests
 from trainer.weights.exported import peft_format
 from trainer.weights.trained import find
 
@@ -46,6 +46,7 @@ class MarkCheckpoints(Callback):
         def mark(stalled: float, wrote: float) -> None:
             digests.write(folder, of_tensors)
             self._export(step, folder)
+            file_sums.write_all(folder, background_saves.sums())
             checkpoints.mark(folder, **facts)
             line = {"kind": "checkpoint", "step": step, "time": time.time(), "folder": str(folder)}
             self.metrics.write(line | {"stalled_seconds": stalled, "writing_seconds": wrote} | skips)

@@ -10,6 +10,7 @@ and data cannot be compared.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from conf.schema.run import Run
 from contract import checkpoints, checksums, indexed_files
 from contract.faults import Fault
 from trainer.data import blend, prepared
+from trainer.startup import entry
 from trainer.startup.console import say
+from trainer.weights import file_sums
 
 SCHEDULE = ("train.steps", "optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.decay")
 OF_BASE = ("digest", "precision", "mtp")
@@ -34,6 +37,29 @@ def record(run: Run) -> dict[str, Any]:
     """Description of this training, for the marks of its checkpoints."""
     record = {"version": identity.VERSION, "keys": identity.recorded(run), "base": _base(run), "tokens": _tokens(run)}
     return record | {"magnitudes": "whole", "auxiliary_losses": _auxiliary_losses(run)}
+
+
+def verify(folder: Path) -> None:
+    """Compare the files of the newest checkpoint with their checksums; hosts of a gang share the work.
+
+    A checkpoint with a changed file loses its mark. A gang's attempt then ends with a Fault, because all of its hosts
+    must resume from the same step; otherwise this training resumes from the checkpoint before.
+    """
+    if entry.OWNED in os.environ or os.environ.get("LOCAL_RANK", "0") != "0":  # another process of this host does it
+        return
+    world, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    node = int(os.environ.get("RANK", "0")) // local
+    while steps := checkpoints.complete_steps(folder):
+        place = checkpoints.step_folder(folder, steps[-1])
+        if not (names := file_sums.changed(place, node, world // local)):
+            return
+        (place / checkpoints.MARK).unlink(missing_ok=True)
+        text = f"{place / names[0]}: has changed since the checkpoint was written"
+        text += f", and {len(names) - 1} more files" if len(names) > 1 else ""
+        text += f"; training resumes from step {steps[-2]}" if len(steps) > 1 else "; training begins again"
+        if "RANK" in os.environ:
+            raise Fault(text)
+        say(f"train: {text}")
 
 
 def check(run: Run, folder: Path) -> None:

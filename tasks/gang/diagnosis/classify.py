@@ -32,7 +32,7 @@ LONGEST = 200  # characters of an error's line
 TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # after a failure torchrun ends the other ranks with SIGTERM
 # Last line of a Python traceback, such as "RuntimeError: ..."; torch puts [rank1]: in front, on a GPU twice.
 ERROR = re.compile(r"^(?:\[rank\d+\]: ?)*(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Fault)\b.*")
-PREFLIGHT = re.compile(r"preflight: node (?P<node>\d+), host .*?(?P<out>; to be left out)?$")
+MISFIT = re.compile(r"(?P<check>preflight|corruption): node (?P<node>\d+), host .*?(?P<out>; to be left out)?$")
 SEQUENCE = re.compile(r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+)")
 
 
@@ -77,7 +77,7 @@ def classify(evidence: Evidence, run: Run | None = None) -> Failure:
     reported = read(evidence.engine)
     if reported and reported.strength == OWN:
         return _of_host(reported, _named(evidence, reported.says), evidence)
-    failure = _by_preflight(evidence) or _by_kernel(evidence, SURE) or _by_text(evidence, run)
+    failure = _by_checks(evidence) or _by_kernel(evidence, SURE) or _by_text(evidence, run)
     failure = failure or _by_kernel(evidence, None) or _by_signal(evidence)
     if failure:
         return failure
@@ -90,11 +90,11 @@ def classify(evidence: Evidence, run: Run | None = None) -> Failure:
     return _by_silence(evidence) or _by_link(evidence) or _by_echo(evidence)
 
 
-def _by_preflight(evidence: Evidence) -> Failure | None:
-    """Failure in trainer/preflight.py. All ranks print the same lines, which name a host by its node's number."""
+def _by_checks(evidence: Evidence) -> Failure | None:
+    """Hosts that trainer/preflight.py or trainer/training/replicas.py names. All ranks print the same lines."""
     matches = {}
     for rank in evidence.ranks:
-        matches |= {line: match for line in rank.lines if (match := PREFLIGHT.search(line))}
+        matches |= {line: match for line in rank.lines if (match := MISFIT.search(line))}
     if not matches:
         return None
     nodes = sorted({int(match["node"]) for match in matches.values() if match["out"]})
@@ -102,7 +102,8 @@ def _by_preflight(evidence: Evidence) -> Failure | None:
     blamed = tuple(hosts[node] for node in nodes if node < len(hosts))
     more = f" (and {len(matches) - 1} more)" if len(matches) > 1 else ""
     line = f"host: {_shortened(next(iter(matches)))}{more}"
-    return Failure("host", line, bool(blamed), blamed[0] if blamed else "", blamed=blamed)
+    retry = bool(blamed) or any(match["check"] == "corruption" for match in matches.values())
+    return Failure("host", line, retry, blamed[0] if blamed else "", blamed=blamed)
 
 
 def _by_kernel(evidence: Evidence, kinds: tuple[Kind, ...] | None) -> Failure | None:

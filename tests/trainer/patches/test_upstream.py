@@ -52,6 +52,13 @@ def test_bridge_passes_a_ramp_that_core_ignores_and_saves_whenever_batches_grow(
     assert "batch size rampup; " in text("megatron-bridge", "megatron/bridge/training/train.py")
 
 
+def test_core_repeats_the_passes_of_a_step_with_the_same_batches_only():
+    core = text("megatron-core", "megatron/core/rerun_state_machine.py")
+    assert "d.rewind()" in core and "data_parallel" not in core
+    bridge = text("megatron-bridge", "megatron/bridge/training/train.py")
+    assert "forward_backward_func = get_forward_backward_func(\n" in bridge
+
+
 def test_core_asks_apex_for_the_gradient_of_its_own_layers(monkeypatch):
     core = text("megatron-core", "megatron/core/tensor_parallel/layers.py")
     assert "ColumnParallelLinear was called with gradient_accumulation_fusion set " in core

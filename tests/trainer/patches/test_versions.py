@@ -32,6 +32,7 @@ LIGHT = {
     "families/scaled_positions": "install",
     "gradients/accumulation": "install",
     "gradients/chunked_losses": "install",
+    "gradients/repeated_passes": "install",
     "gradients/split": "install",
     "gradients/token_count": "install",
     "import_fixes": "install",
@@ -43,6 +44,7 @@ LIGHT = {
     "vllm_cpu": "ask_in_process",
 }
 NEED_ARGUMENT = ("batch_ramp", "checkpoints/background", "families/latent_norms", "import_fixes")
+NEED_ARGUMENT += ("gradients/repeated_passes",)
 # They import Megatron when they are imported.
 HEAVY = {
     "checkpoints/divided_states": ["install"],

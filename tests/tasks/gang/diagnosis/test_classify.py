@@ -135,6 +135,9 @@ def test_preflight_names_the_hosts_to_leave_out():
     either = "error: preflight: node 0, host a: 1 GB/s to host b, 50 by the data sheet; one of the two"
     refused = classify(Evidence((Rank(0, "a", 2, 0, (either,)), Rank(1, "b", 2, 0, (either,)))))
     assert (refused.retry, refused.blamed) == (False, ())
+    unclear = "error: corruption: node 0, host a, rank 0: step 4: differs from rank 1, and no other rank can decide: w"
+    again = classify(Evidence((Rank(0, "a", 2, 0, (unclear,)), Rank(1, "b", 2, 0, (unclear,)))))
+    assert (again.kind, again.retry, again.blamed) == ("host", True, ())
 
 
 def test_the_trainers_own_fault_is_the_users():
