@@ -5,7 +5,7 @@ quotient is 2 in the tiny model, as in the release.
 """
 
 from conf.families.parts import family as shared
-from conf.families.parts.family import Balance, Family
+from conf.families.parts.family import Balance, Family, Serving
 from conf.families.parts.keys import Keys, llama_facts
 from conf.families.parts.sizes import ModelFacts
 
@@ -32,5 +32,6 @@ FAMILY = Family(
     facts=facts,
     by_name=True,
     balance=Balance("aux_loss_alpha", moves_bias=True),
+    serving=Serving(packed=True),
     releases={"deepseek-ai/DeepSeek-V3-0324": 684.0},
 )

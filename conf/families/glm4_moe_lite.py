@@ -3,7 +3,7 @@
 from functools import partial
 
 from conf.families.parts import family as shared
-from conf.families.parts.family import Balance, Family
+from conf.families.parts.family import Balance, Family, Serving
 from conf.families.parts.keys import llama_facts
 
 FAMILY = Family(
@@ -21,4 +21,5 @@ FAMILY = Family(
     facts=partial(llama_facts, expert_bias=True),
     by_name=True,
     balance=Balance(always=True),
+    serving=Serving(packed=True),
 )

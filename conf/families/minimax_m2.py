@@ -30,5 +30,5 @@ FAMILY = Family(
     layer=partial(tensors.layer, mlp="block_sparse_moe", leaves=("w1", "w3", "w2"), bias="e_score_correction_bias"),
     by_name=True,
     balance=Balance("router_aux_loss_coef", moves_bias=True),
-    serving=Serving(on_cpu=ON_CPU, expert_adapters=EXPERTS_IN),
+    serving=Serving(on_cpu=ON_CPU, expert_adapters=EXPERTS_IN, packed=True),
 )

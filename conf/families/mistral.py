@@ -1,6 +1,6 @@
 """Mistral 7B: a Llama whose layers may all attend to a window of earlier tokens."""
 
-from conf.families.parts.family import DEFAULT, PLAIN, SILU, Family
+from conf.families.parts.family import DEFAULT, PLAIN, SILU, Family, Serving
 from conf.families.parts.keys import Keys, llama_facts
 from conf.families.parts.sizes import ModelFacts
 
@@ -18,4 +18,5 @@ FAMILY = Family(
     stated=("sliding_window", "num_key_value_heads"),
     not_null=("num_key_value_heads",),
     facts=facts,
+    serving=Serving(packed=True),
 )

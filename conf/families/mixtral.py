@@ -18,5 +18,5 @@ FAMILY = Family(
     not_null=("num_key_value_heads", "num_local_experts"),
     layer=partial(tensors.layer, mlp="block_sparse_moe", leaves=("w1", "w3", "w2")),
     balance=Balance("router_aux_loss_coef"),
-    serving=Serving(expert_adapters=EXPERTS_IN),
+    serving=Serving(expert_adapters=EXPERTS_IN, packed=True),
 )

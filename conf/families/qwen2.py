@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from conf.families.parts.family import DEFAULT, PLAIN, QWENS, YARN, Family
+from conf.families.parts.family import DEFAULT, PLAIN, QWENS, YARN, Family, Serving
 from conf.families.parts.keys import llama_facts
 
 FAMILY = Family(
@@ -15,5 +15,6 @@ FAMILY = Family(
     not_null=("head_dim",),
     facts=partial(llama_facts, attention_bias=True),
     gguf="qwen2",
+    serving=Serving(packed=True),
     releases={"Qwen/Qwen2.5-0.5B-Instruct": 0.49},
 )

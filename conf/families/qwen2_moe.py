@@ -6,7 +6,7 @@ The releases have no mlp_only_layers. The tiny model has one, to test a dense la
 from functools import partial
 
 from conf.families.parts import tensors
-from conf.families.parts.family import DEFAULT, EXPERTS, HEADS, PLAIN, QWENS, YARN, Balance, Family
+from conf.families.parts.family import DEFAULT, EXPERTS, HEADS, PLAIN, QWENS, YARN, Balance, Family, Serving
 from conf.families.parts.keys import Keys, llama_facts
 from conf.families.parts.sizes import ModelFacts
 
@@ -31,5 +31,6 @@ FAMILY = Family(
     facts=facts,
     layer=partial(tensors.layer, shared="shared_expert"),
     balance=Balance("router_aux_loss_coef"),
+    serving=Serving(packed=True),
     releases={"Qwen/Qwen2-57B-A14B-Instruct": 57.4},
 )

@@ -33,7 +33,7 @@ FAMILY = Family(
     layer=partial(tensors.layer, shared="shared_expert", fused=False, ahead=tensors.AHEAD),
     roots=("model.language_model.", "model."),
     balance=Balance("router_aux_loss_coef"),
-    serving=Serving(on_cpu="vLLM computes gated delta nets on a CPU in bf16 alone"),
+    serving=Serving(on_cpu="vLLM computes gated delta nets on a CPU in bf16 alone", packed=True),
     megatron="trainer.megatron.bridges.qwen3_5",
     names={"num_nextn_predict_layers": "mtp_num_hidden_layers"},
     ahead="mtp.",

@@ -33,7 +33,7 @@ FAMILY = Family(
     facts=partial(delta_facts, shared_gate=True),
     layer=partial(tensors.layer, shared="shared_expert", ahead=tensors.AHEAD),
     balance=Balance("router_aux_loss_coef"),
-    serving=Serving(on_cpu="vLLM computes gated delta nets on a CPU in bf16 alone"),
+    serving=Serving(on_cpu="vLLM computes gated delta nets on a CPU in bf16 alone", packed=True),
     ahead="mtp.",
     constants=CONSTANTS,
     releases={"Qwen/Qwen3-Next-80B-A3B-Instruct": 81.3},

@@ -86,18 +86,19 @@ def _packed(run: Run, facts: ModelFacts, serving: families.Serving, cpu: bool) -
     if cpu and (form != "int4" or facts.experts):
         yield f"{key}, and on a CPU vLLM computes only int4, without experts; {other}"
     ways = {"experts": 1 if run.evaluate.expert_parallel else gpus}
-    sizes = [("attention", facts.heads * facts.head_dim), ("experts", facts.expert_ffn)]
+    heads = facts.heads * (facts.v_head if facts.kv_rank else facts.head_dim)
+    sizes = [("attention", heads), ("experts", facts.expert_ffn)]
     for part, size in [*sizes, ("dense", facts.ffn), ("dense", facts.shared_ffn)]:
         share = size // ways.get(part, gpus)
         unit = TILE if part == "experts" and form in ("nvfp4", "mxfp4") else width
         if part in packed and share % unit:
             remedy = other if size % unit else "other evaluate.gpus"
             yield f"{key}, and the part of a GPU of {part} is {share} wide, not a multiple of {unit}; {remedy}"
-    if facts.kv_rank and form == "nvfp4" and "attention" in packed:
+    if packed_base.is_served(run) and facts.kv_rank and form == "nvfp4" and "attention" in packed:
         yield f"{key}, and vLLM joins q_a_proj and kv_a_proj, which have two factors; model.pack without attention"
     if "experts" in packed and facts.experts and facts.hidden % MARLIN and form != "fp8":
         yield f"{key}, and for experts the hidden size, {facts.hidden}, must be a multiple of {MARLIN}; {other}"
-    if height > 1 and "attention" in packed and facts.head_dim % height:
+    if height > 1 and "attention" in packed and not facts.kv_rank and facts.head_dim % height:
         yield f"{key}, and rows of {height} share a scale, but a head has {facts.head_dim}; int4"
 
 

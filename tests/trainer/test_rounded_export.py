@@ -23,11 +23,13 @@ ROWS = [
     ("glm4-moe-mtp", "int4"),
     ("glm4-moe-mtp", "fp8"),
     ("deepseek-v3", "int4"),
+    ("qwen3-5", "nvfp4"),
 ]
 QUICK = [("qwen3", "int4"), ("qwen3", "nvfp4")]
 E2M1 = {"nvfp4": 16, "mxfp4": 32}  # numbers that share a scale
-JOINED = ((".q", ".k", ".v"), (".gate", ".up"))  # which share a factor in nvfp4
-LEFT = ("embed", "norm", "mlp.gate.", "lm_head", "shared_head", "rotary")
+# Matrices that share a factor in nvfp4.
+JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("in_proj_qkv", "in_proj_z"))
+LEFT = ("embed", "norm", "mlp.gate.", "lm_head", "shared_head", "rotary", "in_proj_a.", "in_proj_b.")
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +90,9 @@ def test_the_formats_own_library_reads_the_nearest_codes_of_the_merged_model(kin
             continue
         read = by_library(found, name, section)
         assert torch.equal(released_tensors.read(again, name).to(read.dtype) + 0.0, read + 0.0), name
-        joined = next((ends for ends in JOINED if name.removesuffix("_proj.weight").endswith(ends)), None)
-        stem = name.removesuffix("_proj.weight").rpartition(".")[0]
-        names = [f"{stem}{end}_proj.weight" for end in joined] if joined else [name]
+        module, _, leaf = name.removesuffix(".weight").rpartition(".")
+        joined = next((leaves for leaves in JOINED if leaf in leaves), (leaf,))
+        names = [f"{module}.{one}.weight" for one in joined]
         expected = nearest(tensor, form, torch.stack([merged[one].abs().max() for one in names]).max())
         assert (read != expected.bfloat16()).float().mean() < 1e-3, name  # an adapter's sum in another order
         squares += torch.stack([(expected - tensor).double().square().sum(), tensor.double().square().sum()])

@@ -25,6 +25,7 @@ from conf.rules.packed_base import Format
 from trainer.weights.packed_base.part import Found
 
 Entries = dict[str, tuple[str, tuple[int, ...]]]
+IN_BF16 = re.compile(r".*\.in_proj_(a|b|ba)\.weight")  # vLLM joins them, and has no codes for so few rows
 EXPERTS = re.compile(r"(.*\.experts)\.\d+\..*")
 
 

@@ -21,7 +21,7 @@ from conf.rules.packed_base import FORMATS, Format
 from conf.schema.run import Run
 from contract import json_object
 from contract.faults import Fault
-from trainer.weights import new_safetensors, released
+from trainer.weights import new_safetensors, released, released_tensors
 from trainer.weights.exported import file_format
 from trainer.weights.exported.parts import Layout, Merged
 from trainer.weights.packed_base import as_trained, files
@@ -46,12 +46,20 @@ class Codes(Merged):
         return self.packed.form
 
     def has(self, weight: str) -> bool:
-        """Whether the weight is written as codes."""
-        return self.packed.has(weight)
+        """Whether the weight is written as codes. Others that training packs are written with their numbers there."""
+        return self.packed.has(weight) and not file_format.IN_BF16.fullmatch(weight)
 
     def blocks(self, name: str) -> Iterable[torch.Tensor] | None:
         weight = self.weight(name)
-        return [self.tensors(weight)[name]] if self.has(weight) else super().blocks(name)
+        if self.has(weight):
+            return [self.tensors(weight)[name]]
+        packed = self.trained.packed
+        if packed is None or not packed.has(weight):
+            return super().blocks(name)
+        ((_, part),) = packed.parts[weight].values()
+        numbers = packed.read(part)
+        assert numbers is not None
+        return [numbers.to(released_tensors.DTYPES[self.trained.model.weights[weight].dtype])]
 
     def is_right(self, path: Path, name: str, entry: released.Entry, written: str) -> bool:
         if self.has(self.weight(name)):
@@ -102,7 +110,7 @@ class Codes(Merged):
         return self.last.tensors
 
     def _unpacked(self) -> set[str]:
-        """Return the modules of matrices that are not packed."""
+        """Return the modules of matrices that are not written as codes."""
         weights = self.trained.model.weights.items()
         matrices = {name for name, one in weights if name.endswith(".weight") and len(one.shape) == 2}
         return {"lm_head", *(name.removesuffix(".weight") for name in matrices if not self.has(name))}
@@ -115,10 +123,16 @@ def open_codes(run: Run, trained: Trained) -> Codes:
     packed = as_trained.of_source(run, source, trained.model, trained.registry, trained.config, names)
     plain = {name for parts in packed.parts.values() for name, part in parts.values() if not part.turned}
     stacks = {parts[at][0] for parts in packed.parts.values() for at in parts if at is not None}
-    if odd := sorted({*names} - (plain - stacks)):
+    stored = {weight: packed.sections[weight] for weight in plain - stacks}
+    if odd := sorted({*names}.difference(*stored.values())):
         text = f"the release stores these in other shapes: {released.enumerate_names(odd)}"
         raise Fault(f"export.quantization: packed, but {text}; null")
-    if apart := [name for name in names if source.form.factor_bytes and len(source.factors(name).unique()) > 1]:
-        text = f"gate and up have two factors, and vLLM takes one, in {released.enumerate_names(sorted(apart))}"
+    if apart := sorted(weight for weight, parts in stored.items() if len(_factors(source, parts)) > 1):
+        text = f"these have several factors, and vLLM takes one: {released.enumerate_names(apart)}"
         raise Fault(f"export.quantization: packed, but {text}; model.base=int4, fp8 or mxfp4")
     return Codes(replace(trained, packed=packed))
+
+
+def _factors(source: files.Packed, parts: list[str]) -> set[float]:
+    """Return the factors of a weight's matrices; empty if the format has none."""
+    return {factor for part in parts if source.form.factor_bytes for factor in source.factors(part).flatten().tolist()}

@@ -2,8 +2,9 @@
 
 Each matrix of a layer is merged in fp32 and rounded once, to the nearest code of its block (conf/rules/packed_base.py
 has the formats). file_format.py has names and config.json. In nvfp4, matrices that vLLM joins share a factor.
-Embeddings, norms, routers, biases and the output layer are as in a merged model, and so is a matrix whose rows have no
-whole groups in 4 bits. Each value must be within half a step of a second computation from the adapter's factors.
+Embeddings, norms, routers, biases and the output layer are as in a merged model. So are matrices whose rows have no
+whole groups in 4 bits, and those for which vLLM has no codes. Each value must be within half a step of a second
+computation from the adapter's factors.
 """
 
 # pyright: reportArgumentType=false
@@ -21,6 +22,7 @@ from conf.schema.run import Run
 from contract.faults import Fault
 from trainer.megatron.packed_base import codes as of_codes
 from trainer.weights import low_rank, released
+from trainer.weights.exported import file_format
 from trainer.weights.exported.packed_format import Codes
 from trainer.weights.exported.parts import Merged
 from trainer.weights.packed_base import packing
@@ -34,7 +36,9 @@ HALF = {"fp8": (2.0**-4, 2.0**-10), "int": (0.0, 0.5), "nvfp4": (0.2, 0.25), "mx
 JOINED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(
     ("gate_proj", "up_proj", "w1", "w3"), "fc1"
 )
-JOINED |= dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "qkv_a")
+JOINED |= dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "qkv_a") | dict.fromkeys(
+    ("in_proj_qkv", "in_proj_z"), "in_proj_qkvz"
+)
 
 
 @dataclass
@@ -124,6 +128,7 @@ def open_rounded(run: Run, trained: Trained) -> Rounded:
         raise Fault(f"export.quantization: {run.export.quantization}, but {text}; null")
     groups = form.block[1] if form.bits == 4 else 1
     whole = {name for name in matrices if model.weights[name].shape[1] % groups == 0}
+    whole -= {*filter(file_format.IN_BF16.fullmatch, whole)}
     kept, joined = whole - trained.copies.keys() - released.copied(model), defaultdict(list)
     for name in sorted(kept):
         joined[_joined(name)].append(name)

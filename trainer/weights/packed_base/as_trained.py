@@ -8,6 +8,7 @@ The distance between the merged model and the trained model is summed, both for 
 released weights.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -21,7 +22,7 @@ from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Fault
 from trainer.megatron import precision
-from trainer.weights import mapping
+from trainer.weights import mapping, torch_dist
 from trainer.weights.conversion import unwritten
 from trainer.weights.packed_base import files, packing
 from trainer.weights.packed_base.loading import Source
@@ -58,6 +59,7 @@ class AsTrained:
     model: Model
     recorded: dict[str, float]  # errors recorded by training, by Megatron's names
     parts: dict[str, dict[int | None, tuple[str, mapping.Part]]]  # of each released weight, by expert
+    sections: dict[str, list[str]]  # by Megatron's name: the stored tensors of a weight, in order
     sums: dict[str, dict[str, Sums]] = field(default_factory=dict)  # by released and by Megatron's names
 
     def has(self, name: str) -> bool:
@@ -103,10 +105,10 @@ class AsTrained:
 
     def _matrices(self, name: str, role: str | None) -> list[tuple[Found, tuple[int, int]]]:
         """Return the matrices of a Megatron weight, or only that of gate or up, with their blocks."""
-        count = 2 if self.gated and "linear_fc1" in name else 1
-        shape, found = self.source.shape(name), []
-        for number in [GATED.index(role)] if role in GATED else range(count):
-            part = Part.of_matrix(name, shape, number, count)
+        count, found = 2 if self.gated and "linear_fc1" in name else 1, []
+        numbers = [GATED.index(role)] if role in GATED else range(count)
+        for stored, number in itertools.product(self.sections[name], numbers):
+            part = Part.of_matrix(stored, self.source.shape(stored), number, count)
             block = (self.source.height(part), self.form.block[1])
             found.append((self.source.of_part(part, block), block))
         return found
@@ -132,11 +134,15 @@ def open_as_trained(run: Run, model: Model, registry: Any, config: Any) -> AsTra
 def of_source(run: Run, source: Source, model: Model, registry: Any, config: Any, names: Iterable[str]) -> AsTrained:
     """Return the packed weights of a base. `names` are Megatron's."""
     parts: dict[str, dict[int | None, tuple[str, mapping.Part]]] = defaultdict(dict)
-    for name in names:
-        for part in mapping.parts(registry, name) or ():
-            parts[part.name][part.expert] = name, part
+    sections: dict[str, list[str]] = defaultdict(list)
+    order = {section: number for number, section in enumerate(torch_dist.SECTIONS)}
+    for name in sorted(names, key=lambda name: order.get(name.rpartition(".")[2], 0)):
+        before, _, section = name.rpartition(".")
+        sections[whole := before if section in order else name].append(name)
+        for part in mapping.parts(registry, whole) or ():
+            parts[part.name][part.expert] = whole, part
     dtype, gated = precision.dtype(run.train.precision), bool(config.gated_linear_unit)
-    return AsTrained(source, source.form, dtype, gated, config, model, {}, dict(parts))
+    return AsTrained(source, source.form, dtype, gated, config, model, {}, dict(parts), sections)
 
 
 def recorded(run: Run) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -190,7 +196,7 @@ def _require_same(numbers: AsTrained, sums: dict[str, Sums]) -> None:
     expected = numbers.recorded
     changed = [
         f"{name} ({errors[name]:.4%} from the release, and in training {expected[name]:.4%})"
-        for name in errors
+        for name in errors.keys() & expected.keys()
         if abs(errors[name] - expected[name]) > BOUND * expected[name] + LEAST
     ]
     changed += [f"{name} (not in any exported weight)" for name in expected.keys() - errors.keys()]
