@@ -84,7 +84,7 @@ def dead_references(text: str, place: Path) -> list[str]:
     # The page of errors has a typing error, and docs/extending/key.md adds a key.
     keys = {*schema.dotted_keys(), "train.stps", "train.label_smoothing"}
     if place.parent.name == "migrate":  # these pages also name keys of other stacks
-        keys |= {key for stack in STACKS.values() for key in [*stack.keys, *stack.left_out]}
+        keys |= {key.rstrip("*") for stack in STACKS.values() for key in [*stack.keys, *stack.left_out]}
     sections = "|".join(schema.sections())
     for code in re.findall(r"`[^`\n]*`|^    .*$", text, re.MULTILINE):
         names = re.findall(rf"(?<![\w./-])(?:{sections})\.[a-z_]+\b(?![/.(])", code)

@@ -15,7 +15,16 @@ from flows.new.choices import Choice, Choices
 ORDER = {key: place for place, key in enumerate(["name", *KEYS])}
 WHOLE = {
     *("train.steps", "train.global_batch", "train.micro_batch", "train.seed", "adapter.rank", "adapter.alpha"),
-    *("data.seq_length", "optimizer.warmup_steps", "layout.tp", "layout.pp", "layout.vpp", "layout.cp", "layout.ep"),
+    *(
+        "data.seq_length",
+        "prompt_tokens",
+        "optimizer.warmup_steps",
+        "layout.tp",
+        "layout.pp",
+        "layout.vpp",
+        "layout.cp",
+        "layout.ep",
+    ),
     *("layout.etp", "micro", "accumulation", "gpus", "nodes", "steps", "layout.first_stage_layers", "data.workers"),
     *("layout.last_stage_layers", "train.recompute_layers", "checkpoint.keep", "train.validate_batches", "data.seed"),
     *("reinforce.samples", "reinforce.max_tokens", "reinforce.steps", "reinforce.prompts", "data.processes"),

@@ -44,6 +44,8 @@ CONCEPTS = {
     "answers_only": "data.loss_on",
     "optimizer": "optimizer.kind",
     "tp_default": "layout.etp",
+    "prompt_tokens": "data.seq_length",
+    "mlp_targets": "adapter.targets",
 }
 # Names of modules in transformers, with those of Megatron.
 TARGETS = {
@@ -291,6 +293,8 @@ HANDLERS: dict[str, Callable[[Any, Settled], dict[str, Any]]] = {
 def settle(given: dict[str, Any], gpus: int | None = None) -> Settled:
     """Return our keys for keys and concepts. `gpus` is the number of GPUs of a host if the file does not name it."""
     settled = Settled()
+    if "mlp_targets" in given and isinstance(given.get("targets"), list):
+        given = given | {"targets": [*given["targets"], *given["mlp_targets"]]}
     for target, value in given.items():
         if "." in target:
             settled.values[target] = value
@@ -352,6 +356,8 @@ def _batch(given: dict[str, Any], settled: Settled) -> None:
 
 def _length(given: dict[str, Any], settled: Settled) -> None:
     values = settled.values
+    if "prompt_tokens" in given and "reinforce.max_tokens" in values:
+        values["data.seq_length"] = given["prompt_tokens"] + values["reinforce.max_tokens"]
     steps, epochs = given.get("steps"), given.get("epochs")
     if steps is not None and steps > 0:
         values["train.steps"] = steps

@@ -5,6 +5,7 @@ Names that the script sets to constants are replaced by their values.
 """
 
 import ast
+import re
 import warnings
 from typing import Any
 
@@ -44,6 +45,12 @@ def calls(text: str) -> dict[str, Any]:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return {}
     return _source(tree.body, {}, "", ()).keys
+
+
+def usage(text: str) -> str:
+    """Return the docstring of a script if it shows commands."""
+    documented = ast.get_docstring(ast.parse(text)) or ""
+    return documented if re.search(r" --\w", documented) else ""
 
 
 def _joined(parts: list[Source], imported: tuple[str, ...]) -> Source:

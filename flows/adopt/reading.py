@@ -31,8 +31,9 @@ def sources(text: str, shown: str) -> list[Source]:
     if blocks:
         parts = [replace(part, place=f"line {line}") for line, block in blocks for part in sources(block, shown)]
         return parts
-    if found := python_calls.sources(text):
-        return found
+    if (found := python_calls.sources(text)) is not None:
+        usage = python_calls.usage(text)
+        return found + ([replace(part, place="the docstring") for part in sources(usage, shown)] if usage else [])
     if found := yaml_keys.source(text, shown):
         return [found]
     return shell_commands.sources(text)

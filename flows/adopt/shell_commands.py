@@ -13,6 +13,7 @@ from flows.adopt.stack import Source
 KEYWORDS = {"then", "do", "else", "time", "exec", "nohup", "sudo", "set", "-x", "{", "("}
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 VARIABLE = re.compile(r"\$\{(\w+)(?:\[@\]|\[\*\])?(?::?([-+=])([^{}]*))?\}|\$(\w+)")
+HERE = {"HOME": "~", "PWD": "."}  # variables with known values
 DEEPEST = 8  # variables in values of variables
 LAUNCHERS = re.compile(r"^--?(nproc[-_]per[-_]node|nnodes|num[-_]processes|num[-_]machines|num[-_]gpus)(?:=(.*))?$")
 LARGEST = 200_000  # characters of a variable's value
@@ -20,8 +21,8 @@ LARGEST = 200_000  # characters of a variable's value
 
 def sources(text: str) -> list[Source]:
     """Return each command with options, in the order of the script."""
-    variables: dict[str, str] = {}
-    used: set[str] = set()
+    variables = {**HERE}
+    used: set[str] = set(HERE)
     found: list[Source] = []
     for number, line in _logical_lines(text):
         for part in _split(line):

@@ -65,7 +65,7 @@ def test_each_file_is_imported_and_no_key_is_dropped(stack, tmp_path):
 
 
 def test_a_hundred_files_are_imported():
-    assert len(CASES) >= 35
+    assert len(CASES) >= 85
 
 
 VALUES = {
