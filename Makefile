@@ -102,9 +102,10 @@ gpu: ## compare training on this GPU with the CPU
 gpu-kit: $(STAMP) ## pack the GPU tests for a machine without network; FLOW=1: the whole flow
 	$(PYTHON) benchmarks/gpu/kit.py $(if $(FLOW),--flow)
 
-schema: $(STAMP) ## write conf/schema.json and docs/reference/keys.md from the code
+schema: $(STAMP) ## write conf/schema.json, docs/reference/keys.md and docs/migrate from the code
 	$(PYTHON) -m conf.schema --json > conf/schema.json
 	$(PYTHON) -m benchmarks.keys > docs/reference/keys.md
+	$(PYTHON) -m benchmarks.migration docs/migrate
 
 presets: $(STAMP) ## write the tables of docs/start/configurations.md from the configurations
 	$(PYTHON) -m benchmarks.presets docs/start/configurations.md

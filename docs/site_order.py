@@ -1,6 +1,12 @@
 """Order of the folders in the site of these pages. mkdocs.yml names this file as a hook."""
 
-TITLES = {"Start": "Start", "How to": "How to", "Reference": "Reference", "Measurements": "Measurements"}
+TITLES = {
+    "Start": "Start",
+    "How to": "How to",
+    "Migrate": "Migrate",
+    "Reference": "Reference",
+    "Measurements": "Measurements",
+}
 TITLES |= {"Extending": "Extending", "Adr": "Decisions"}
 
 

@@ -26,7 +26,7 @@ MODEL = "org/name on the Hub, a folder, or s3://..."
 DATA = "a file, a folder, org/name on the Hub, or s3://..."
 MACHINE = "such as 8xh100, 1xa100, 2x8xh200 (hosts x GPUs), 1xmy-gpu.yaml or cpu"
 # Subcommands of finetune, each with its module and the module's first word.
-_MODULES = ("new", "plan", "pretrain", "serve", "logs", "artifacts", "gang", "deploy", "doctor")
+_MODULES = ("new", "adopt", "plan", "pretrain", "serve", "logs", "artifacts", "gang", "deploy", "doctor")
 COMMANDS = {name: f"flows.{name}" for name in _MODULES}
 COMMANDS.update(run="flows.finetune", study="benchmarks.study", up="flows.services up", down="flows.services down")
 invoked_as = "python -m"  # flows/__main__.py sets "finetune": then help and advice name `finetune plan`
@@ -121,6 +121,18 @@ def new() -> argparse.ArgumentParser:
     made.add_argument("--force", action="store_true", help="replace an existing file")
     made.add_argument("--print", action="store_true", help="print the file and write nothing; also --dry-run")
     made.add_argument("--dry-run", dest="print", action="store_true", help=argparse.SUPPRESS)
+    return made
+
+
+def adopt() -> argparse.ArgumentParser:
+    made = parser("flows.adopt")
+    made.add_argument("file", metavar="FILE", help="a YAML or JSON file, a shell or Python script, or a page")
+    made.add_argument("--from", dest="stack", metavar="NAME", help="the stack, such as axolotl, trl or megatron-lm")
+    made.add_argument("--out", metavar="FILE", help="write our configuration to this .yaml file instead of stdout")
+    made.add_argument("--force", action="store_true", help="replace an existing file")
+    made.add_argument("--gpus", metavar="N", type=int, help="GPUs of a host, if the file does not name them")
+    made.add_argument("--pick", metavar="N", type=int, help="the N-th configuration of the file (1)")
+    made.add_argument("--no-plan", dest="plan", action="store_false", help="print no verdict of the plan")
     return made
 
 

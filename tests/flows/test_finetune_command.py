@@ -46,7 +46,7 @@ def test_it_is_declared_as_a_script_and_runs_as_a_module():
     assert scripts == {"finetune": "flows.__main__:main"}
     done = subprocess.run([sys.executable, "-m", "flows", "--help"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0
-    for name in ["new", "plan", "run", "serve", "logs", "artifacts", "gang", "study", "doctor", "up", "down"]:
+    for name in ["new", "adopt", "plan", "run", "serve", "logs", "artifacts", "gang", "study", "doctor", "up", "down"]:
         assert f"\n  {name} " in done.stdout, name
 
 
