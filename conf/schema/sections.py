@@ -332,6 +332,8 @@ class Gang(Section):
     """new attempts after hosts failed; a later checkpoint starts the count again"""
     min_nodes: Annotated[Degree | None, NOWHERE] = None
     """fewest hosts with which training continues; null = layout.nodes"""
+    spares: Annotated[int, NOWHERE] = Field(default=0, ge=0, le=1000)
+    """hosts that a training has more than it uses, to replace lost ones at once"""
     # With 2 s to the signal and 8 s for a report, everything ends before Prefect's worker kills it after 30 s.
     grace: Annotated[int, NOWHERE] = Field(default=20, ge=1, le=20)
     """seconds that a stopped training has to save a checkpoint, on one host or several"""

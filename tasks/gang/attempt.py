@@ -12,8 +12,9 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 from conf.load import as_yaml
 from conf.network import rank_order
@@ -38,6 +39,8 @@ from tasks.store import File, Store
 
 TICK = 0.5
 ENDED_BY_ITSELF = STALE + 10  # seconds after its last renewal within which a disconnected member ends in any case
+LEAVE_WITHIN = 20.0
+REJOIN_WITHIN = 15.0  # seconds in which members that stayed join the next attempt
 CAPACITY_POLL = 3.0  # seconds between queries of the engine's capacity
 
 
@@ -124,6 +127,43 @@ class Outcome:
 
     failure: Failure | None  # None if the job is done
     came: int | None = None  # number of available hosts, if too few joined in time
+    kept: "Kept | None" = None  # the members that stay
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Members of an attempt that has ended. They stay until release(), or continue with the next attempt."""
+
+    lookout: Lookout
+    handle: Handle
+    hosts: dict[int, str]  # their names
+    order: tuple[int, ...]  # members that had ranks
+
+    @classmethod
+    def of(cls, lookout: Lookout, handle: Handle, order: tuple[int, ...]) -> Self:
+        hosts = {k: name for k, name in host_names(lookout).items() if lookout.nodes[k].over}
+        return cls(lookout, handle, hosts, order)
+
+    @property
+    def measured(self) -> bool:
+        """Whether the same hosts continue, which passed the check before; a spare host did not take part in it."""
+        return {*self.order} <= {*self.hosts}
+
+    def usable(self, without: tuple[str, ...]) -> "Kept":
+        alive = self.handle.alive()
+        hosts = {k: name for k, name in self.hosts.items() if name not in without and alive.get(k) is not False}
+        return replace(self, hosts=hosts)
+
+    def join(self, attempt: int) -> Handle:
+        """Have them join the next attempt."""
+        self.lookout.say(next=attempt, again=tuple(self.hosts))
+        self.lookout.end(LEAVE_WITHIN)
+        return self.handle
+
+    def release(self) -> None:
+        self.lookout.say(stays=False)
+        self.handle.cancel()
+        self.lookout.end(LEAVE_WITHIN)
 
 
 def wait_for_the_last(gang: Gang) -> None:
@@ -136,7 +176,8 @@ def wait_for_the_last(gang: Gang) -> None:
     word = board.read("gang.json") if number else None
     if word is None or word.get("closed"):
         return
-    word |= {"state": "stop", "reason": "its controller was replaced", "save": False, "by": secrets.token_hex(8)}
+    word |= {"state": "stop", "stays": False, "reason": "its controller was replaced", "save": False}
+    word["by"] = secrets.token_hex(8)
     board.write("gang.json", json.dumps(word).encode())
     gang.say(f"waits until attempt {number}, whose controller is gone, has ended")
     watch = Watch()
@@ -192,30 +233,36 @@ def _enough(gang: Gang, run: Run, without: tuple[str, ...]) -> Run:
     return run
 
 
-def announce(gang: Gang, run: Run) -> tuple[Board, Lookout]:
-    """Create the next attempt on the board."""
+def announce(gang: Gang, run: Run, kept: Kept | None) -> tuple[Board, Lookout]:
+    """Create the next attempt on the board. Hosts that were measured for the last one are not measured again."""
     token = secrets.token_hex(8)
     (gang.folder / "probe").write_text(token)
     number = newest_attempt(gang.store, gang.name)
     while True:
         number += 1
         board = Board(gang.store, gang.name, number)
-        board.write("resolved.yaml", as_yaml(gang.job.conf(run)).encode())
+        conf = gang.job.conf(run)
+        conf = conf.changed(gang={"preflight": False}) if kept and kept.measured else conf
+        board.write("resolved.yaml", as_yaml(conf).encode())
         board.write("task.json", gang.job.task(run).to_json())
-        lookout = Lookout(board, str(gang.folder / "probe"), gang.say)
+        lookout = Lookout(board, str(gang.folder / "probe"), gang.say, quick=kept is not None)
         if lookout.begin():
             return board, lookout
 
 
-def gather(gang: Gang, run: Run, without: tuple[str, ...], lookout: Lookout, handle: Handle) -> Outcome | None:
+def gather(
+    gang: Gang, run: Run, without: tuple[str, ...], lookout: Lookout, handle: Handle, kept: Kept | None
+) -> Outcome | None:
     """Wait until all members have joined. Returns the outcome if they do not join in time, or if one ends first."""
-    reported, n = -1, run.layout.nodes
-    until = look = time.monotonic() + run.gang.start_within
+    start_within = REJOIN_WITHIN if kept else run.gang.start_within
+    members = {*(kept.hosts if kept else range(run.layout.nodes + run.gang.spares))}
+    reported, n = -1, len(members)
+    until = look = time.monotonic() + start_within
     queued = None
     while True:
         gang.pause(TICK)
         if why := handle.waits():
-            until = time.monotonic() + run.gang.start_within
+            until = time.monotonic() + start_within
             if why != queued:
                 queued = why
                 gang.say(f"waits for hosts: {why}")
@@ -227,14 +274,14 @@ def gather(gang: Gang, run: Run, without: tuple[str, ...], lookout: Lookout, han
         if len(waiting) != reported:
             reported = len(waiting)
             gang.say(f"attempt {lookout.board.attempt}: {reported} of {n} hosts have joined")
-        over = [k for k, alive in handle.alive().items() if alive is False]
+        over = [k for k, alive in handle.alive().items() if alive is False and k in members]
         over += [k for k, node in nodes.items() if k not in waiting]
         came = None
         if over:
             line = f"host: member {over[0]} ended before the gang was complete; its log says why"
         elif time.monotonic() > until:
-            line = f"host: {len(waiting)} of {n} hosts joined within {run.gang.start_within:.0f} s"
-            came = len(waiting)
+            line = f"host: {len(waiting)} of {n} hosts joined within {start_within:.0f} s"
+            came = None if kept else len(waiting)
         elif why and time.monotonic() > look:  # a queue also waits for hosts that are down
             look = until
             smaller = gang.smaller(without)
@@ -248,8 +295,11 @@ def gather(gang: Gang, run: Run, without: tuple[str, ...], lookout: Lookout, han
         return Outcome(failure, came)
 
 
-def go(gang: Gang, run: Run, lookout: Lookout) -> dict[int, str]:
-    """Start all members. Returns their hosts by member, in the order of their ranks; the first is the master."""
+def go(gang: Gang, run: Run, lookout: Lookout, kept: Kept | None) -> dict[int, str]:
+    """Start all members. Returns their hosts by member, in the order of their ranks; the first is the master.
+
+    Spare hosts stay. They are the last by place, and hosts that had ranks before have them again.
+    """
     nodes, probe = dict(lookout.nodes), (gang.folder / "probe").read_text()
     if apart := tuple(k for k, node in nodes.items() if node.probe != probe):
         _check_sharing(gang, nodes[apart[0]])
@@ -257,6 +307,9 @@ def go(gang: Gang, run: Run, lookout: Lookout) -> dict[int, str]:
     names = host_names(lookout)
     members = {name: k for k, name in names.items()}
     order = [members[name] for name in rank_order({name: nodes[k].place for k, name in names.items()})]
+    had = kept.order if kept else ()
+    chosen = sorted(order, key=lambda k: k not in had)[: run.layout.nodes]
+    order = [k for k in order if k in chosen]
     first = nodes[order[0]]
     lookout.peers = Peers({str(k): (node.address, node.port) for k, node in nodes.items()})
     lookout.say(state="go", order=tuple(order), master=(first.address, first.master_port), key=secrets.token_hex(32))

@@ -111,6 +111,10 @@ class Correspondent[M: (Word, Member)]:
         self._thread.join(within)
 
     @abstractmethod
+    def _changes(self) -> bool:
+        """Whether other processes write something new within seconds."""
+
+    @abstractmethod
     def _work(self, over: bool) -> None:
         """Write and read the due messages; at the end, all remaining messages."""
 
@@ -125,7 +129,7 @@ class Correspondent[M: (Word, Member)]:
             except Exception:  # the store does not answer; self.answered keeps the time of its last answer
                 if over and time.monotonic() - self.answered > self._patience:
                     return
-            self._wake.wait(POLLED)
+            self._wake.wait(POLLED / 5 if self._changes() else POLLED)
 
     def _is_due(self) -> bool:
         """Whether a renewal is due, which others see as a sign of life."""

@@ -20,13 +20,27 @@ controller. All are delivered before the end, unless the receiver needs more tha
 merged into one, and a last tick runs at the end.
 """
 
+import contextlib
+import signal
 import time
 import traceback
 from dataclasses import replace
 
 from conf.schema.run import Run
 from contract.faults import Fault, Stopped
-from tasks.gang.attempt import ENDED_BY_ITSELF, TICK, Gang, Outcome, announce, gather, go, turn, wait_for_the_last
+from tasks.gang.attempt import (
+    ENDED_BY_ITSELF,
+    LEAVE_WITHIN,
+    TICK,
+    Gang,
+    Kept,
+    Outcome,
+    announce,
+    gather,
+    go,
+    turn,
+    wait_for_the_last,
+)
 from tasks.gang.controller_link import Lookout
 from tasks.gang.diagnosis import next_step
 from tasks.gang.diagnosis.classify import Failure
@@ -37,7 +51,6 @@ from tasks.run.courier import Courier, closing
 from tasks.run.launch import Broken
 
 SETTLE = 2.5  # seconds from the first report of a failure to the verdict: later reports may explain it
-LEAVE_WITHIN = 20.0
 DELIVERY_TIME = 3.0  # a cancelled flow run has 30 s, and a checkpoint may take most of them
 
 
@@ -60,13 +73,25 @@ def _carry_out(gang: Gang) -> None:
     wait_for_the_last(gang)
     attempts: list[Attempt] = []
     without: tuple[str, ...] = ()
+    kept: Kept | None = None
     while True:
-        outcome = _survived(gang, run, without)
+        outcome = _survived(gang, run, without, kept)
         if outcome.failure is None:
             gang.deliver()
             return
-        attempts.append(Attempt(outcome.failure, gang.newest()))
-        out = next_step.left_out(attempts)
+        with contextlib.ExitStack() as members:
+            if outcome.kept:
+                members.callback(outcome.kept.release)
+            attempts.append(Attempt(outcome.failure, gang.newest()))
+            out = next_step.left_out(attempts)
+            kept = outcome.kept.usable(out) if outcome.kept and next_step.is_quick(attempts) else None
+            if kept and len(kept.hosts) >= run.layout.nodes:
+                members.pop_all()
+                without = out
+                gang.teller.follows(f"continues at once on {', '.join(kept.hosts.values())}")
+                gang.say(f"{outcome.failure.line}; continues at once from step {attempts[-1].checkpoint}")
+                continue
+            kept = None
         left = gang.available(out) if outcome.came is None else outcome.came
         available = None if left is None else left + len(out)
         next_ = next_step.decide(attempts, wanted, run.gang.retries, available, gang.fits)
@@ -83,13 +108,13 @@ def _carry_out(gang: Gang) -> None:
         gang.pause(next_.wait)
 
 
-def _survived(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
+def _survived(gang: Gang, run: Run, without: tuple[str, ...], kept: Kept | None) -> Outcome:
     """Make an attempt, and turn an unexpected error into its failure.
 
     A store or a scheduler that does not answer now may answer for the next attempt.
     """
     try:
-        return _attempt(gang, run, without)
+        return _attempt(gang, run, without, kept)
     except (Fault, Broken, Stopped):
         raise
     except Exception as error:
@@ -97,18 +122,25 @@ def _survived(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
         return Outcome(Failure("network", f"network: no attempt: {type(error).__name__}: {error}", True))
 
 
-def _attempt(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
-    with turn(gang, run, without) as run:
-        board, lookout = announce(gang, run)
-        gang.teller.begins(board.attempt)
-        handle = None
+def _attempt(gang: Gang, run: Run, without: tuple[str, ...], kept: Kept | None) -> Outcome:
+    with turn(gang, run, without) if kept is None else contextlib.nullcontext(run) as run:
+        handle = kept.handle if kept else None
         try:
-            handle = gang.engine.start(Demand.of(run), board, run.layout.nodes, without)
-            if missing := gather(gang, run, without, lookout, handle):
+            board, lookout = announce(gang, run, kept)
+        except BaseException:
+            if kept:
+                kept.release()
+            raise
+        gang.teller.begins(board.attempt)
+        try:
+            nodes = run.layout.nodes + run.gang.spares
+            start = gang.engine.start
+            handle = kept.join(board.attempt) if kept else start(Demand.of(run), board, nodes, without)
+            if missing := gather(gang, run, without, lookout, handle, kept):
                 assert missing.failure
                 _end(gang, run, lookout, handle, missing.failure.line, save=False)
                 return missing
-            hosts = go(gang, run, lookout)
+            hosts = go(gang, run, lookout, kept)
         except BaseException as error:
             _end(gang, run, lookout, handle, str(error) or type(error).__name__, save=False)
             raise
@@ -126,8 +158,9 @@ def _attempt(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
         _end(gang, run, lookout, handle, f"{type(error).__name__}: {error}", save=False)
         raise
     saves = failure is not None and failure.kind == "preempted"
-    _end(gang, run, lookout, handle, failure.line if failure else "done", save=saves)
-    return Outcome(failure)
+    stays = failure is not None and failure.kind in next_step.QUICK and job.stays
+    _end(gang, run, lookout, handle, failure.line if failure else "done", save=saves, stays=stays)
+    return Outcome(failure, kept=Kept.of(lookout, handle, tuple(hosts)) if stays else None)
 
 
 def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[int, str]) -> Failure | None:
@@ -163,27 +196,31 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
         wrong = (gone | failed) & {*needed}
         if wrong and first is None:
             first = time.monotonic()
-        if first is not None and time.monotonic() - first > SETTLE:
+        sure = any(end.code == -signal.SIGKILL for k in wrong for end in nodes[k].failed)  # nothing explains it better
+        if first is not None and (sure or time.monotonic() - first > SETTLE):
             if not wrong:  # the silent member is back
                 first = None
                 continue
             return of_attempt(run, lookout, {k: hosts[k] for k in needed}, gone, handle.words())
 
 
-def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: str, save: bool) -> None:
-    """Stop an attempt. Returns when no member can be alive."""
-    lookout.say(state="stop", reason=reason, save=save)
+def _end(
+    gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: str, save: bool, stays: bool = False
+) -> None:
+    """Stop an attempt. Returns when no rank can be alive, and with `stays` False no member."""
+    lookout.say(state="stop", reason=reason, save=save, stays=stays)
     gang.teller.ends(reason)
     since = time.monotonic()
     while handle is not None:
         engine, nodes = handle.alive(), dict(lookout.nodes)
         over = {k for k, node in nodes.items() if node.over}
-        left = [k for k in range(run.layout.nodes) if k not in over and engine.get(k) is not False]
-        joined = [k for k in left if k in nodes]
-        quiet = all(lookout.silence(k) > ENDED_BY_ITSELF for k in joined)
-        if not joined or quiet or time.monotonic() - since > 2 * ENDED_BY_ITSELF:
+        left = [k for k in nodes if k not in over and engine.get(k) is not False]
+        quiet = all(lookout.silence(k) > ENDED_BY_ITSELF for k in left)
+        if not left or quiet or time.monotonic() - since > 2 * ENDED_BY_ITSELF:
             break
         time.sleep(TICK)
+    if stays:
+        return
     if handle is not None:
         handle.cancel()
     lookout.end(LEAVE_WITHIN)

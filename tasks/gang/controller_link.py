@@ -19,10 +19,11 @@ AWAY = 6.0  # seconds without an answer: the store was away, not the members
 
 
 class Lookout(Correspondent[Word]):
-    def __init__(self, board: Board, probe: str, say: Callable[[str], None]):
+    def __init__(self, board: Board, probe: str, say: Callable[[str], None], quick: bool = False):
         word = Word(secrets.token_hex(8), "gathering", probe=probe, addresses=tuple(peer_probe.addresses()))
         super().__init__(board, "gang.json", word, patience=0.0)
-        self.say(port=peer_probe.serve(lambda: Standing(board.gang, board.attempt, self.word.state)))
+        self.say(port=peer_probe.serve(self._answer))
+        self.quick = quick  # the hosts of the last attempt continue
         self.nodes: dict[int, Member] = {}
         self.foreign = ""  # the reason why a member of another version is refused
         self.peers = Peers({})  # on the board before the word with state go
@@ -55,6 +56,14 @@ class Lookout(Correspondent[Word]):
 
     def order_of_failure(self, node: int) -> int:
         return self._first_failed.index(node) if node in self._first_failed else len(self._first_failed)
+
+    def _changes(self) -> bool:
+        return self.word.state == "stop" or (self.quick and self.word.state == "gathering")
+
+    def _answer(self) -> Standing:
+        """Answer a member, and read the board at once: the member may have failed."""
+        self._wake.set()
+        return Standing(self.board.gang, self.board.attempt, self.word.state)
 
     def _work(self, over: bool) -> None:
         if self._is_due() or self._unsaid or over:

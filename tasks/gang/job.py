@@ -22,12 +22,13 @@ class Job(ABC):
 
     command: ClassVar[str]  # of the trainer
     advice: ClassVar[str] = ""  # keys that give more memory, if the plan knows none
+    stays: ClassVar[bool] = False  # its hosts may stay after a failure and continue at once
     followed: ClassVar[str] = ""  # file of its output that the flow reads while it grows
 
     @classmethod
     def of(cls, run: Run, share: gpus.Share) -> "Job":
         """The job of a run, on its share of hosts."""
-        return cls(run)
+        return cls(run if cls.stays else run.changed(gang={"spares": 0}))
 
     def conf(self, run: Run) -> Run:
         """The configuration for the command in an attempt on the hosts of `run`."""
@@ -70,6 +71,7 @@ class Job(ABC):
 @dataclass(frozen=True)
 class Training(Job):
     command: ClassVar[str] = "train"
+    stays: ClassVar[bool] = True
     followed: ClassVar[str] = "metrics.jsonl"
 
     def sharing(self) -> str:
@@ -131,7 +133,7 @@ class Evaluation(Job):
     @classmethod
     def of(cls, run: Run, share: gpus.Share) -> Job:
         """The job takes all of its hosts or none."""
-        gang = {"engine": share.engine, "pool": run.evaluate.pool or run.gang.pool, "min_nodes": None}
+        gang = {"engine": share.engine, "pool": run.evaluate.pool or run.gang.pool, "min_nodes": None, "spares": 0}
         return cls(run.changed(layout={"nodes": share.hosts, "gpus_per_node": share.gpus}, gang=gang), run)
 
     def conf(self, run: Run) -> Run:
@@ -165,7 +167,7 @@ class Reinforcement(Job):
     @classmethod
     def of(cls, run: Run, share: gpus.Share) -> Job:
         """The job has the hosts of training and of vLLM. gang.min_nodes counts the hosts that train."""
-        return cls(run.changed(layout={"nodes": share.hosts, "gpus_per_node": share.gpus}), run)
+        return cls(run.changed(layout={"nodes": share.hosts, "gpus_per_node": share.gpus}, gang={"spares": 0}), run)
 
     def conf(self, run: Run) -> Run:
         """The run on the hosts of `run`. If some are missing, vLLM loses hosts before training does."""

@@ -17,6 +17,7 @@ its default comes from Slurm.
 # pyright: reportOptionalMemberAccess=false
 
 import argparse
+import contextlib
 import os
 import secrets
 import shutil
@@ -34,6 +35,7 @@ from conf.load import as_yaml, load
 from conf.schema.run import Run
 from contract.faults import Fault, Stopped
 from contract.processes import started
+from contract.signs_of_life import MODULES
 from tasks.gang import own_files, peer_probe
 from tasks.gang.board import Board
 from tasks.gang.copier import Copier
@@ -42,8 +44,9 @@ from tasks.gang.diagnosis.host_evidence import Host
 from tasks.gang.job import JOBS, Training
 from tasks.gang.member_link import Link
 from tasks.gang.messages import End, Member, Standing, Task, Word
-from tasks.gang.ranks import WRITES, Ranks
+from tasks.gang.ranks import WRITES, Ranks, environment_of
 from tasks.gang.results import Results
+from tasks.gang.torchrun import Torchrun
 from tasks.store import open_store
 
 TICK = 0.3
@@ -57,14 +60,24 @@ def main() -> int:
     ending = Ending(options.starter)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: ending.set())
-    board = Board(open_store(options.store, hasty=True), options.gang, options.attempt)
+    store, attempt, code = open_store(options.store, hasty=True), options.attempt, 0
     folder = Path(tempfile.mkdtemp(prefix="gang-"))
+    torchrun = Torchrun(folder)
     try:
-        return _take_part(board, options.node, folder, ending)
+        while attempt:
+            board, work = Board(store, options.gang, attempt), folder / str(attempt)
+            if attempt == options.attempt and not _take_gpus(board, ending):
+                print(f"{board.place}: over")
+                return 1
+            work.mkdir()
+            code, attempt = _take_part(board, options.node, work, ending, torchrun, attempt != options.attempt)
+            shutil.rmtree(work, ignore_errors=True)
+        return code
     except Fault as fault:
         print(fault, flush=True)
         return 1
     finally:
+        torchrun.end()
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -86,14 +99,17 @@ class Ending(threading.Event):
         return ""
 
 
-def _take_part(board: Board, node: int, folder: Path, ending: Ending) -> int:
+def _take_part(
+    board: Board, node: int, folder: Path, ending: Ending, torchrun: Torchrun, stayed: bool
+) -> tuple[int, int]:
+    """Take part in an attempt. Returns the exit code, and the attempt that this host continues with, or 0."""
     host = os.environ.get("GANG_HOST") or socket.gethostname()
     link = Link(board, node, Member(secrets.token_hex(8), host, "waiting"))
     port = peer_probe.serve(lambda: Standing(board.gang, board.attempt, link.word.state))
     first = board.pulse()
     if first is None:
         print(f"{board.place}: no such attempt")
-        return 1
+        return 1, 0
     met = peer_probe.reached(first[0].addresses, first[0].port)
     address = os.environ.get("GANG_ADDRESS") or (met[1] if met else peer_probe.addresses()[0])
     link.say(
@@ -103,16 +119,17 @@ def _take_part(board: Board, node: int, folder: Path, ending: Ending) -> int:
         probe=_probe(first[0]),
         place=os.environ.get("GANG_PLACE") or os.environ.get("SLURM_TOPOLOGY_ADDR", ""),
     )
-    link.met = met is not None
-    if not _take_gpus(board, ending) or not link.join():
+    link.met, link.stayed = met is not None, stayed
+    if not link.join():
         print(f"{board.place}: over, or another process is member {node}")
-        return 1
+        return 1, 0
     print(f"member {node} of {board.place} on {host} ({address})", flush=True)
-    while not (why := ending.why() or link.why_stop()) and link.word.state == "gathering":
-        time.sleep(TICK)
+    while not (why := ending.why() or link.why_stop()) and node not in link.word.order:  # a spare host stays here
+        _prepare_spare(board, link, folder, torchrun)
+        time.sleep(TICK / 3)
     if not why:
         try:
-            why, code = _train(link, board, node, folder, ending)
+            why, code = _train(link, board, node, folder, ending, torchrun)
         except Stopped as stopped:
             why, code = str(stopped), 0
             state, told = ("preempted", True) if ending.is_set() else ("stopped", False)
@@ -126,11 +143,35 @@ def _take_part(board: Board, node: int, folder: Path, ending: Ending) -> int:
         link.say(state="stopped", reason=why, over=True)
         code = 0
     print(f"member {node} of {board.place}: {why}", flush=True)
+    next_attempt = _next_attempt(link, node, ending) if link.message.over and link.message.state != "done" else 0
     link.end(LAST_WORDS)
-    return code
+    return code, next_attempt
 
 
-def _train(link: Link, board: Board, node: int, folder: Path, ending: Ending):
+def _next_attempt(link: Link, node: int, ending: Ending) -> int:
+    """Wait for the controller's decision. Returns the attempt that this host continues with, or 0."""
+    while not (ending.why() or link.why_leave()):
+        word = link.word
+        if word.closed or (word.state == "stop" and not word.stays):
+            return word.next if node in word.again else 0
+        time.sleep(TICK)
+    return 0
+
+
+def _prepare_spare(board: Board, link: Link, folder: Path, torchrun: Torchrun) -> None:
+    """Prepare a spare host for its ranks, once the others train."""
+    if not link.word.order or torchrun.prepared or time.monotonic() - torchrun.asked < REPORTED:
+        return
+    torchrun.asked = time.monotonic()
+    with contextlib.suppress(OSError, ConnectionError):  # the store does not answer
+        modules = board.text(f"logs/{link.word.order[0]}/{MODULES}.00000")
+        task, conf = board.message(Task, "task.json"), folder / "spare.yaml"
+        conf.write_text(board.text("resolved.yaml"))
+        if modules and task:
+            torchrun.prepare(modules.encode(), environment_of(load(conf), task, link.message.address), task.ranks)
+
+
+def _train(link: Link, board: Board, node: int, folder: Path, ending: Ending, torchrun: Torchrun):
     word = link.word
     conf = folder / "resolved.yaml"
     conf.write_text(board.text("resolved.yaml"))
@@ -142,12 +183,15 @@ def _train(link: Link, board: Board, node: int, folder: Path, ending: Ending):
     if word.runs:
         run, copier = _own_files(link, run, task, place, ending)
         conf.write_text(as_yaml(run))
-    host, ranks = Host(), Ranks(name, conf, run, task, word, place, link.message.address, folder / "run")
+    host = Host()
+    ranks = Ranks(name, conf, run, task, word, place, link.message.address, folder / "run", torchrun)
     link.say(state="running")
     reported, grace, why, look = time.monotonic(), 0.0, "", "running"
     while look == "running":
         time.sleep(TICK)
         link.logs = ranks.logs() | (copier.logs() if copier else {})
+        if place == 0 and run.gang.spares:
+            link.logs[MODULES] = ranks.modules
         if why := ending.why() or link.why_stop():
             grace = run.gang.grace if ending.is_set() or link.word.save else 0.0
             break
@@ -155,6 +199,8 @@ def _train(link: Link, board: Board, node: int, folder: Path, ending: Ending):
         if time.monotonic() - reported > REPORTED:
             reported = time.monotonic()
             link.say(ranks=tuple(ranks.signs()), free=ranks.free_disk())
+        if JOBS[task.command].stays and not torchrun.prepared and ranks.modules.exists():
+            torchrun.prepare(ranks.modules.read_bytes(), environment_of(run, task, link.message.address), task.ranks)
     if look == "failed":
         failed = tuple(ranks.post_mortem())
         link.say(state="failed", failed=failed, free=ranks.free_disk(), **host.evidence())

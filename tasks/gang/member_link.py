@@ -25,6 +25,7 @@ class Link(Correspondent[Member]):
         self.word = Word("", "gathering")  # until the board has been read
         self.peers = Peers({})  # filled after the controller's go
         self.fresh = self.witnessed = self.answered
+        self.stayed = False  # this host took part in the last attempt and continues
         self.met = False  # the controller was reached from here
         self.superseded = ""  # why the attempt no longer needs this member, empty if it does
         self.logs: dict[str, Path] = {}
@@ -43,8 +44,10 @@ class Link(Correspondent[Member]):
 
     def why_stop(self) -> str:
         """The reason why this member has to end; empty while it may continue."""
-        if self.word.state == "stop":
-            return f"stop: {self.word.reason}"
+        return f"stop: {self.word.reason}" if self.word.state == "stop" else self.why_leave()
+
+    def why_leave(self) -> str:
+        """The reason why this member has to end even if the controller wants it to stay."""
         if self.lost:
             return "another process is this member"
         if self.superseded:
@@ -56,10 +59,15 @@ class Link(Correspondent[Member]):
             return "cut off: neither the store nor a witness answers"
         return ""
 
+    def _changes(self) -> bool:
+        return self.word.state == "stop" or (self.stayed and self.word.state == "gathering")
+
     def _work(self, over: bool) -> None:
         self._read()
         if self._unsaid or over:
             self._send()
+            if self.met and self.message.state == "failed" and self.word.state == "go":
+                peer_probe.reached(self.word.addresses, self.word.port)  # the controller then reads the board at once
         if self._is_due():
             self._beat += 1
             self.board.write(f"beats/{self.node}", str(self._beat).encode())

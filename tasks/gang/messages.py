@@ -62,7 +62,10 @@ class Word(Message):
     copied: int = 0  # step of the newest complete checkpoint in the store
     reason: str = ""  # stop: why
     save: bool = False  # stop: save a checkpoint first
-    closed: bool = False  # all members have ended
+    stays: bool = False  # stop: members stay until the controller names the next attempt, or closes this one
+    next: int = 0  # closed: the attempt that the members in `again` join
+    again: tuple[int, ...] = ()
+    closed: bool = False  # all members have ended, except those in `again`
 
 
 @dataclass(frozen=True)

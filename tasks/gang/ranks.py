@@ -12,7 +12,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from contract.files import last_lines
 from contract.processes import started, state
 from tasks.gang import peer_probe
 from tasks.gang.messages import End, Sign, Task, Word
+from tasks.gang.torchrun import Torchrun
 from tasks.run.launch import PRIVATE, ROOT
 
 # Seconds without a sign of life, by the state of the process in /proc: a stopped process (T) stays stopped, a disk or
@@ -45,7 +45,18 @@ AFTER = 0.7  # seconds between a rank's death and the reading of all ranks' trac
 class Ranks:
     """Ranks of the member at a `place` in their order, in the attempt `name`. `conf` is the resolved configuration."""
 
-    def __init__(self, name: str, conf: Path, run: Run, task: Task, word: Word, place: int, address: str, folder: Path):
+    def __init__(
+        self,
+        name: str,
+        conf: Path,
+        run: Run,
+        task: Task,
+        word: Word,
+        place: int,
+        address: str,
+        folder: Path,
+        torchrun: Torchrun,
+    ):
         assert word.master, "the controller sets it before go"
         self.run, self.folder = run, folder
         helps = bool(task.helps) and place >= task.nodes
@@ -57,30 +68,14 @@ class Ranks:
         self.failed_at: float | None = None
         self._life().mkdir(parents=True)
         nodes, node = (1, 0) if helps else (task.nodes, place)
-        command = [sys.executable, "-m", "trainer.startup.torchrun", *network.meeting(nodes, node, *word.master)]
+        command = network.meeting(nodes, node, *word.master)
         command += ["--nproc-per-node", str(self.count), "--rdzv-id", name]
         command += ["--log-dir", str(folder / "ranks"), "--redirects", "3"]
         command += ["-m", f"trainer.{module}", str(conf)]
-        environment = network.environment(run, nvidia_smi.kind())  # this host's variables take precedence
-        environment |= {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
-        environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), signs_of_life.FOLDER: str(self._life())}
-        environment |= {"GANG_ATTEMPT": name, "TRAINER_FAULT_FILE": str(folder / "fault")}
-        environment |= {"GANG_ADDRESS": address, "GANG_KEY": word.key}
-        environment |= {} if task.gpus else {"CUDA_VISIBLE_DEVICES": ""}
-        environment |= {"VLLM_HOST_IP": address}  # otherwise vLLM looks for the route to the internet
-        environment.setdefault("OMP_NUM_THREADS", "1")
-        one_host = task.nodes == 1 and not task.helps
-        if interface := "lo" if one_host else peer_probe.interface(address):
-            environment = network.sockets(interface) | environment
+        environment = environment_of(run, task, address) | {signs_of_life.FOLDER: str(self._life())}
+        environment |= {"GANG_ATTEMPT": name, "TRAINER_FAULT_FILE": str(folder / "fault"), "GANG_KEY": word.key}
         self.log = folder / "torchrun.log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid()), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-            )
+        self.process = torchrun.start(command, environment, self.log)
 
     def look(self) -> str:
         """State of the ranks: running, done or failed.
@@ -94,8 +89,14 @@ class Ranks:
         if dead and self.failed_at is None:
             self.failed_at = time.monotonic()
         if self.failed_at is not None:
-            return "failed" if time.monotonic() - self.failed_at > AFTER else "running"
+            sure = -signal.SIGKILL in self._deaths().values()  # no trace of another rank explains it better
+            return "failed" if sure or time.monotonic() - self.failed_at > AFTER else "running"
         return "failed" if any(sign.silent or sign.stalled for sign in self.signs()) else "running"
+
+    @property
+    def modules(self) -> Path:
+        """File of the modules that ranks have imported; it exists after the first step."""
+        return self._life() / signs_of_life.MODULES
 
     def signs(self) -> list[Sign]:
         """Activity of every rank that has begun, and the time since its last sign of life and step."""
@@ -197,11 +198,15 @@ class Ranks:
         return lines
 
 
-# The kernel ends torchrun if its parent is killed, and the ranks end with torchrun.
-_DIE_WITH_PARENT = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-if os.getppid() != int(sys.argv[1]):
-    os._exit(1)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
+def environment_of(run: Run, task: Task, address: str) -> dict[str, str]:
+    """Environment of the ranks on the host at this address, the same in each attempt."""
+    environment = network.environment(run, nvidia_smi.kind())  # this host's variables take precedence
+    environment |= {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
+    environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), "GANG_ADDRESS": address}
+    environment |= {} if task.gpus else {"CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"VLLM_HOST_IP": address}  # otherwise vLLM looks for the route to the internet
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    one_host = task.nodes == 1 and not task.helps
+    if interface := "lo" if one_host else peer_probe.interface(address):
+        environment = network.sockets(interface) | environment
+    return environment

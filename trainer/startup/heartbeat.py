@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import statistics
+import sys
 import threading
 import time
 import traceback
@@ -122,6 +123,8 @@ def callback():
             phase("first step" if first else "training")
 
         def on_train_step_end(self, context) -> None:
+            if signs["phase"] == "first step" and os.environ["LOCAL_RANK"] == "0":
+                _put(signs_of_life.MODULES, [name for name in sys.modules if name != "__main__"])
             step(context.state.train_state.step + 1)
 
         def on_eval_start(self, context) -> None:
@@ -161,6 +164,6 @@ def _account(**facts: Any) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def _put(name: str, content: dict[str, Any]) -> None:
+def _put(name: str, content: dict[str, Any] | list[str]) -> None:
     if folder := os.environ.get(signs_of_life.FOLDER):
         write_atomically(Path(folder) / name, json.dumps(content), durable=False)

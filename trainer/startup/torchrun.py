@@ -62,6 +62,10 @@ def create(parameters: RendezvousParameters) -> Rendezvous:
     return rendezvous
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> None:
     rendezvous_handler_registry.register(BACKEND, create)
-    run.main()
+    run.main(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -34,6 +34,7 @@ Action = Literal["retry", "retry without", "fewer", "stop"]
 FRUITLESS = 10  # preemptions without a checkpoint between them
 SUSPECT = 2  # attempts in which a host was the first to fail
 WAIT, LONGEST_WAIT = 5.0, 120.0  # seconds
+QUICK = ("host", "unknown")  # kinds after which hosts may continue at once
 RETRY_AT_ONCE = ("host", "hang", "preempted", "unknown")
 
 Fits = Callable[[int], Run | None]
@@ -95,6 +96,17 @@ def decide(
         return Decision("retry without", f"continues without {', '.join(out)}", out, nodes, wait)
     line = f"resumes from step {last.checkpoint}" if last.checkpoint else "begins again"
     return Decision("retry", line, (), nodes, wait)
+
+
+def is_quick(attempts: Sequence[Attempt]) -> bool:
+    """Whether the hosts that are left may continue at once: they stay, and are not measured again.
+
+    This holds if the last attempt trained and then lost a rank or a host, for the first time since the last checkpoint.
+    A second failure may come from something that stayed, so everything starts again.
+    """
+    last, started = attempts[-1].failure, attempts[-2].checkpoint if len(attempts) > 1 else 0
+    first = len(_since_progress(attempts)) == 1
+    return first and last.retry and last.kind in QUICK and last.step > started
 
 
 def left_out(attempts: Iterable[Attempt]) -> tuple[str, ...]:

@@ -47,8 +47,8 @@ class Demand:
 
     @classmethod
     def of(cls, run: Run) -> Self:
-        layout = run.layout
-        return cls(run.name, layout.nodes, layout.gpus_per_node, run.gang, run.slurm, run.kubernetes, run.paths.logs)
+        layout, nodes = run.layout, run.layout.nodes + run.gang.spares
+        return cls(run.name, nodes, layout.gpus_per_node, run.gang, run.slurm, run.kubernetes, run.paths.logs)
 
 
 class Handle(Protocol):

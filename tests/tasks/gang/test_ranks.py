@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from conf.load import load
-from tasks.gang import ranks
+from tasks.gang import torchrun
 from tasks.gang.job import job_of
 from tasks.gang.messages import Word
 from tasks.gang.ranks import Ranks
+from tasks.gang.torchrun import Torchrun
 
 KEYS = {"hardware.gpu": "cpu", "layout.nodes": 2, "layout.gpus_per_node": 2, "train.micro_batch": 2}
 KEYS |= {"reinforce.hosts": 2}
@@ -29,7 +30,7 @@ def started(tmp_path, monkeypatch):
         def poll(self) -> None:
             return None
 
-    monkeypatch.setattr(ranks, "subprocess", SimpleNamespace(Popen=Process, DEVNULL=subprocess.DEVNULL))
+    monkeypatch.setattr(torchrun, "subprocess", SimpleNamespace(Popen=Process, DEVNULL=subprocess.DEVNULL))
 
     def started(place: int, *overrides: str) -> tuple[Ranks, dict[str, str], dict[str, str]]:
         given = KEYS | dict(one.split("=") for one in overrides) | {"paths.reinforced": tmp_path}
@@ -38,7 +39,7 @@ def started(tmp_path, monkeypatch):
         assert job
         conf, folder = job.conf(job.run), tmp_path / str(place)
         task, word = job.task(job.run), Word("controller", "go", master=GROUP, key="secret")
-        made = Ranks("gang-1", folder / "conf.yaml", conf, task, word, place, f"10.0.0.{place + 1}", folder)
+        made = Ranks("gang-1", folder / "conf.yaml", conf, task, word, place, f"10.0.0.{place + 1}", folder, Torchrun())
         command, environment = seen[-1]
         return made, of_torchrun(command), environment
 

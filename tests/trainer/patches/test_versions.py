@@ -40,6 +40,7 @@ LIGHT = {
     "null_tokenizer": "install",
     "offloading": "keep_counting",
     "store_address": "install",
+    "forked_ranks": "install",
     "transformers_imports": "import_transformers",
     "vllm_cpu": "ask_in_process",
 }

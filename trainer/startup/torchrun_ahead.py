@@ -1,0 +1,55 @@
+"""torchrun of the next attempt of a gang, started ahead: it imports what ranks import, and waits.
+
+    python -m trainer.startup.torchrun_ahead MODULES     MODULES lists the modules of a rank after its first step
+
+Imports are most of the time that a new attempt needs until its first step. This process has done them. One line of JSON
+on its standard input has the arguments of torchrun, the environment and the log; then it starts ranks as
+trainer/startup/torchrun.py does, except that they are forks. It ends if its standard input closes before.
+
+A process that has used a GPU cannot be forked. If the imports have opened the driver of a GPU, this process ends, and
+the next attempt starts as usual. A module that cannot be imported is left to the ranks.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+from trainer.patches import forked_ranks
+from trainer.startup import device
+
+GPU = "/dev/nvidia-uvm"  # open in processes that have initialised CUDA
+
+
+def main() -> None:
+    device.start()
+    for name in json.loads(Path(sys.argv[1]).read_text()):
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    if _has_opened(GPU):
+        sys.exit(f"torchrun ahead: an import has opened {GPU}; the next attempt starts without this process")
+    gc.freeze()  # collections in the ranks would copy these pages
+    if not (line := sys.stdin.readline()):
+        return
+    start = json.loads(line)
+    os.environ.clear()
+    os.environ.update(start["environment"])
+    with open(start["log"], "a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    from trainer.startup import torchrun
+
+    forked_ranks.install()
+    torchrun.main(start["arguments"])
+
+
+def _has_opened(device_file: str) -> bool:
+    folder = Path("/proc/self/fd")
+    return any(os.path.realpath(path) == device_file for path in folder.iterdir())
+
+
+if __name__ == "__main__":
+    main()
