@@ -31,7 +31,7 @@ TWO = "layout.gpus_per_node=2"
 # Several keys at once, as every run takes seconds.
 CHANGES = {
     "dense experts packed": [
-        f"{TWO} adapter.lean=false",
+        f"{TWO} adapter.lean=false train.verify_every=1 train.repeat_every=2",
         "layout.nodes=2 layout.auto=true optimizer.distributed=false",
         f"{TWO} layout.tp=2 layout.sp=true data.processes=2",
         f"{TWO} layout.pp=2 layout.first_stage_layers=1 train.recompute=full train.recompute_first=2",
@@ -52,7 +52,7 @@ ALL = [(model, change) for models, changes in CHANGES.items() for model in model
 # What the default run tries: several keys at once.
 FAST = [
     ("experts", "train.micro_batch=1 train.recompute=full optimizer.distributed=false adapter.lean=false"),
-    ("packed", f"{TWO} layout.cp=2 log.every=2 checkpoint.save_every=1"),
+    ("packed", f"{TWO} layout.cp=2 log.every=2 checkpoint.save_every=1 train.verify_every=0"),
 ]
 NOT_READ = ("hardware", "reinforce", "evaluate", "gang", "slurm", "kubernetes", "promote", "track", "paths")
 OF_CONVERSION = {"model.compare", "convert.hosts"}
