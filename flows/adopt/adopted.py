@@ -49,6 +49,7 @@ NUMBERS = {
     ),
     *("reinforce.kl", "reinforce.clip_low", "reinforce.clip_high", "adapter.b_lr_ratio", "model.mtp_loss_scale"),
     *("optimizer.offload", "reinforce.lr", "train.epochs", "optimizer.warmup", "data.validation"),
+    *("model.dropout", "train.loss_scale"),
 }
 FLAGS = {
     *("layout.sp", "data.packed", "adapter.rslora", "moe.freeze_router", "moe.grouped_gemm", "optimizer.distributed"),
@@ -117,7 +118,7 @@ def convert(source: Source, stack: Stack, name: str, folder: Any, gpus: int | No
     for key in values:
         theirs = [one for target, keys in origins.items() for one in keys if key in _ours(target)]
         why = adopted.missing.get(key) or ", ".join(dict.fromkeys(theirs)) or "follows from the other keys"
-        if key in usual and key not in adopted.missing:
+        if not theirs and key not in adopted.missing and any(key in _ours(target) for target in usual):
             why = f"default of {stack.title}"
         choices.made[key] = Choice(values[key], why[:300])
     adopted.text = _text(choices, head, stack)

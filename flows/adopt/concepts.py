@@ -385,6 +385,9 @@ def _adapter(settled: Settled) -> None:
     if values.get("adapter.kind") == "none":
         for key in [key for key in values if key.startswith("adapter.") and key != "adapter.kind"]:
             del values[key]
+            settled.unfit |= dict.fromkeys(
+                (key, "targets", "mlp_targets"), "adapter.kind is none: no adapter is trained"
+            )
         if values.pop("model.base", None):
             settled.differences.append(
                 "model.base: only LoRA has a frozen base in 4 or 8 bits; all weights are trained"

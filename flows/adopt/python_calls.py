@@ -7,9 +7,12 @@ Names that the script sets to constants are replaced by their values.
 import ast
 import re
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from flows.adopt.stack import Source
+
+IN_NAME = "GPUs in the function's name"
 
 
 def sources(text: str) -> list[Source] | None:
@@ -27,11 +30,11 @@ def sources(text: str) -> list[Source] | None:
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     found = [_source(tree.body, constants, "the script", imported, skip=functions)]
     for function in functions:
-        found.append(
-            _source(
-                function.body, _constants(function.body, constants | _parameters(function)), function.name, imported
-            )
-        )
+        known = _constants(function.body, constants | _parameters(function))
+        part = _source(function.body, known, function.name, imported)
+        if part.keys and (gpus := re.search(r"_(\d+)gpu_", function.name)):
+            part.keys[IN_NAME] = int(gpus[1])
+        found.append(part)
     found = [source for source in found if source.keys]
     if sum(len(source.keys) for source in found[1:]) and found[0].place == "the script":
         found.append(_joined(found, imported))
@@ -58,6 +61,7 @@ def _joined(parts: list[Source], imported: tuple[str, ...]) -> Source:
     keys: dict[str, Any] = {}
     for part in parts:
         keys = part.keys | keys
+    keys.pop(IN_NAME, None)
     return Source("python", keys, "all functions", imported)
 
 
@@ -118,32 +122,41 @@ def _source(
     skip: list[ast.FunctionDef] | None = None,
 ) -> Source:
     keys: dict[str, Any] = {}
+    notes: list[str] = []
+
+    def put(name: str, value: Any) -> None:
+        if name in keys and keys[name] != value:
+            notes.append(f"{name}: set to {keys[name]} and to {value}; the last one counts")
+        keys[name] = value
+
     for statement in body:
         if skip and statement in skip:
             continue
         for node in ast.walk(statement):
             if isinstance(node, ast.Call):
-                _call(node, constants, keys)
+                for name, value in _call(node, constants):
+                    if keys.setdefault(name, value) != value:
+                        notes.append(f"{name}: {keys[name]} and {value} in two calls; the first one counts")
             elif (
                 isinstance(node, ast.Assign)
                 and isinstance(node.targets[0], ast.Attribute)
                 and not isinstance(node.value, ast.Call)
             ):
-                keys[_name(node.targets[0])] = _value(node.value, constants)
-    return Source("python", keys, place, imported)
+                put(_name(node.targets[0]), _value(node.value, constants))
+    return Source("python", keys, place, imported, notes=notes)
 
 
-def _call(node: ast.Call, constants: dict[str, Any], keys: dict[str, Any]) -> None:
+def _call(node: ast.Call, constants: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     name = _name(node.func)
-    short = ".".join(name.split(".")[-2:]) if name.rpartition(".")[2].startswith("from_") else name.rpartition(".")[2]
+    last = name.rpartition(".")[2]
+    short = ".".join(name.split(".")[-2:]) if last.startswith("from_") else last
     if name in ("run.Config", "run.Partial") and node.args:  # NeMo-Run
         short = _name(node.args[0]).rpartition(".")[2]
-    elif node.args and short:
+    elif short:
         for number, argument in enumerate(node.args):
-            if isinstance(argument, ast.Constant):
-                keys[f"{short}.{number}"] = _value(argument, constants)
-            elif isinstance(argument, ast.Name) and isinstance(constants.get(argument.id), str):
-                keys[f"{short}.{number}"] = constants[argument.id]
+            known = isinstance(argument, ast.Name) and isinstance(constants.get(argument.id), str)
+            if known or isinstance(argument, ast.Constant):
+                yield f"{short}.{number}", _value(argument, constants)
     for keyword in node.keywords:
         if keyword.arg and not isinstance(keyword.value, ast.Call):
-            keys[f"{short}.{keyword.arg}"] = _value(keyword.value, constants)
+            yield f"{short}.{keyword.arg}", _value(keyword.value, constants)

@@ -151,6 +151,7 @@ def _command(words: list[str], number: int) -> Source | None:
     head: list[str] = []
     keys: dict[str, Any] = {}
     notes: list[str] = []
+    words = [part for word in words for part in (word.split() if re.match(r"--[\w-]+ ", word) else [word])]
     place = 0
     while place < len(words):
         word = words[place]

@@ -12,7 +12,7 @@ MANY = 5000  # leaves of a configuration; anchors can multiply them
 DEEPEST = 30  # mappings in mappings
 
 
-class Loader(yaml.SafeLoader):
+class Loader(yaml.CSafeLoader):
     """Safe reader of YAML 1.1, which the other stacks use, with a list of keys that a mapping has twice."""
 
     def __init__(self, text: str) -> None:

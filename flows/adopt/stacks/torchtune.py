@@ -112,7 +112,7 @@ TORCHTUNE = Stack(
         "tokenizer.*": "the tokenizer is the model's",
         "checkpointer.*": "a release is read by its config.json",
         "resume_from_checkpoint": "a stopped training resumes from its last checkpoint",
-        "save_adapter_weights_only": "checkpoint.save_optimizer sets what is saved",
+        "save_adapter_weights_only": "checkpoint.save_optimizer decides on the optimizer",
         "shuffle": "sequences are always shuffled",
         "dataset_val*": "data.validation holds out rows of data.source",
         "batch_size_val": "the batch of a validation is train.global_batch",
