@@ -6,7 +6,7 @@ endif
 PYTHON := .venv/bin/python
 STAMP := .venv/.synced-$(EXTRA)
 
-.PHONY: help setup tiny tiny-rl up down test slow doctor lint families layouts study bench-store bench-flow bench-data bench-convert bench-save bench-packed bench-libraries faults scale gpu gpu-kit schema presets docs licences clean
+.PHONY: help setup tiny tiny-rl up down test slow doctor lint families layouts study bench-store bench-flow bench-data bench-convert bench-save bench-packed bench-libraries faults recovery scale gpu gpu-kit schema presets docs licences clean
 
 help: ## list these targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' Makefile
@@ -92,6 +92,9 @@ bench-libraries: $(STAMP) ## compare libraries with our code; docs/adr/ has the 
 N ?= 5
 faults: $(STAMP) ## kill, stop and cut off hosts of gangs on this machine, N times each; APART=1: a disk for each host
 	$(PYTHON) -m benchmarks.gang_faults $(N) $(SHORTLY) $(if $(APART),--apart)
+
+recovery: $(STAMP) ## measure the time from a killed rank or a lost host to the next step, N times; compare with torchrun
+	$(PYTHON) -m benchmarks.recovery $(N)
 
 scale: $(STAMP) ## measure a gang of 1000 fake hosts, and when a dead one is noticed
 	$(PYTHON) -m benchmarks.gang_scale $(SHORTLY)

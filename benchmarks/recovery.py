@@ -33,6 +33,7 @@ from trainer.rehearsal import tiny_models
 
 ROOT = Path(__file__).parents[1]
 INTERVAL, WITHIN = 10, 240.0
+STEADY = 25.0  # seconds of training before a fault
 CONF = """
 name: gang
 model: {source: made by trainer.tiny}
@@ -184,10 +185,11 @@ def _running(command: list[str], work: Path) -> Iterator[None]:
     finally:
         process.terminate()
         process.wait(WITHIN)
-        print(*(work / "output.log").read_text().splitlines()[-40:], sep="\n", file=sys.stderr)
 
 
 def _until_a_checkpoint(training: Training) -> None:
+    wait_for(lambda: training.step() > 0, WITHIN)
+    time.sleep(STEADY)
     moment = (training.step() // INTERVAL + 1) * INTERVAL + random.randint(2, INTERVAL - 2)
     wait_for(lambda: training.step() >= moment, WITHIN)
 

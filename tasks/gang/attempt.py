@@ -214,10 +214,19 @@ def turn(gang: Gang, run: Run, without: tuple[str, ...]) -> Iterator[Run]:
                 return
 
 
+def _with_spares(gang: Gang, run: Run, without: tuple[str, ...]) -> Run:
+    """The run with as many spare hosts as there are, up to gang.spares."""
+    wanted = gang.run.gang.spares
+    there = gang.engine.available(Demand.of(run), without) if wanted else None
+    if there is None:
+        return run
+    return run.changed(gang={"spares": max(0, min(wanted, there - run.layout.nodes))})
+
+
 def _enough(gang: Gang, run: Run, without: tuple[str, ...]) -> Run:
     """Wait until enough hosts are free. Returns the run, or the same run on fewer hosts."""
     reported, since = "", time.monotonic()
-    while why := gang.engine.capacity(Demand.of(run), without):
+    while why := gang.engine.capacity(Demand.of(run := _with_spares(gang, run, without)), without):
         if why != reported:
             gang.say(f"waits for hosts: {why}")
             reported = why

@@ -84,25 +84,23 @@ def _carry_out(gang: Gang) -> None:
                 members.callback(outcome.kept.release)
             attempts.append(Attempt(outcome.failure, gang.newest()))
             out = next_step.left_out(attempts)
-            kept = outcome.kept.usable(out) if outcome.kept and next_step.is_quick(attempts) else None
+            left = gang.available(out) if outcome.came is None else outcome.came
+            available = None if left is None else left + len(out)
+            next_ = next_step.decide(attempts, wanted, run.gang.retries, available, gang.fits)
+            gang.teller.follows(next_.line)
+            if next_.action == "stop":
+                kind, line = outcome.failure.kind, next_.line
+                if kind == "memory":
+                    line = f"{line}; {gang.job.advice or gang.advice(run)}".removesuffix("; ")
+                raise Fault(line) if kind in ("user", "data", "memory") else Broken(line)
+            gang.say(f"{outcome.failure.line}; {next_.line}")
+            without = next_.without
+            kept = outcome.kept.usable(without) if outcome.kept and next_step.is_quick(attempts) else None
             if kept and len(kept.hosts) >= run.layout.nodes:
+                gang.say(f"{', '.join(kept.hosts.values())} stay and continue at once")
                 members.pop_all()
-                without = out
-                gang.teller.follows(f"continues at once on {', '.join(kept.hosts.values())}")
-                gang.say(f"{outcome.failure.line}; continues at once from step {attempts[-1].checkpoint}")
                 continue
-            kept = None
-        left = gang.available(out) if outcome.came is None else outcome.came
-        available = None if left is None else left + len(out)
-        next_ = next_step.decide(attempts, wanted, run.gang.retries, available, gang.fits)
-        gang.teller.follows(next_.line)
-        if next_.action == "stop":
-            kind, line = outcome.failure.kind, next_.line
-            if kind == "memory":
-                line = f"{line}; {gang.job.advice or gang.advice(run)}".removesuffix("; ")
-            raise Fault(line) if kind in ("user", "data", "memory") else Broken(line)
-        gang.say(f"{outcome.failure.line}; {next_.line}")
-        without = next_.without
+        kept = None
         if available is not None:
             run = gang.fits(next_.nodes) or wanted
         gang.pause(next_.wait)

@@ -27,7 +27,7 @@ from tasks.gang.engines import Demand
 from tasks.gang.history.timeline import History, Teller
 from tasks.gang.job import Job, Training
 from tasks.gang.member_link import Link
-from tasks.gang.messages import End, Member, Task
+from tasks.gang.messages import End, Member, Sign, Task
 from tasks.run.launch import Broken
 from tasks.stages.run_job import job_of
 from tasks.store import Store, open_store
@@ -86,7 +86,7 @@ class Hosts:
         return Handle(threads, ended)
 
     def be(self, host: str, node: int, board: Board, ended: list[int]) -> None:
-        act = self.acts[host].pop(0) if self.acts.get(host) else "train"
+        act = self.next_act(host)
         try:
             if act != "never":
                 self.member(host, node, board, act)
@@ -94,6 +94,9 @@ class Hosts:
         finally:
             self.over.append(f"{host} {board.attempt}")
             self.busy.discard(host)
+
+    def next_act(self, host: str) -> str:
+        return self.acts[host].pop(0) if self.acts.get(host) else "train"
 
     def member(self, host: str, node: int, board: Board, act: str) -> None:
         found = board.pulse()
@@ -106,14 +109,20 @@ class Hosts:
         if not one.join():
             return
         went = False
+        if act == "stay":
+            wait_for(lambda: one.word.state == "go")
+            end = End(node, -9, 1, (), silent=False, state="", stalled=False)
+            one.say(state="failed", failed=(end,), over=True)
+            self.stay(one, host, node)
+            return
         while not (why := one.why_stop()):
             time.sleep(0.01)
-            if one.word.state != "go":
+            if node not in one.word.order:
                 continue
             if not went:
                 went = True
                 self.words[me.by] = one.word
-                one.say(state="running")
+                one.say(state="running", ranks=(Sign(node, 1, 1, "training", 0.0, 0.0, "S", False, False),))
             if act == "told":
                 one.say(state="stopping", reason="told to end", told=True)
                 act = "wait"
@@ -138,10 +147,19 @@ class Hosts:
             if one.word.save:
                 self.saved.append(host)
             one.say(state="preempted" if act == "wait" else "stopped", reason=why, over=True)
+            self.stay(one, host, node)
+            return
         else:
             end = End(node, 1, 0, (f"RuntimeError: of {host}",), silent=False, state="", stalled=False)
             one.say(state="failed", failed=(end,), over=True)
         one.end(5)
+
+    def stay(self, one: Link, host: str, node: int) -> None:
+        """As a member does after its end: it joins the next attempt if the controller says so."""
+        wait_for(lambda: one.word.closed or (one.word.state == "stop" and not one.word.stays) or one.why_leave(), 30)
+        one.end(5)
+        if node in one.word.again:
+            self.member(host, node, Board(one.board.store, one.board.gang, one.word.next), self.next_act(host))
 
 
 @dataclass
@@ -240,6 +258,32 @@ def test_what_shows_progress_may_hang_and_a_dead_host_is_noticed_all_the_same(ga
     hangs.set()
     assert isinstance(one.error, Broken) and "b no longer answers" in str(one.error)
     assert time.monotonic() - began < 30
+
+
+def test_hosts_stay_after_a_killed_rank_and_are_given_back_after_the_second(gang):
+    hosts = Hosts(["a", "b"], {"a": ["stay"], "b": ["train", "stay"]})
+    threading.Timer(8, hosts.trained.set).start()
+    one = gang(hosts)
+    one.ends_well()
+    assert hosts.given == [["a", "b"], ["a", "b"]]
+    assert set(hosts.words) == {"b 1", "a 2", "a 3", "b 3"}
+    assert sum("stay and continue at once" in line for line in one.lines) == 1
+
+
+def test_a_spare_host_replaces_a_lost_one_at_once(gang):
+    hosts = Hosts(["a", "b", "c"], {"b": ["die"]})
+    threading.Timer(15, hosts.trained.set).start()
+    one = gang(hosts, "gang.spares=1", nodes=2)
+    one.ends_well()
+    assert hosts.given == [["a", "b", "c"]]
+    assert hosts.words["c 2"].order == (0, 2)
+
+
+def test_a_gang_starts_without_spare_hosts_if_there_are_none(gang):
+    hosts = Hosts(["a", "b"])
+    hosts.trained.set()
+    gang(hosts, "gang.spares=1").ends_well()
+    assert hosts.given == [["a", "b"]]
 
 
 def test_a_gang_that_is_not_complete_in_time_gives_its_hosts_back(gang):
