@@ -6,7 +6,7 @@ These are every n-th step, and the steps that save a checkpoint: a rank that alw
     pass 2    the step as usual; before the all-reduce the bits are added up too
     pass 3    only if two sums of the same batches differ: as pass 2, to see who repeats its result
 
-The sums are those of trainer/training/replicas.py, of each gradient of a rank. With deterministic kernels they are
+The sums are digests.sum_of_words(), of each gradient of a rank. With deterministic kernels they are
 equal for the same batches on all ranks. A rank that does not repeat its own result is wrong. If a rank differs from
 two equal results of the owner of its batches, it is wrong, unless the owner also differs from a third rank. Of two
 replicas that both repeat their results, both are named, and none is left out. A wrong replica on several hosts is
@@ -42,6 +42,7 @@ from trainer.patches.gradients import repeated_passes
 from trainer.startup.console import say
 from trainer.training import replicas
 from trainer.training.metrics import Metrics
+from trainer.weights import digests
 
 ADVICE = "train.repeat_every: kernels of this run are not deterministic, so no step is repeated"
 LENGTHS = ("seq_length", "decoder_seq_length")
@@ -171,7 +172,7 @@ def _trained(chunks: list[Any]) -> list[tuple[str, Any]]:
 
 
 def _sums(chunks: list[Any]) -> torch.Tensor:
-    return torch.stack([replicas.sum_of([weight.main_grad]) for _, weight in _trained(chunks)])
+    return torch.stack([digests.sum_of_words([weight.main_grad]) for _, weight in _trained(chunks)])
 
 
 def _of_all(sums: torch.Tensor) -> torch.Tensor:

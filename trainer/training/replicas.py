@@ -46,7 +46,6 @@ from trainer.weights import atomic_folder, digests, model_digests
 from trainer.weights.released import enumerate_names
 
 CHECK = "corruption"  # first word of the lines, for tasks/gang/diagnosis/classify.py
-WORD = 8  # bytes
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,9 @@ class Replicas(Callback):
         sums, held = sum_of_each(self.held), self.held
         if gradients:
             of_gradients = [replace(one, name=f"gradient of {one.name}") for one in held if not one.is_frozen]
-            sums = torch.cat([sums, torch.stack([sum_of([one.weight.main_grad]) for one in of_gradients])])
+            sums = torch.cat(
+                [sums, torch.stack([digests.sum_of_words([one.weight.main_grad]) for one in of_gradients])]
+            )
             held = [*held, *of_gradients]
         self._compare(sums, held, step)
 
@@ -172,27 +173,14 @@ def lines(
 
 
 def sum_of_each(held: list[Held]) -> torch.Tensor:
-    return torch.stack([sum_of(_tensors(one.weight)) for one in held])
-
-
-def sum_of(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Sum of the bits of these tensors in words of 8 bytes, modulo 2^64; one changed bit always changes it."""
-    return torch.stack([_sum(tensor.detach()) for tensor in tensors]).sum()
-
-
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    size, place = tensor.element_size(), tensor.storage_offset()
-    flat = tensor.reshape(-1)
-    whole = flat.numel() * size // WORD * WORD // size if place * size % WORD == 0 else 0
-    rest = flat[whole:].view(digests.INTEGERS[size]).sum(dtype=torch.int64)
-    return flat[:whole].view(torch.int64).sum() + rest if whole else rest
+    return torch.stack([digests.sum_of_words(_tensors(one.weight)) for one in held])
 
 
 def _tensors(weight: nn.Parameter) -> list[torch.Tensor]:
     """Tensors that have the bits of a weight; empty for a part of another weight's codes, and for FP8."""
     if isinstance(weight, PackedWeight):
         return [one for one in vars(weight.store).values() if isinstance(one, torch.Tensor)] if weight.leads else []
-    return [weight.data] if type(weight) is nn.Parameter else []
+    return [weight.data] if type(weight) is nn.Parameter and weight.numel() else []
 
 
 def _group(weight: nn.Parameter) -> Any:

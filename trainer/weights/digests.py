@@ -9,7 +9,9 @@ Training writes the digests of its memory (trainer/weights/model_digests.py); an
 reads with them (trainer/weights/torch_dist.py). This detects loss and confusion, not forgery.
 """
 
+import functools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -19,6 +21,7 @@ from contract.files import write_atomically
 
 FILE = "tensors.json"
 AT_ONCE = 2**22  # elements multiplied at a time
+WORD = 8  # bytes
 DIMENSIONS = 8  # more than any tensor has
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # SplitMix64, in signed numbers
@@ -41,6 +44,18 @@ def sums(piece: torch.Tensor, offsets: tuple[int, ...], depth: int = 0) -> torch
             part = part.mul_(factors).sum(-1)  # the last remaining dimension; later ones are already summed
         total += part
     return total
+
+
+def sum_of_words(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Sum of the bits of these tensors in words of 8 bytes, modulo 2^64. One changed bit always changes it."""
+    parts: list[torch.Tensor] = []
+    for tensor in tensors:
+        size, flat = tensor.element_size(), tensor.detach().reshape(-1)
+        aligned = flat.storage_offset() * size % WORD == 0
+        whole = flat.numel() * size // WORD * WORD // size if aligned else 0
+        parts += [flat[:whole].view(torch.int64)] if whole else []
+        parts += [flat[whole:].view(INTEGERS[size])] if whole < flat.numel() else []
+    return functools.reduce(torch.add, (part.sum(dtype=torch.int64) for part in parts))
 
 
 def digest(whole: torch.Tensor) -> str:

@@ -90,3 +90,18 @@ def test_what_is_saved_has_the_digests_of_what_is_in_memory(kind, adapter, layou
     torch_dist.require_all(stored)
     for place in stored.places.values():
         torch_dist.read(stored, place)  # raises what differs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+@pytest.mark.parametrize("size, offset", [(1, 0), (3, 1), (8, 2), (17, 4), (1001, 3)])
+def test_each_flipped_bit_changes_the_sum_of_words(dtype, size, offset):
+    draw = random.Random(size)
+    tensor = (torch.rand(size + offset, generator=torch.Generator().manual_seed(1)) * 99).to(dtype)[offset:]
+    before, changing = tensor.clone(), tensor.view(torch.uint8)
+    whole = int(digests.sum_of_words([tensor, before]))
+    for _ in range(20):
+        place, bit = draw.randrange(len(changing)), 1 << draw.randrange(8)
+        changing[place] ^= bit
+        assert int(digests.sum_of_words([tensor, before])) != whole
+        changing[place] ^= bit
+    assert int(digests.sum_of_words([tensor, before])) == whole
