@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dis
 
 from contract import checkpoints
 from tests.support import drawn_models
+from trainer.serving.adapter_coverage import require_whole
 from trainer.weights import released
 
 RANKS = Path(__file__).parents[1] / "support" / "ranks"
@@ -168,8 +169,10 @@ def test_the_merged_model_is_the_trained_one(name, megatron, transformers):
 
 
 @pytest.mark.parametrize("name", each(ADAPTERS, QUICK))
-def test_the_adapter_makes_the_trained_model_of_the_released_one(name, megatron, transformers):
+def test_the_adapter_makes_the_trained_model_of_the_released_one(name, exported, megatron, transformers):
     assert difference(transformers[name, "adapter"], megatron[name]["logits"]) < BOUND
+    paths = exported.runs[name].paths
+    require_whole(Path(paths.export) / "adapter", Path(paths.model))
 
 
 @pytest.mark.parametrize("name", each([*LORA, *(name for name in CASES if name.startswith("full"))], QUICK))

@@ -25,7 +25,7 @@ from trainer.data import prepared, references
 from trainer.data.tokens import tokenizer
 from trainer.megatron.recipe import checkpoint_folder
 from trainer.reinforcement import journal, rewards
-from trainer.serving import agreement, held_out, prompts, unmerged
+from trainer.serving import adapter_coverage, agreement, held_out, prompts, unmerged
 from trainer.serving.unmerged import CONFIG, WEIGHTS
 from trainer.training import resume
 from trainer.weights import released
@@ -176,7 +176,8 @@ def check_evaluate(run: Run) -> None:
     if not tasks:
         raise Fault("evaluate.tasks: empty; held_out is the data's test split")
     released_model.check(folder)
-    unmerged.find(run)
+    if adapter := unmerged.find(run):
+        adapter_coverage.require_whole(adapter.folder, folder)
     trained, _ = agreement.expected(run)
     if trained and is_apart(run):
         agreement.read_base(run, [row["tokens"] for row in trained["rows"]])

@@ -16,7 +16,8 @@ from contract.faults import Fault
 from trainer.serving.unmerged import CONFIG, EXPERTS, WEIGHTS
 
 LORA = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
-PLACE = re.compile(r"(?:^|\.)(?:layers|h)\.(?P<layer>\d+)\.(?P<kind>.+)")
+# An MTP layer (mtp.layers.0) is not the layer of this number.
+PLACE = re.compile(r"(?:^|\.)(?<!mtp\.)(?:layers|h)\.(?P<layer>\d+)\.(?P<kind>.+)")
 
 
 def require_whole(folder: Path, model: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from conf.load import load
 from contract.faults import Fault
 from contract.served_model import ServedAdapter
+from trainer.checks import inputs
 from trainer.rehearsal.tiny_models import make_model
 from trainer.serving.adapter_coverage import require_whole
 from trainer.serving.adapters import read, require_room
@@ -78,6 +81,14 @@ def test_a_whole_adapter_of_a_model_with_experts_is_accepted(adapter, model):
 def test_a_part_that_is_missing_is_named(adapter, model, fault, said):
     with pytest.raises(Fault, match=said):
         require_whole(adapter(fault), model)
+
+
+def test_an_evaluation_refuses_it_before_vllm_starts(adapter, model, tmp_path_factory):
+    export = tmp_path_factory.mktemp("export")
+    run = load("tiny", [f"paths.model={model}", f"paths.export={export}", "evaluate.adapter=unmerged"])
+    shutil.copytree(adapter(without_an_expert), export / "adapter")
+    with pytest.raises(Fault, match="this has 56 and 56$"):
+        inputs.check_evaluate(run)
 
 
 def test_the_name_in_vllm_follows_the_content(adapter, model):
