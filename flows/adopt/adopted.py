@@ -157,6 +157,9 @@ def _read(adopted: Adopted, key: str, value: Any, given: dict[str, Any], origins
     except NoCounterpartError as error:
         adopted.unread[key] = str(error)
         return
+    except (TypeError, ValueError):
+        adopted.unread[key] = "a value of an unknown kind"
+        return
     adopted.differences += filter(None, [values.pop("note", None)])
     for name, one in values.items():
         if name == "datasets" and name in given:

@@ -7,7 +7,7 @@ from each concept.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 from flows.adopt.stack import NoCounterpartError
@@ -81,7 +81,7 @@ class Settled:
 
 
 def is_on(value: Any) -> bool:
-    return value not in FALSE
+    return bool(value) if isinstance(value, list | dict) else value not in FALSE
 
 
 def number(value: Any) -> float | int:
@@ -102,7 +102,7 @@ def number(value: Any) -> float | int:
 
 def whole(value: Any) -> int:
     value = number(value)
-    if value != int(value):
+    if not isfinite(value) or value != int(value):
         raise NoCounterpartError(f"{value} is not an integer")
     return int(value)
 

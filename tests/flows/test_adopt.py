@@ -293,6 +293,18 @@ def test_what_cannot_be_read_is_refused_in_one_line(content, tmp_path, capsys):
     assert shown.err.count("\n") == 1
 
 
+def test_values_of_the_wrong_kind_are_listed(tmp_path):
+    (tmp_path / "a.yml").write_text(
+        "base_model: [1]\nmicro_batch_size: 1e999\nlora_dropout: {a: b}\nsequence_len: x\nadapter: lora\n"
+        "lora_r: [8]\nlora_alpha: -1\nlearning_rate: fast\nsample_packing: [true]\n"
+    )
+    result, _ = command.adopt(tmp_path / "a.yml")
+    assert {"base_model", "micro_batch_size", "sequence_len", "lora_r", "lora_alpha", "learning_rate"} <= {
+        *result.unread
+    }
+    assert result.unread["lora_alpha"].startswith("adapter.alpha: ")
+
+
 def test_an_existing_file_is_kept(tmp_path, capsys):
     file, out = tmp_path / "a.yml", tmp_path / "out.yaml"
     file.write_text(files("axolotl")["examples/llama-3/lora-8b.yml"])

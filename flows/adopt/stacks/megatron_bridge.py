@@ -206,7 +206,7 @@ DIFFERENCES = (
 def _is_bridge(source: Source) -> int:
     if source.kind == "python":
         imports = any(name.startswith("megatron.bridge") for name in source.words)
-        return 10 + _known(source) if imports and _known(source) > 3 else 0
+        return 10 + _known(source) if imports and _known(source) > 2 else 0
     known = marks(source, "train.train_iters", "train.global_batch_size", "model.tensor_model_parallel_size")
     return 30 if known > 1 else 0
 
@@ -217,7 +217,7 @@ def _known(source: Source) -> int:
 
 def _is_nemo(source: Source) -> int:
     imports = any(name.startswith(("nemo.", "nemo_run")) or name == "nemo_run" for name in source.words)
-    return 10 + _known(source) if imports and _known(source) > 3 else 0
+    return 10 + _known(source) if imports and _known(source) > 2 else 0
 
 
 MEGATRON_BRIDGE = Stack(
