@@ -189,7 +189,7 @@ def _one_run(made: World, fault: Fault, row: Row, times: int, expected: dict[int
 
 
 def _case(made: World, fault: Fault, gang: str, steps: int) -> Case:
-    case, attempt, before = Case(), newest_attempt(_store(), gang), made.training()
+    case, attempt, before = Case(), newest_attempt(_store(), gang), made.attempt()
     case.saved = Copies(_store(), gang).newest() if made.apart else None
     fault.do(made)
     began, wall = time.monotonic(), time.time()

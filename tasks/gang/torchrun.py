@@ -1,4 +1,4 @@
-"""torchrun on this host, and the process that waits to be torchrun of the next attempt.
+"""Torchrun on this host, and the process that waits to be torchrun of the next attempt.
 
 While ranks train, a process imports what they have imported and waits (trainer/startup/torchrun_ahead.py): if this host
 continues after a failure, its new ranks need no imports. It takes about 1 GB of host memory. If it has ended or there

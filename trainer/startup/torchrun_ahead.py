@@ -1,4 +1,4 @@
-"""torchrun of the next attempt of a gang, started ahead: it imports what ranks import, and waits.
+"""Torchrun of the next attempt of a gang, started ahead: it imports what ranks import, and waits.
 
     python -m trainer.startup.torchrun_ahead MODULES     MODULES lists the modules of a rank after its first step
 

@@ -148,8 +148,16 @@ class World:
         ]
 
     def ranks(self, host: int) -> list[psutil.Process]:
-        found = [p for p in self.processes(host) if "trainer.train" in _line(p)]
-        return [p for p in found if "trainer.startup.torchrun" not in _line(p)]
+        """Children of torchrun, which may be its forks."""
+        found = {p.pid: p for p in self.processes(host)}
+        torchruns = {pid for pid, p in found.items() if "trainer.startup.torchrun" in _line(p)}
+        return [p for p in found.values() if _parent(p) in torchruns]
+
+    def attempt(self) -> list[psutil.Process]:
+        """Ranks and their torchrun on every host; members may stay for the next attempt."""
+        ranks = [rank for host in self.workers for rank in self.ranks(host)]
+        torchruns = {parent: psutil.Process(parent) for rank in ranks if (parent := _parent(rank))}
+        return [*ranks, *torchruns.values()]
 
     def training(self) -> list[psutil.Process]:
         """Every process of every gang on every host: what may not outlive it."""
@@ -273,6 +281,12 @@ def _process(pid: int) -> psutil.Process | None:
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else process
+    return None
+
+
+def _parent(process: psutil.Process) -> int | None:
+    with contextlib.suppress(psutil.Error):
+        return process.ppid()
     return None
 
 

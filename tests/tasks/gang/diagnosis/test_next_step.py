@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from conf.load import load
 from conf.planner.fewer_hosts import fewer_hosts
 from tasks.gang.diagnosis.classify import Failure
-from tasks.gang.diagnosis.next_step import FRUITLESS, LONGEST_WAIT, Attempt, decide
+from tasks.gang.diagnosis.next_step import FRUITLESS, LONGEST_WAIT, Attempt, decide, is_quick
 from tasks.gang.engines import spared
 
 HOSTS = ("a", "b", "c", "d")
@@ -33,6 +33,17 @@ def test_a_process_that_died_once_is_started_again_on_the_same_hosts():
     decision = decide([attempt("host", "b", checkpoint=4)], GLM, retries=3)
     assert (decision.action, decision.without, decision.nodes, decision.wait) == ("retry", (), 4, 0)
     assert decision.line == "resumes from step 4"
+
+
+def test_hosts_continue_at_once_only_after_the_first_failure_of_an_attempt_that_trained():
+    killed = attempt("host", "b", step=5, checkpoint=4)
+    assert is_quick([killed])
+    assert is_quick([killed, attempt("unknown", "a", step=11, checkpoint=10)])
+    assert not is_quick([killed, attempt("host", "a", step=6, checkpoint=4)])  # no checkpoint between them
+    assert not is_quick([killed, attempt("host", "a", step=4, checkpoint=10)])  # it made no step
+    for other in ("hang", "network", "storage", "preempted"):
+        assert not is_quick([attempt(other, "b", step=5, checkpoint=4)])
+    assert not is_quick([attempt("host", "b", step=5, retry=False)])
 
 
 def test_retries_are_bounded_and_counted_from_the_last_progress():
