@@ -87,7 +87,7 @@ def test_an_evaluation_refuses_it_before_vllm_starts(adapter, model, tmp_path_fa
     export = tmp_path_factory.mktemp("export")
     run = load("tiny", [f"paths.model={model}", f"paths.export={export}", "evaluate.adapter=unmerged"])
     shutil.copytree(adapter(without_an_expert), export / "adapter")
-    with pytest.raises(Fault, match="this has 56 and 56$"):
+    with pytest.raises(Fault, match=r"this has 56 and 56$"):
         inputs.check_evaluate(run)
 
 
