@@ -4,7 +4,7 @@ Norms are zero-centred: a weight of 0 scales by 1. config.json leaves out sizes 
 """
 
 from conf.families.parts import tensors
-from conf.families.parts.family import ANY, DEFAULT, PLAIN, Family, Rotation
+from conf.families.parts.family import ANY, DEFAULT, PLAIN, Family, Rotation, Serving
 from conf.families.parts.keys import Keys, llama_facts
 from conf.families.parts.sizes import ModelFacts
 from conf.families.parts.tensors import Tensor, Tensors
@@ -46,6 +46,7 @@ FAMILY = Family(
     layer_turns=(*[LOCAL] * 5, GLOBAL),
     facts=facts,
     layer=layer,
+    serving=Serving(packed=True),
     megatron="trainer.megatron.bridges.gemma3",
     constants={"norm.weight": 0.0},
     releases={"google/gemma-3-270m-it": 0.27, "google/gemma-3-1b-it": 1.0},

@@ -94,8 +94,9 @@ def _packed(run: Run, facts: ModelFacts, serving: families.Serving, cpu: bool) -
         if part in packed and share % unit:
             remedy = other if size % unit else "other evaluate.gpus"
             yield f"{key}, and the part of a GPU of {part} is {share} wide, not a multiple of {unit}; {remedy}"
-    if packed_base.is_served(run) and facts.kv_rank and form == "nvfp4" and "attention" in packed:
-        yield f"{key}, and vLLM joins q_a_proj and kv_a_proj, which have two factors; model.pack without attention"
+    if packed_base.is_served(run) and form == "nvfp4" and "attention" in packed and (facts.kv_rank or facts.delta):
+        joined = "q_a_proj and kv_a_proj" if facts.kv_rank else "the sections of in_proj"
+        yield f"{key}, and vLLM joins {joined}, which have several factors; model.pack without attention"
     if "experts" in packed and facts.experts and facts.hidden % MARLIN and form != "fp8":
         yield f"{key}, and for experts the hidden size, {facts.hidden}, must be a multiple of {MARLIN}; {other}"
     if height > 1 and "attention" in packed and not facts.kv_rank and facts.head_dim % height:

@@ -38,6 +38,7 @@ ROWS = [
     ("qwen3-5-moe-mtp", "int4", [], True),
     ("qwen3-next-mtp", "int4", [], True),
     ("mixtral", "int4", [], True),
+    ("gemma3", "int4", [], True),
 ]
 
 
