@@ -1,7 +1,7 @@
 """Read a configuration of another stack, and write the same training for this project.
 
     python -m flows.adopt axolotl.yml                              print our YAML; the report is on stderr
-    python -m flows.adopt train.sh --out mine.yaml        write a file, and print the report
+    python -m flows.adopt train.sh --out mine.yaml                 write a file, and print the report
     python -m flows.adopt script.py --from trl --gpus 8            force the stack; it ran on 8 GPUs of one host
     python -m flows.adopt page.md --pick 2                         the second configuration of a page or script
 

@@ -1,10 +1,13 @@
 """Conversion of a source by the table of its stack: each key of the source is understood, left out, or unread."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from conf.load import KEYS, load
+from conf.schema.run import sections
 from contract.faults import ConfigError
 from contract.installation import home
 from flows.adopt.concepts import CONCEPTS, Settled, is_on, number, settle, whole
@@ -13,53 +16,9 @@ from flows.new import commented_yaml
 from flows.new.choices import Choice, Choices
 
 ORDER = {key: place for place, key in enumerate(["name", *KEYS])}
-WHOLE = {
-    *("train.steps", "train.global_batch", "train.micro_batch", "train.seed", "adapter.rank", "adapter.alpha"),
-    *(
-        "data.seq_length",
-        "prompt_tokens",
-        "optimizer.warmup_steps",
-        "layout.tp",
-        "layout.pp",
-        "layout.vpp",
-        "layout.cp",
-        "layout.ep",
-    ),
-    *("layout.etp", "micro", "accumulation", "gpus", "nodes", "steps", "layout.first_stage_layers", "data.workers"),
-    *("layout.last_stage_layers", "train.recompute_layers", "checkpoint.keep", "train.validate_batches", "data.seed"),
-    *("reinforce.samples", "reinforce.max_tokens", "reinforce.steps", "reinforce.prompts", "data.processes"),
-}
 NUMBERS = {
-    *("optimizer.lr", "optimizer.min_lr", "optimizer.weight_decay", "optimizer.beta1", "optimizer.beta2"),
-    *(
-        "optimizer.eps",
-        "optimizer.clip_grad",
-        "adapter.dropout",
-        "train.dpo_beta",
-        "moe.aux_loss_coeff",
-        "warmup_ratio",
-    ),
-    *(
-        "moe.z_loss_coeff",
-        "epochs",
-        "warmup_steps",
-        "min_lr_ratio",
-        "train.dpo_label_smoothing",
-        "reinforce.temperature",
-    ),
-    *("reinforce.kl", "reinforce.clip_low", "reinforce.clip_high", "adapter.b_lr_ratio", "model.mtp_loss_scale"),
-    *("optimizer.offload", "reinforce.lr", "train.epochs", "optimizer.warmup", "data.validation"),
-    *("model.dropout", "train.loss_scale"),
-}
-FLAGS = {
-    *("layout.sp", "data.packed", "adapter.rslora", "moe.freeze_router", "moe.grouped_gemm", "optimizer.distributed"),
-    *(
-        "model.trust_remote_code",
-        "model.mtp",
-        "checkpoint.save_optimizer",
-        "checkpoint.background",
-        "checkpoint.keep_best",
-    ),
+    **dict.fromkeys(("micro", "accumulation", "gpus", "nodes", "steps", "prompt_tokens"), whole),
+    **dict.fromkeys(("epochs", "warmup_ratio", "warmup_steps", "min_lr_ratio"), number),
 }
 # Keys that a configuration needs: a value if neither the file nor the stack's defaults have one, and what to do then.
 NEEDED = {
@@ -185,15 +144,23 @@ def _variable(adopted: Adopted, key: str, value: str, given: dict[str, Any], ori
         adopted.left_out[f"${key}"] = VARIABLE
 
 
+@cache
+def _kind(target: str) -> Callable[[Any], Any] | None:
+    """Return the conversion to the type of a key here: values of commands are texts."""
+    section, _, name = target.partition(".")
+    kind = str(sections()[section].model_fields[name].annotation) if name and section in sections() else "str"
+    if "Literal" in kind or "str" in kind:
+        return None
+    return next(
+        (convert for name, convert in (("bool", is_on), ("float", number), ("int", whole)) if name in kind), None
+    )
+
+
 def _typed(target: str, value: Any) -> Any:
     if target in ("checkpoint.save_every", "train.validate_every") and value != "epoch":
         return whole(value)
-    if target in WHOLE:
-        return whole(value)
-    if target in NUMBERS:
-        return number(value)
-    if target in FLAGS:
-        return is_on(value)
+    if convert := NUMBERS.get(target) or _kind(target):
+        return convert(value)
     if isinstance(value, str) and "$" in value:
         raise NoCounterpartError(f"{value}: the value is not known; set the key here")
     return value

@@ -11,6 +11,7 @@ from flows.adopt.stacks.documents import GUIDES
 BLOCK = re.compile(r"^([ \t]*)```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
 ITEM = re.compile(r"^\s*[-*] \**([A-Z][\w ./()-]{1,40}?)\**:\**\s+(\S.{0,60})$")
 EQUAL = re.compile(r"(?<![\w-])((?:[a-z]+-[a-z-]+)(?:=[a-z]+-[a-z-]+)*)=(\d+)\b")  # micro-batch-size=32 in a sentence
+SPOKEN = re.compile(r"`(--\w+) (\w+)`")  # an option in a sentence
 OPTION = re.compile(r"^\s*(--[\w-]+) (\S+)")
 VALUE = re.compile(r"\d|^(?:true|false|full|flash|disabled|uniform)|^lr/")
 LONGEST = 60  # characters of a value in a table; longer ones are sentences
@@ -46,6 +47,7 @@ def guides(text: str) -> list[Source]:
 def _values(text: str) -> Iterator[tuple[str, Any]]:
     for _, block in blocks(text):
         yield from _of_block(block)
+    yield from ((match[1], match[2]) for match in SPOKEN.finditer(text))
     for match in EQUAL.finditer(text):
         yield from ((name, match[2]) for name in match[1].split("="))
     for line in BLOCK.sub("", text).splitlines():
@@ -65,7 +67,7 @@ def _of_block(block: str) -> Iterator[tuple[str, Any]]:
     elif source := yaml_keys.source(block, "the guide"):
         yield from source.keys.items()
     else:
+        yield from re.findall(r"^([A-Z_]+)=(\w+) ", block, re.MULTILINE)
         for command in shell_commands.sources(block):
-            yield from command.environment.items()
             head = f"{command.words[0]} --" if command.words else ""
             yield from ((head + key, value) for key, value in command.keys.items())

@@ -231,26 +231,102 @@ def test_values_of_a_file(stack, path, gpus, tmp_path):
     assert shown == VALUES[stack, path, gpus]
 
 
-GUIDES = {
-    "# Megatron: LoRA Fine-tuning GLM-4.7 (358B MoE)\n\n| Tensor (TP) | 2 | x |\n| Expert (EP) | 4 | x |\n": (
-        "glm47-as-documented",
-        {"layout": {"ep": 4}},
+MOE = """
+# Megatron SFT Training for MoE Models
+### 1. DeepSeek-V3 (671B)
+```bash
+NNODES=8 bash run.sh
+```
+- Expert Parallelism: 32
+- Pipeline Parallelism: 16
+- Tensor Parallelism: 1
+### 2. Qwen3-236B
+- Expert Parallelism: 4
+- Pipeline Parallelism: 8
+- Tensor Parallelism: 4
+### 3. Mixtral 8x7B
+- Expert Parallelism: 4
+- Pipeline Parallelism: 2
+- Tensor Parallelism: 2
+## More
+"""
+OUMI = """
+# Megatron-LM Integration for Oumi
+### 1. Prepare Your Configuration
+```yaml
+model: {model_name: meta-llama/Llama-3.1-70B-Instruct}
+training: {max_steps: 1000, per_device_train_batch_size: 1, learning_rate: 5.0e-7}
+megatron: {tensor_model_parallel_size: 8, pipeline_model_parallel_size: 2, enable_sequence_packing: True}
+```
+### 2. Launch
+**405B Model**:
+```yaml
+megatron:
+  tensor_model_parallel_size: 8
+  pipeline_model_parallel_size: 16
+  context_parallel_size: 2
+  virtual_pipeline_model_parallel_size: 32
+  transformer_config: {recompute_granularity: full}
+```
+## References
+"""
+GLM47 = """
+# Megatron: LoRA Fine-tuning GLM-4.7 (358B MoE)
+| Tensor (TP) | 2 | Splits |
+| Pipeline (PP) | 1 | No |
+| Expert (EP) | 8 | Distributes |
+```python
+LoRA(
+    dim=128,  # rank
+    alpha=32,
+    dropout=0.05,
+)
+```
+| Global batch size | 16 |
+| Sequence length | 8192 |
+| Learning rate | 1e-4 (cosine decay) |
+| Training iterations | 650 |
+"""
+SWIFT = """
+# Multi-Node GLM-4.7 Training with ms-swift on Modal
+```
+--tp-size 2   (default)
+```
+Always enabled (`--sequence_parallel true`).
+| Rank | 128 | `--lora-rank` |
+| Epochs | 4 | `--max-epochs` |
+| LR warmup | 5% of steps | (hardcoded) |
+"""
+GPT2 = (
+    "## Megatron-LM\n1. **Baseline**: micro-batch-size=global-batch-size=32\n1. **Data Parallel**: nproc-per-node=2\n"
+)
+# Values of the five guides, the configuration that each extends, and the keys that differ from it.
+GUIDES = [
+    (GLM47, 1, "glm47-as-documented", {}, 10),
+    (
+        SWIFT,
+        1,
+        "glm47-b200",
+        {"layout": {"tp": 2, "sp": True}, "train": {"epochs": 4}, "optimizer": {"warmup": 0.05}},
+        5,
     ),
-    "# Megatron SFT Training for MoE Models\n\n### 1. DeepSeek-V3\n\n- Expert Parallelism: 32\n\n### 2. Qwen3\n": (
-        "deepseek-v3-64-as-documented",
-        {},
-    ),
-}
+    (MOE, 1, "deepseek-v3-64-as-documented", {}, 4),
+    (MOE, 2, "qwen3-235b-as-documented", {}, 3),
+    (MOE, 3, "mixtral-8x7b-as-documented", {}, 3),
+    (GPT2, 1, "gpt2-large-as-documented", {}, 2),
+    (OUMI, 1, "llama31-70b-as-documented", {}, 7),
+    (OUMI, 2, "llama31-405b-as-documented", {}, 5),
+]
 
 
-@pytest.mark.parametrize("text", GUIDES)
-def test_a_guide_extends_the_configuration_that_has_it(text, tmp_path, capsys):
+@pytest.mark.parametrize(("text", "pick", "preset", "differs", "known"), GUIDES, ids=[one[2] for one in GUIDES])
+def test_a_guide_extends_the_configuration_that_has_it(text, pick, preset, differs, known, tmp_path, capsys):
     (tmp_path / "guide.md").write_text(text)
-    assert command.main([str(tmp_path / "guide.md"), "--no-plan"]) == 0
+    assert command.main([str(tmp_path / "guide.md"), "--no-plan", "--pick", str(pick)]) == 0
     shown = capsys.readouterr()
-    preset, differs = GUIDES[text]
     assert yaml.safe_load(shown.out) == {"name": "guide", "extends": preset} | differs
-    assert "ep is not a factor of dp" in shown.err
+    assert f"understood ({known}):" in shown.err
+    assert "the guide" in shown.err and "differences in meaning" in shown.err
 
 
 def test_the_report_has_all_lists_and_the_verdict(tmp_path, capsys):

@@ -35,6 +35,7 @@ SWIFT_KEYS: Mapping[str, Target] = {
     "--ep-size": "layout.ep",
     "--pp-size": "layout.pp",
     "--cp-size": "layout.cp",
+    "--sequence_parallel": "layout.sp",
     "Rank": "adapter.rank",
     "Alpha": "adapter.alpha",
     "Epochs": "train.epochs",
