@@ -4,8 +4,8 @@
 
 Two hosts, which are process groups of this machine, train a tiny GLM-4-MoE with a rank each and a checkpoint every 10
 steps. Each fault comes after a later checkpoint. A gang has noticed a fault when its controller says stop. A lost host
-is silent: its member and its guard are stopped, and its ranks are killed. torchrun has an agent for each host and
-starts the same trainer; it does not report when it notices a fault. NVRx is not measured: its wheels need glibc 2.39.
+is silent: all its processes are stopped. torchrun has an agent for each host and starts the same trainer; it does not
+report when it notices a fault. NVRx is not measured: its wheels need glibc 2.39.
 """
 
 import argparse
@@ -97,8 +97,8 @@ def main() -> int:
         for name in options.only:
             rows.append(Row(name))
             CASES[name](folder, rows[-1], options.times)
-    head = "| fault | noticed: median, longest | next step |\n|---|---|---|"
-    print(f"load {os.getloadavg()[1]:.1f}", head, *rows, sep="\n")
+            print(f"{rows[-1]} load {os.getloadavg()[1]:.0f}", flush=True)
+    print("", "| fault | noticed: median, longest | next step |", "|---|---|---|", *rows, sep="\n")
     return 0
 
 
@@ -126,11 +126,11 @@ def _lost_host(folder: Path, row: Row, times: int) -> None:
 
 
 def _silence(training: Training) -> None:
+    """Stop every process of a host, so that nothing reports the loss and connections stay open."""
     rank = random.choice(training.ranks())
-    for process in rank.parents():
-        if process.cmdline()[2:3] in (["tasks.gang.member"], ["tasks.run.guard"]):
-            process.suspend()
-    rank.kill()
+    guard = next(process for process in rank.parents() if "tasks.run.guard" in process.cmdline())
+    for process in (guard, *guard.children(recursive=True)):
+        process.suspend()
 
 
 def _gang(work: Path, row: Row, times: int, harm: Callable[[Training], None], *overrides: str) -> None:
