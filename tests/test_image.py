@@ -23,8 +23,8 @@ def repository(tmp_path):
     (folder / "tests").mkdir(parents=True)
     subprocess.run(["cp", "-r", ROOT / "deploy", folder], check=True)
     (folder / "tests/test_one.py").touch()
-    who = {"GIT_CONFIG_GLOBAL": os.devnull} | {f"GIT_{who}_{of}": "a@b" for who in ("AUTHOR", "COMMITTER") for of in ("NAME", "EMAIL")}
-    environment = os.environ | who | {"GIT_COMMITTER_DATE": "1700000000 +0000"}
+    who = [f"GIT_{who}_{what}" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")]
+    environment = os.environ | dict.fromkeys(who, "one@example.org") | {"GIT_COMMITTER_DATE": "1700000000 +0000"}
     for line in ("init --quiet", "add --all", "commit --quiet --message one"):
         subprocess.run(["git", *line.split()], cwd=folder, check=True, env=environment)
     (folder / "secret.txt").touch()
@@ -34,7 +34,7 @@ def repository(tmp_path):
 def build(folder: Path, builder: str, *arguments: str) -> subprocess.CompletedProcess:
     tools = folder.parent / "tools"
     tools.mkdir()
-    for name in ("git", "tar", "mktemp", "rm", "head", "dirname", "find", "sh"):
+    for name in ("git", "tar", "mktemp", "rm", "dirname", "find", "sh"):
         (tools / name).symlink_to(f"/usr/bin/{name}")
     if builder:
         (tools / builder).write_text(BUILDER)
@@ -44,7 +44,9 @@ def build(folder: Path, builder: str, *arguments: str) -> subprocess.CompletedPr
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(("builder", "expected"), [("podman", "build --timestamp 1700000000"), ("docker", "buildx build")])
+@pytest.mark.parametrize(
+    ("builder", "expected"), [("podman", "build --timestamp 1700000000"), ("docker", "buildx build")]
+)
 def test_the_builder_gets_the_commit(repository, builder, expected):
     done = build(repository, builder, "here:1", "EXTRA=gpu", "KUBECTL=v1 2")
     assert done.returncode == 0 and "without the changes since" in done.stderr, done.stderr

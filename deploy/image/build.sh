@@ -9,8 +9,7 @@ cd "$(dirname "$0")/../.."
 tag=$1
 shift
 [ -z "$(git status --porcelain)" ] || echo "image: has the files of the last commit, without the changes since" >&2
-builder=$(command -v buildah podman docker | head -n 1)
-[ -n "$builder" ] || { echo "image: no buildah, podman or docker here: apt-get install buildah" >&2; exit 1; }
+builder=$(for name in buildah podman docker; do command -v $name && break; done) || { echo "image: no buildah, podman or docker here: apt-get install buildah" >&2; exit 1; }
 context=$(mktemp -d)
 trap 'rm -rf "$context"' EXIT
 git archive HEAD -- . ':!tests' ':!.ci' ':!.github' | tar -x -C "$context"
