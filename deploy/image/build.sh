@@ -3,7 +3,8 @@
 #
 #     sh deploy/image/build.sh TAG [ARGUMENT=VALUE ...]      arguments of the Containerfile, such as EXTRA=gpu
 #
-# All times in the image are that of the commit. OPTIONS has more options for the builder, such as mirrors.
+# All times in the image are the same, so the layer of the packages stays until uv.lock changes. OPTIONS has more options
+# for the builder, such as mirrors.
 set -eu
 cd "$(dirname "$0")/../.."
 tag=$1
@@ -13,7 +14,7 @@ builder=$(for name in buildah podman docker; do command -v $name && break; done)
 context=$(mktemp -d)
 trap 'rm -rf "$context"' EXIT
 git archive HEAD -- . ':!tests' ':!.ci' ':!.github' | tar -x -C "$context"
-time=$(git log -1 --format=%ct)
+time=315532800 # 1980, the first year of zip files
 for argument; do
     shift
     set -- "$@" --build-arg "$argument"
