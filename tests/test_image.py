@@ -64,4 +64,4 @@ def test_without_a_builder_it_says_what_to_install(repository):
 
 def test_the_folder_is_where_kubernetes_looks():
     lines = (ROOT / "deploy/image/Containerfile").read_text().splitlines()
-    assert f"WORKDIR {Kubernetes.model_fields['folder'].default}" in lines
+    assert f"ARG UV_PROJECT_ENVIRONMENT={Kubernetes.model_fields['folder'].default}/.venv" in lines
