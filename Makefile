@@ -6,7 +6,7 @@ endif
 PYTHON := .venv/bin/python
 STAMP := .venv/.synced-$(EXTRA)
 
-.PHONY: help setup tiny tiny-rl up down test slow doctor lint families layouts study bench-store bench-flow bench-data bench-convert bench-save bench-packed bench-libraries faults recovery scale gpu gpu-kit schema presets docs licences clean
+.PHONY: help setup tiny tiny-rl up down test slow doctor lint families layouts study bench-store bench-flow bench-data bench-convert bench-save bench-packed bench-libraries faults recovery scale gpu gpu-kit schema presets docs licences image clean
 
 help: ## list these targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' Makefile
@@ -116,6 +116,10 @@ presets: $(STAMP) ## write the tables of docs/start/configurations.md from the c
 # uv installs mkdocs-material into an environment of its own, from the group docs of uv.lock.
 docs: ## build docs/ as a site in runs/site; a dead link is an error
 	PATH="$(CURDIR)/.uv/bin:$$PATH" NO_MKDOCS_2_WARNING=1 uv run --frozen --isolated --only-group docs mkdocs build --strict
+
+IMAGE ?= finetune:$(EXTRA)
+image: ## build the container image IMAGE of the last commit, with buildah, podman or docker
+	sh deploy/image/build.sh $(IMAGE) EXTRA=$(EXTRA) $(if $(BASE),BASE=$(BASE)) $(if $(KUBECTL),KUBECTL=$(KUBECTL))
 
 licences: $(STAMP) ## list the licences of the installed packages
 	@$(PYTHON) -m benchmarks.licences
