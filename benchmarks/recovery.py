@@ -167,7 +167,7 @@ def _torchrun(folder: Path, row: Row, times: int) -> None:
     _prepare(work)
     paths = [f"paths.output={work}/files", f"paths.logs={work}/logs", f"paths.parity={work}/files/parity.json"]
     with contextlib.ExitStack() as stack:
-        command = [str(Path(sys.executable).parent / "torchrun"), "--nnodes", "2", "--max-restarts", str(times)]
+        command = [str(Path(sys.executable).parent / "torchrun"), "--nnodes", "2", "--max-restarts", str(10 * times)]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:29417", "--rdzv-id", "recovery"]
         command += ["-m", "trainer.train", str(folder / "conf.yaml"), *paths]
         for node in range(2):
