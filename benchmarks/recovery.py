@@ -125,15 +125,19 @@ def _lost_host(folder: Path, row: Row, times: int) -> None:
         _gang(folder / f"lost{number}", row, 1, _silence, "gang.spares=1")
 
 
-def _silence(training: Training) -> None:
-    """Stop every process of a host, so that nothing reports the loss and connections stay open."""
+def _silence(training: Training) -> list[psutil.Process]:
+    """Stop every process of a host, so that nothing reports the loss and connections stay open. Return them."""
     rank = random.choice(training.ranks())
     guard = next(process for process in rank.parents() if "tasks.run.guard" in process.cmdline())
-    for process in (guard, *guard.children(recursive=True)):
+    stopped = [guard, *guard.children(recursive=True)]
+    for process in stopped:
         process.suspend()
+    return stopped
 
 
-def _gang(work: Path, row: Row, times: int, harm: Callable[[Training], None], *overrides: str) -> None:
+def _gang(
+    work: Path, row: Row, times: int, harm: Callable[[Training], list[psutil.Process] | None], *overrides: str
+) -> None:
     store, training = work / "store", Training(work)
     _prepare(work)
     command = [
@@ -149,10 +153,12 @@ def _gang(work: Path, row: Row, times: int, harm: Callable[[Training], None], *o
         for _ in range(times):
             _until_a_checkpoint(training)
             board = Board(open_store(str(store)), work.name, newest_attempt(open_store(str(store)), work.name))
-            harm(training)
+            stopped = harm(training) or []
             began, wall = time.monotonic(), time.time()
             wait_for(lambda board=board: (board.read("gang.json") or {})["state"] == "stop", WITHIN)
             row.noticed.append(time.monotonic() - began)
+            for process in stopped:  # a lost host has none, and the folder is owned by processes that exist
+                process.kill()
             _resumed(training, row, wall)
 
 
@@ -161,7 +167,7 @@ def _torchrun(folder: Path, row: Row, times: int) -> None:
     _prepare(work)
     paths = [f"paths.output={work}/files", f"paths.logs={work}/logs", f"paths.parity={work}/files/parity.json"]
     with contextlib.ExitStack() as stack:
-        command = [str(Path(sys.executable).parent / "torchrun"), "--nnodes", "2", "--max-restarts", str(times)]
+        command = [str(Path(sys.executable).parent / "torchrun"), "--nnodes", "2", "--max-restarts", str(10 * times)]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:29417", "--rdzv-id", "recovery"]
         command += ["-m", "trainer.train", str(folder / "conf.yaml"), *paths]
         for node in range(2):
