@@ -23,6 +23,8 @@ CONCEPTS = {
     "min_lr_ratio": "optimizer.min_lr",
     "targets": "adapter.targets",
     "kind": "adapter.kind",
+    "dora": "adapter.kind",
+    "bits": "model.base",
     "four_bits": "model.base",
     "eight_bits": "model.base",
     "method": "train.objective",
@@ -171,6 +173,12 @@ def kind(value: Any, settled: Settled) -> dict[str, Any]:
     raise NoCounterpartError("adapter.kind is lora, dora or none")
 
 
+def bits(value: Any, settled: Settled) -> dict[str, Any]:
+    if whole(value) not in (4, 8):
+        raise NoCounterpartError("a base has 4 or 8 bits")
+    return four_bits(True, settled) if whole(value) == 4 else eight_bits(True, settled)
+
+
 def four_bits(value: Any, settled: Settled) -> dict[str, Any]:
     if not is_on(value):
         return {}
@@ -268,6 +276,8 @@ HANDLERS: dict[str, Callable[[Any, Settled], dict[str, Any]]] = {
     "scheduler": scheduler,
     "targets": targets,
     "kind": kind,
+    "dora": lambda value, _: {"adapter.kind": "dora"} if is_on(value) else {},  # after the kind, which it changes
+    "bits": bits,
     "four_bits": four_bits,
     "eight_bits": eight_bits,
     "method": method,

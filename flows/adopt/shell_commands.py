@@ -13,6 +13,8 @@ from flows.adopt.stack import Source
 KEYWORDS = {"then", "do", "else", "time", "exec", "nohup", "sudo", "set", "-x", "{", "("}
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 VARIABLE = re.compile(r"\$\{(\w+)(?:\[@\]|\[\*\])?(?::?([-+=])([^{}]*))?\}|\$(\w+)")
+ARRAY = re.compile(r"\s*(?:export |declare -a )?\w+\+?=\(")
+MARK = re.compile(r"\\.|['\"()]")
 HERE = {"HOME": "~", "PWD": "."}  # variables with known values
 DEEPEST = 8  # variables in values of variables
 LAUNCHERS = re.compile(r"^--?(nproc[-_]per[-_]node|nnodes|num[-_]processes|num[-_]machines|num[-_]gpus)(?:=(.*))?$")
@@ -48,37 +50,52 @@ def sources(text: str) -> list[Source]:
 def _logical_lines(text: str) -> list[tuple[int, str]]:
     """Join continued lines, open quotes and arrays. Comments are removed, also those between continued lines."""
     lines: list[tuple[int, str]] = []
-    pending, start, end = "", 0, ""
+    pending, start, end, marks = list[str](), 0, "", _Marks()
     for number, line in enumerate(text.splitlines(), 1):
         if end:  # inside a here document
             end = "" if line.strip() == end else end
             continue
-        stripped = line.strip()
-        if stripped.startswith("#") and not _is_open(pending):
+        if line.strip().startswith("#") and not marks.are_open:
             continue
         if match := re.search(r"<<-?\s*['\"]?(\w+)", line):
             end = match[1]
         start = start if pending else number
-        pending += ("\n" if _is_open(pending) else "") + _without_comment(line.rstrip())
-        if pending.endswith("\\"):
-            pending = pending[:-1] + " "
-        elif not _is_open(pending):
-            lines.append((start, pending))
-            pending = ""
-    return [*lines, (start, pending)] if pending else lines
+        pending += ["\n"] * marks.are_open + [part := _without_comment(line.rstrip())]
+        marks.read(part)
+        if part.endswith("\\"):
+            pending[-1] = part[:-1] + " "
+        elif not marks.are_open:
+            lines.append((start, "".join(pending)))
+            pending, marks = [], _Marks()
+    return [*lines, (start, "".join(pending))] if pending else lines
+
+
+class _Marks:
+    """Quotes and parentheses of an array that are open at the end of what was read."""
+
+    def __init__(self) -> None:
+        self.quote, self.depth, self.is_array = "", 0, False
+        self._first = True
+
+    @property
+    def are_open(self) -> bool:
+        return bool(self.quote) or (self.is_array and self.depth > 0)
+
+    def read(self, line: str) -> None:
+        self.is_array = self.is_array or (self._first and bool(ARRAY.match(line)))
+        self._first = False
+        for mark in MARK.findall(line):
+            if self.quote:
+                self.quote = "" if mark in (self.quote, f"\\{self.quote}" * (self.quote == "'")) else self.quote
+            elif mark in "'\"":
+                self.quote = mark
+            else:
+                self.depth += (mark == "(") - (mark == ")")
 
 
 def _without_comment(line: str) -> str:
     match = re.match(r"((?:[^'\"#\\]|\\.|'[^']*'|\"(?:[^\"\\]|\\.)*\"|(?<=\S)#)*)\s#", line)
     return match[1] if match else line
-
-
-def _is_open(text: str) -> bool:
-    """Whether a quote or an array is open at the end of the text."""
-    bare = re.sub(r"\\.|'[^']*'|\"(?:[^\"\\]|\\.)*\"", "", text, flags=re.DOTALL)
-    if "'" in bare or '"' in bare:
-        return True
-    return bool(re.match(r"\s*(?:export |declare -a )?\w+\+?=\(", bare)) and bare.count("(") > bare.count(")")
 
 
 def _split(line: str) -> list[str]:
@@ -199,7 +216,7 @@ def _is_option(word: str) -> bool:
 
 
 def _is_script(values: list[str]) -> bool:
-    return any(value.endswith(".py") and "/" not in value[:0] for value in values)
+    return any(value.endswith(".py") for value in values)
 
 
 def _value(values: list[str]) -> Any:
@@ -207,8 +224,10 @@ def _value(values: list[str]) -> Any:
 
 
 def _unquoted(text: str) -> Any:
-    """Return the value of a hydra override: a text without its quotes, or a list."""
+    """Return the value of a hydra override: a text without its quotes, a list, or None."""
     text = text.strip()
+    if text in ("null", "None"):
+        return None
     if text.startswith("[") and text.endswith("]"):
         return [part.strip().strip("'\"") for part in text[1:-1].split(",") if part.strip()]
     return text.strip("'\"")

@@ -1,5 +1,6 @@
 """Types of the import: a source that was read, and a stack with its table of keys."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -8,6 +9,8 @@ from typing import Any
 # Our key such as optimizer.lr, or a concept of flows/adopt/concepts.py such as accumulation; with a function if the
 # value must be converted.
 Target = str | tuple[str, Callable[[Any], Any]]
+
+HELD_OUT = "data.test: rows are held out for the evaluation here; data.test: 0 trains on them too"  # a difference
 
 
 class NoCounterpartError(Exception):
@@ -41,6 +44,24 @@ class Stack:
 
     def reason(self, key: str) -> str | None:
         return next((why for pattern, why in self.left_out.items() if fnmatchcase(key, pattern)), None)
+
+
+def refuse(why: str) -> Callable[[Any], Any]:
+    """Return a conversion that has no counterpart for any value."""
+
+    def convert(_: Any) -> Any:
+        raise NoCounterpartError(why)
+
+    return convert
+
+
+def underscored(key: str) -> str:
+    return key.replace("-", "_")
+
+
+def unnumbered(key: str) -> str:
+    """Return a key such as datasets[].path for datasets[0].path."""
+    return re.sub(r"\[\d+\]", "[]", key)
 
 
 def marks(source: Source, *names: str) -> int:

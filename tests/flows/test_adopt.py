@@ -422,3 +422,39 @@ def test_the_page_of_a_stack_names_all_its_keys(name):
     if name.removesuffix(".md") in STACKS:
         stack = STACKS[name.removesuffix(".md")]
         assert [key for key in [*stack.keys, *stack.left_out] if f"`{key}`" not in text] == []
+
+
+@pytest.mark.parametrize(("first", "line"), [("swift sft --a '", "x --b 1"), ("A=(", "x y"), ("swift sft", "--a b \\")])
+def test_a_large_script_with_an_open_quote_or_array_is_read_in_seconds(first, line):
+    begin = time.process_time()
+    reading.sources("\n".join([first, *[line] * 25_000]), "here")
+    assert time.process_time() - begin < 5
+
+
+DORA = {
+    "axolotl": "base_model: a\nmicro_batch_size: 1\nsequence_len: 8\n{0}: true\nadapter: lora\n",
+    "llama-factory": "model_name_or_path: a\nstage: sft\ncutoff_len: 8\n{0}: true\nfinetuning_type: lora\n",
+    "ms-swift": "swift sft --model a --{0} true --train_type lora --lora_rank 8 --max_length 8 --dataset d",
+    "trl": "trl sft --model_name_or_path a --dataset_name d --{0} true --use_peft --max_length 8",
+}
+
+
+@pytest.mark.parametrize("stack", DORA)
+def test_dora_counts_wherever_it_stands(stack):
+    text = DORA[stack].format("peft_use_dora" if stack == "axolotl" else "use_dora")
+    (source,) = reading.sources(text, "here")
+    result = adopted.convert(source, STACKS[stack], "draft", _folder())
+    assert yaml.safe_load(result.text)["adapter"]["kind"] == "dora"
+
+
+def test_values_of_commands_are_nulls_and_numbers_of_bits():
+    text = "python -m verl.trainer.sft data.train_files=a model.path=b megatron.expert_tensor_parallel_size=null"
+    (source,) = reading.sources(text, "here")
+    left = adopted.convert(source, STACKS["verl"], "draft", _folder()).left_out
+    assert left["megatron.expert_tensor_parallel_size"] == adopted.NO_VALUE
+    for bits, base in (4, "nvfp4"), (8, "fp8"), (3, None):
+        text = f"swift sft --model a --dataset d --max_length 8 --train_type lora --quant_bits {bits}"
+        result = adopted.convert(*reading.sources(text, "here"), STACKS["ms-swift"], "draft", _folder())
+        assert yaml.safe_load(result.text)["model"].get("base") == base and ("quant_bits" in result.unread) == (
+            not base
+        )

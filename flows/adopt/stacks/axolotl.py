@@ -1,9 +1,7 @@
 """Axolotl: a YAML file."""
 
-import re
-
 from flows.adopt.concepts import is_on
-from flows.adopt.stack import NoCounterpartError, Source, Stack, marks
+from flows.adopt.stack import HELD_OUT, Source, Stack, marks, refuse, unnumbered
 from flows.adopt.stacks import transformers as hf
 
 
@@ -13,15 +11,7 @@ def _recognises(source: Source) -> int:
 
 
 def _adapter(value: object) -> dict[str, object]:
-    return {"kind": value} if value in ("lora", "qlora", "dora") else _refuse(f"{value}: adapter.kind is lora or dora")
-
-
-def _refuse(why: str) -> dict[str, object]:
-    raise NoCounterpartError(why)
-
-
-def _spelled(key: str) -> str:
-    return re.sub(r"\[\d+\]", "[]", key)
+    return {"kind": value} if value in ("lora", "qlora", "dora") else refuse("adapter.kind is lora or dora")(value)
 
 
 AXOLOTL = Stack(
@@ -29,7 +19,7 @@ AXOLOTL = Stack(
     title="Axolotl",
     kinds=("yaml",),
     recognises=_recognises,
-    spelled=_spelled,
+    spelled=unnumbered,
     keys={
         **{key: target for key, target in hf.KEYS.items() if key not in ("optim", "lr_scheduler_type")},
         "base_model": "model.source",
@@ -43,7 +33,7 @@ AXOLOTL = Stack(
         "lora_target_linear": ("targets", lambda value: "all-linear" if is_on(value) else None),
         "lora_model_dir": "model.adapter",
         "peft_use_rslora": "adapter.rslora",
-        "peft_use_dora": ("adapter.kind", lambda value: "dora" if is_on(value) else None),
+        "peft_use_dora": "dora",
         "loraplus_lr_ratio": "adapter.b_lr_ratio",
         "load_in_4bit": "four_bits",
         "load_in_8bit": "eight_bits",
@@ -73,7 +63,7 @@ AXOLOTL = Stack(
         "expert_parallel_size": "layout.ep",
         "shuffle_merged_datasets": (
             "data.seed",
-            lambda value: None if is_on(value) else _refuse("sequences are always shuffled"),
+            lambda value: None if is_on(value) else refuse("sequences are always shuffled")(value),
         ),
     },
     left_out={
@@ -116,5 +106,5 @@ AXOLOTL = Stack(
         "save_strategy": "epoch",
         "train.seed": 42,
     },
-    differences=("data.test: rows are held out for the evaluation here; data.test: 0 trains on them too",),
+    differences=(HELD_OUT,),
 )

@@ -1,9 +1,8 @@
 """Options of torchrun, accelerate and deepspeed, which stand before the options of a stack."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from flows.adopt.stack import NoCounterpartError, Target
+from flows.adopt.stack import Target
 
 KEYS: Mapping[str, Target] = {
     "nproc_per_node": "gpus",
@@ -26,16 +25,3 @@ LEFT_OUT: Mapping[str, str] = {
     "include": START,
     "no_python": START,
 }
-
-
-def refuse(why: str) -> Callable[[Any], Any]:
-    """Return a conversion that has no counterpart for any value."""
-
-    def convert(_: Any) -> Any:
-        raise NoCounterpartError(why)
-
-    return convert
-
-
-def underscored(key: str) -> str:
-    return key.replace("-", "_")

@@ -1,12 +1,9 @@
 """Keys of LLaMA-Factory: YAML and JSON files, and llamafactory-cli commands."""
 
-from typing import Any
-
 from flows.adopt.concepts import is_on, words
-from flows.adopt.stack import Source, Stack, marks
+from flows.adopt.stack import HELD_OUT, Source, Stack, marks, refuse, underscored
 from flows.adopt.stacks import launchers
 from flows.adopt.stacks import transformers as hf
-from flows.adopt.stacks.launchers import refuse
 
 NAMES = ("model_name_or_path", "stage", "finetuning_type", "cutoff_len", "dataset", "lora_target", "template")
 
@@ -19,16 +16,12 @@ def _recognises(source: Source) -> int:
     return 3 * known if known > 3 or (known == 3 and "stage" in source.keys) else 0
 
 
-def _pack(value: Any) -> bool:
-    return is_on(value)
-
-
 LLAMA_FACTORY = Stack(
     name="llama-factory",
     title="LLaMA-Factory",
     kinds=("yaml", "command"),
     recognises=_recognises,
-    spelled=launchers.underscored,
+    spelled=underscored,
     keys={
         **hf.KEYS,
         **launchers.KEYS,
@@ -38,17 +31,14 @@ LLAMA_FACTORY = Stack(
         "trust_remote_code": "model.trust_remote_code",
         "stage": "method",
         "finetuning_type": "kind",
-        "use_dora": ("adapter.kind", lambda value: {"kind": "dora"} if is_on(value) else None),
+        "use_dora": "dora",
         "lora_rank": "adapter.rank",
         "lora_alpha": "adapter.alpha",
         "lora_dropout": "adapter.dropout",
         "lora_target": "targets",
         "use_rslora": "adapter.rslora",
         "loraplus_lr_ratio": "adapter.b_lr_ratio",
-        "quantization_bit": (
-            "model.base",
-            lambda value: {"four_bits": True} if str(value) == "4" else {"eight_bits": True},
-        ),
+        "quantization_bit": "bits",
         "dataset": ("data.source, data.mixture", lambda value: {"datasets": words(value)}),
         "cutoff_len": "data.seq_length",
         "max_samples": "data.rows",
@@ -107,6 +97,6 @@ LLAMA_FACTORY = Stack(
     differences=(
         "data.source: a name in dataset_info.json there; a file or a Hub id here",
         "data.template: the tokenizer's chat template here, a named one there. Compare the first prepared rows",
-        "data.test: rows are held out for the evaluation here; data.test: 0 trains on them too",
+        HELD_OUT,
     ),
 )

@@ -9,11 +9,10 @@ from typing import Any
 
 from flows.adopt import python_calls
 from flows.adopt.concepts import is_on
-from flows.adopt.stack import Source, Stack, Target, marks
+from flows.adopt.stack import HELD_OUT, Source, Stack, Target, marks, refuse, underscored
 from flows.adopt.stacks import launchers
 from flows.adopt.stacks import transformers as hf
-from flows.adopt.stacks.launchers import refuse
-from flows.adopt.stacks.megatron_lm import DEGREES
+from flows.adopt.stacks.megatron_lm import DEGREES, TRANSFORMER, UNTIL_THE_END
 
 SECTIONS = {
     "TrainingConfig": "train",
@@ -50,7 +49,7 @@ def _spelled(key: str) -> str:
         if key.startswith(theirs):
             key = ours + key.removeprefix(theirs)
     name, dot, rest = key.partition(".")
-    return f"{SECTIONS[name]}.{rest}" if dot and name in SECTIONS else key if dot else launchers.underscored(key)
+    return f"{SECTIONS[name]}.{rest}" if dot and name in SECTIONS else key if dot else underscored(key)
 
 
 def _precision(value: Any) -> Any:
@@ -60,7 +59,7 @@ def _precision(value: Any) -> Any:
     )
 
 
-MODEL: Mapping[str, Target] = {f"model.{name}": target for name, target in DEGREES.items()}
+MODEL: Mapping[str, Target] = {f"model.{name}": target for name, target in (DEGREES | TRANSFORMER).items()}
 TRAIN: Mapping[str, Target] = {
     "train.train_iters": "steps",
     "train.global_batch_size": "train.global_batch",
@@ -87,8 +86,8 @@ TRAIN: Mapping[str, Target] = {
     "scheduler.lr_warmup_fraction": "warmup_ratio",
     "scheduler.lr_decay_style": "scheduler",
     "scheduler.min_lr": "optimizer.min_lr",
-    "scheduler.lr_decay_iters": ("train.steps", refuse("the learning rate falls until the last step, train.steps")),
-    "optimizer.lr_decay_iters": ("train.steps", refuse("the learning rate falls until the last step, train.steps")),
+    "scheduler.lr_decay_iters": UNTIL_THE_END,
+    "optimizer.lr_decay_iters": UNTIL_THE_END,
     "checkpoint.save_interval": "save_steps",
     "checkpoint.async_save": "checkpoint.background",
     "peft.dim": ("adapter.rank", lambda value: {"kind": "lora", "adapter.rank": value}),
@@ -199,7 +198,7 @@ DEFAULTS: Mapping[str, Any] = {
 DIFFERENCES = (
     "values that a recipe takes from another function are not in the file: compare with the printed configuration",
     "adapter.experts: each expert has its adapter here; share_expert_adapters of Megatron-Bridge is shared",
-    "data.test: rows are held out for the evaluation here; data.test: 0 trains on them too",
+    HELD_OUT,
 )
 
 

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 
 from flows.adopt.concepts import is_on
-from flows.adopt.stack import Source, Stack, Target, marks
+from flows.adopt.stack import Source, Stack, Target, marks, refuse, underscored
 from flows.adopt.stacks import launchers
 from flows.adopt.stacks import transformers as hf
-from flows.adopt.stacks.launchers import refuse
 
 DRAWN = refuse("a size of the model: set model.source to its release, or to {config: ...} for drawn weights")
 DEGREES: Mapping[str, Target] = {
@@ -16,16 +15,22 @@ DEGREES: Mapping[str, Target] = {
     "expert_model_parallel_size": "layout.ep",
     "expert_tensor_parallel_size": "layout.etp",
     "sequence_parallel": "layout.sp",
-    "num_layers_in_first_pipeline_stage": "layout.first_stage_layers",
-    "num_layers_in_last_pipeline_stage": "layout.last_stage_layers",
-    "recompute_granularity": "recompute",
-    "recompute_num_layers": "train.recompute_layers",
-    "recompute_modules": "train.recompute_modules",
+}
+MOE: Mapping[str, Target] = {
     "moe_aux_loss_coeff": "moe.aux_loss_coeff",
     "moe_z_loss_coeff": "moe.z_loss_coeff",
     "moe_grouped_gemm": "moe.grouped_gemm",
     "moe_token_dispatcher_type": "moe.dispatcher",
 }
+TRANSFORMER: Mapping[str, Target] = {
+    **MOE,
+    "num_layers_in_first_pipeline_stage": "layout.first_stage_layers",
+    "num_layers_in_last_pipeline_stage": "layout.last_stage_layers",
+    "recompute_granularity": "recompute",
+    "recompute_num_layers": "train.recompute_layers",
+    "recompute_modules": "train.recompute_modules",
+}
+UNTIL_THE_END = ("train.steps", refuse("the learning rate falls until the last step, train.steps"))
 SIZES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "num_experts"),
     *(
@@ -92,10 +97,11 @@ MEGATRON_LM = Stack(
     title="Megatron-LM",
     kinds=("command",),
     recognises=_recognises,
-    spelled=launchers.underscored,
+    spelled=underscored,
     keys={
         **launchers.KEYS,
         **DEGREES,
+        **TRANSFORMER,
         **dict.fromkeys(SIZES, ("model.source", DRAWN)),
         "hf_model": "model.source",
         "data_path": "data.source",
@@ -110,7 +116,7 @@ MEGATRON_LM = Stack(
         "lr_decay_style": "scheduler",
         "lr_warmup_iters": "warmup_steps",
         "lr_warmup_fraction": "warmup_ratio",
-        "lr_decay_iters": ("train.steps", refuse("the learning rate falls until the last step, train.steps")),
+        "lr_decay_iters": UNTIL_THE_END,
         "weight_decay": "optimizer.weight_decay",
         "adam_beta1": "optimizer.beta1",
         "adam_beta2": "optimizer.beta2",

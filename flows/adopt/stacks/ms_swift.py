@@ -4,8 +4,9 @@ import re
 from typing import Any
 
 from flows.adopt.concepts import is_on
-from flows.adopt.stack import NoCounterpartError, Source, Stack, marks
+from flows.adopt.stack import HELD_OUT, NoCounterpartError, Source, Stack, marks, underscored
 from flows.adopt.stacks import transformers as hf
+from flows.adopt.stacks.megatron_lm import DEGREES, MOE
 
 VERB = re.compile(r"(?:^|/| )(?:swift|megatron) (?:sft|pt|rlhf)\b|swift/cli/(?:_megatron/)?(?:sft|pt|rlhf)\.py")
 NAMES = ("tuner_type", "train_type", "lora_rank", "split_dataset_ratio", "max_length", "model", "dataset")
@@ -45,16 +46,12 @@ def _loss_scale(value: Any) -> str:
     return names[value]
 
 
-def _spelled(key: str) -> str:
-    return key.replace("-", "_")
-
-
 MS_SWIFT = Stack(
     name="ms-swift",
     title="ms-swift",
     kinds=("command", "yaml"),
     recognises=_recognises,
-    spelled=_spelled,
+    spelled=underscored,
     keys={
         **hf.KEYS,
         "model": "model.source",
@@ -69,12 +66,12 @@ MS_SWIFT = Stack(
         "lora_alpha": "adapter.alpha",
         "lora_dropout": "adapter.dropout",
         "use_rslora": "adapter.rslora",
-        "use_dora": ("adapter.kind", lambda value: "dora" if is_on(value) else None),
+        "use_dora": "dora",
         "lorap_lr_ratio": "adapter.b_lr_ratio",
         "target_modules": "targets",
         "adapters": "model.adapter",
         "mcore_adapter": "model.adapter",
-        "quant_bits": ("model.base", lambda value: {"four_bits": True} if str(value) == "4" else {"eight_bits": True}),
+        "quant_bits": "bits",
         "torch_dtype": "precision",
         "max_length": "data.seq_length",
         "truncation_strategy": (
@@ -103,21 +100,13 @@ MS_SWIFT = Stack(
         "optimizer": "optimizer",
         "optimizer_cpu_offload": ("optimizer.offload", lambda value: 1.0 if is_on(value) else None),
         "optimizer_offload_fraction": "optimizer.offload",
-        "tensor_model_parallel_size": "layout.tp",
-        "pipeline_model_parallel_size": "layout.pp",
-        "context_parallel_size": "layout.cp",
-        "expert_model_parallel_size": "layout.ep",
-        "expert_tensor_parallel_size": "layout.etp",
-        "sequence_parallel": "layout.sp",
+        **DEGREES,
+        **MOE,
         "decoder_first_pipeline_num_layers": "layout.first_stage_layers",
         "decoder_last_pipeline_num_layers": "layout.last_stage_layers",
         "recompute_granularity": ("train.recompute", _layers),
         "recompute_num_layers": "train.recompute_layers",
         "recompute_modules": "train.recompute_modules",
-        "moe_aux_loss_coeff": "moe.aux_loss_coeff",
-        "moe_z_loss_coeff": "moe.z_loss_coeff",
-        "moe_grouped_gemm": "moe.grouped_gemm",
-        "moe_token_dispatcher_type": "moe.dispatcher",
         "moe_router_dtype": "moe.router_dtype",
         "no_save_optim": ("checkpoint.save_optimizer", lambda value: not is_on(value)),
         "async_save": "checkpoint.background",
@@ -181,6 +170,6 @@ MS_SWIFT = Stack(
     },
     differences=(
         "layout.etp: 1 in ms-swift and here",
-        "data.test: rows are held out for the evaluation here; data.test: 0 trains on them too",
+        HELD_OUT,
     ),
 )

@@ -1,12 +1,10 @@
 """Keys of Oumi: its YAML files for training."""
 
-import re
 from typing import Any
 
 from flows.adopt.concepts import is_on
-from flows.adopt.stack import Source, Stack, marks
+from flows.adopt.stack import HELD_OUT, Source, Stack, marks, refuse, unnumbered
 from flows.adopt.stacks import transformers as hf
-from flows.adopt.stacks.launchers import refuse
 
 
 def _recognises(source: Source) -> int:
@@ -36,7 +34,7 @@ OUMI = Stack(
     title="Oumi",
     kinds=("yaml",),
     recognises=_recognises,
-    spelled=lambda key: re.sub(r"\[\d+\]", "[]", key),
+    spelled=unnumbered,
     keys={
         **{f"training.{key}": target for key, target in TRAINING.items()},
         "model.model_name": "model.source",
@@ -90,7 +88,7 @@ OUMI = Stack(
     defaults={**hf.DEFAULTS, "scheduler": "linear", "kind": "none", "adapter.init": "kaiming", "data.validation": 0.0},
     differences=(
         "data.loss_on: only answers count here; TRL_SFT counts all tokens unless a collator masks them",
-        "data.test: rows are held out for the evaluation here; data.test: 0 trains on them too",
+        HELD_OUT,
     ),
 )
 

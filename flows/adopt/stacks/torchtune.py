@@ -1,12 +1,10 @@
 """Keys of torchtune: its YAML files for LoRA, full and DPO recipes."""
 
-import re
 from typing import Any
 
 from flows.adopt.concepts import is_on
-from flows.adopt.stack import Source, Stack, marks
+from flows.adopt.stack import HELD_OUT, Source, Stack, marks, refuse, unnumbered
 from flows.adopt.stacks import transformers as hf
-from flows.adopt.stacks.launchers import refuse
 
 # Data sets that torchtune names by a builder, with their Hub ids.
 BUILDERS = {
@@ -62,7 +60,7 @@ TORCHTUNE = Stack(
     title="torchtune",
     kinds=("yaml",),
     recognises=_recognises,
-    spelled=lambda key: re.sub(r"\[\d+\]", "[]", key),
+    spelled=unnumbered,
     keys={
         "model._component_": ("adapter.kind", _model),
         "model.lora_rank": "adapter.rank",
@@ -77,7 +75,7 @@ TORCHTUNE = Stack(
             "adapter.targets",
             lambda value: refuse("the output layer gets no adapter")(0) if is_on(value) else {},
         ),
-        "model.use_dora": ("adapter.kind", lambda value: {"kind": "dora"} if is_on(value) else {}),
+        "model.use_dora": "dora",
         "checkpointer.checkpoint_dir": ("model.source", _folder),
         "tokenizer.max_seq_len": "data.seq_length",
         "dataset._component_": ("data.source", _data),
@@ -144,7 +142,7 @@ TORCHTUNE = Stack(
     differences=(
         "model.source: a folder of torchtune's download; a Hub id works too",
         "data.loss_on: only answers count here, as with train_on_input: false",
-        "data.test: rows are held out for the evaluation here; data.test: 0 trains on them too",
+        HELD_OUT,
     ),
 )
 

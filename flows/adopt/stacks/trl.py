@@ -4,10 +4,9 @@ import re
 from typing import Any
 
 from flows.adopt.concepts import is_on
-from flows.adopt.stack import Source, Stack, marks
+from flows.adopt.stack import HELD_OUT, Source, Stack, marks, refuse
 from flows.adopt.stacks import launchers
 from flows.adopt.stacks import transformers as hf
-from flows.adopt.stacks.launchers import refuse
 
 CONFIGS = re.compile(r"(?:SFTConfig|DPOConfig|TrainingArguments|UnslothTrainingArguments)\.")
 TRAINERS = re.compile(r"(?:SFTTrainer|DPOTrainer|UnslothTrainer)\.")
@@ -94,7 +93,7 @@ KEYS = {
     "lora_dropout": "adapter.dropout",
     "lora_target_modules": "targets",
     "use_rslora": "adapter.rslora",
-    "use_dora": ("adapter.kind", lambda value: {"kind": "dora"} if is_on(value) else None),
+    "use_dora": "dora",
     "load_in_4bit": "four_bits",
     "load_in_8bit": "eight_bits",
     "beta": ("train.dpo_beta", lambda value: {"method": "dpo", "train.dpo_beta": value}),
@@ -129,7 +128,7 @@ DEFAULTS = {
 }
 DIFFERENCES = (
     "data.loss_on: TRL counts all tokens of a conversation unless assistant_only_loss is set; only answers count here",
-    "data.test: rows are held out for the evaluation here; data.test: 0 trains on them too",
+    HELD_OUT,
 )
 TRL = Stack(
     name="trl",

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from flows.adopt.concepts import is_on, words
-from flows.adopt.stack import Source, Stack, Target, marks
+from flows.adopt.stack import HELD_OUT, Source, Stack, Target, marks, refuse, underscored
 from flows.adopt.stacks import launchers
-from flows.adopt.stacks.launchers import refuse
+from flows.adopt.stacks.megatron_lm import DEGREES, TRANSFORMER
 
 SPEED = "it changes speed or memory; the planner chooses"
 LOGS = "names, paths and logs are set by the flow"
@@ -26,36 +26,23 @@ def _frequency(value: Any) -> Any:
     return "epoch" if value == "after_each_epoch" else value
 
 
-def _target(prefix: str) -> Mapping[str, Target]:
-    """Return the keys of Megatron's degrees below a prefix."""
+def _rank(value: Any) -> dict[str, Any] | None:
+    return {"kind": "lora", "adapter.rank": value} if int(value) else None
+
+
+def _engine(prefix: str) -> Mapping[str, Target]:
+    """Return the keys of Megatron below a prefix."""
+    transformer = f"{prefix}.override_transformer_config"
     return {
-        f"{prefix}.tensor_model_parallel_size": "layout.tp",
-        f"{prefix}.pipeline_model_parallel_size": "layout.pp",
-        f"{prefix}.virtual_pipeline_model_parallel_size": (
-            "layout.vpp",
-            lambda value: None if value in ("null", "None") else value,
-        ),
-        f"{prefix}.context_parallel_size": "layout.cp",
-        f"{prefix}.expert_model_parallel_size": "layout.ep",
-        f"{prefix}.expert_tensor_parallel_size": (
-            "layout.etp",
-            lambda value: None if value in ("null", "None") else value,
-        ),
-        f"{prefix}.sequence_parallel": "layout.sp",
+        **{f"{prefix}.{name}": target for name, target in DEGREES.items()},
+        **{f"{transformer}.{name}": target for name, target in TRANSFORMER.items()},
+        f"{prefix}.virtual_pipeline_model_parallel_size": "layout.vpp",
         f"{prefix}.use_distributed_optimizer": "optimizer.distributed",
         f"{prefix}.optimizer_offload": ("optimizer.offload", lambda value: 1.0 if is_on(value) else None),
-        f"{prefix}.override_transformer_config.recompute_granularity": "recompute",
-        f"{prefix}.override_transformer_config.recompute_num_layers": "train.recompute_layers",
-        f"{prefix}.override_transformer_config.recompute_modules": "train.recompute_modules",
-        f"{prefix}.override_transformer_config.num_layers_in_first_pipeline_stage": "layout.first_stage_layers",
-        f"{prefix}.override_transformer_config.num_layers_in_last_pipeline_stage": "layout.last_stage_layers",
-        f"{prefix}.override_transformer_config.account_for_loss_in_pipeline_split": (
+        f"{transformer}.account_for_loss_in_pipeline_split": (
             "layout.last_stage_layers",
             refuse("set layout.last_stage_layers"),
         ),
-        f"{prefix}.override_transformer_config.moe_aux_loss_coeff": "moe.aux_loss_coeff",
-        f"{prefix}.override_transformer_config.moe_z_loss_coeff": "moe.z_loss_coeff",
-        f"{prefix}.override_transformer_config.moe_grouped_gemm": "moe.grouped_gemm",
     }
 
 
@@ -145,8 +132,8 @@ COMMON: Mapping[str, Target] = {
 }
 SFT_KEYS: Mapping[str, Target] = {
     **COMMON,
-    **_target("megatron"),
-    **_target("engine"),
+    **_engine("megatron"),
+    **_engine("engine"),
     "data.train_batch_size": "train.global_batch",
     "data.micro_batch_size_per_gpu": "train.micro_batch",
     "data.micro_batch_size": "train.micro_batch",
@@ -161,7 +148,7 @@ SFT_KEYS: Mapping[str, Target] = {
     "model.partial_pretrain": "model.source",
     "model.path": "model.source",
     "model.trust_remote_code": "model.trust_remote_code",
-    "model.lora_rank": ("adapter.rank", lambda value: {"kind": "lora", "adapter.rank": value} if int(value) else None),
+    "model.lora_rank": ("adapter.rank", _rank),
     "model.lora_alpha": "adapter.alpha",
     "model.target_modules": "targets",
     "model.enable_gradient_checkpointing": "recompute",
@@ -187,20 +174,14 @@ SFT_KEYS: Mapping[str, Target] = {
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 RL_KEYS: Mapping[str, Target] = {
     **COMMON,
-    **_target(f"{A}.megatron"),
+    **_engine(f"{A}.megatron"),
     "data.train_batch_size": "reinforce.prompts",
     "data.max_prompt_length": "prompt_tokens",
     "data.max_response_length": "reinforce.max_tokens",
     "actor_rollout_ref.model.path": "model.source",
     "actor_rollout_ref.model.trust_remote_code": "model.trust_remote_code",
-    "actor_rollout_ref.model.lora_rank": (
-        "adapter.rank",
-        lambda value: {"kind": "lora", "adapter.rank": value} if int(value) else None,
-    ),
-    "actor_rollout_ref.model.lora.rank": (
-        "adapter.rank",
-        lambda value: {"kind": "lora", "adapter.rank": value} if int(value) else None,
-    ),
+    "actor_rollout_ref.model.lora_rank": ("adapter.rank", _rank),
+    "actor_rollout_ref.model.lora.rank": ("adapter.rank", _rank),
     "actor_rollout_ref.model.lora_alpha": "adapter.alpha",
     "actor_rollout_ref.model.lora.alpha": "adapter.alpha",
     "actor_rollout_ref.model.lora.dropout": "adapter.dropout",
@@ -254,7 +235,7 @@ VERL = Stack(
     title="verl",
     kinds=("command", "yaml"),
     recognises=_is_sft,
-    spelled=lambda key: launchers.underscored(key) if "." not in key else key,
+    spelled=lambda key: underscored(key) if "." not in key else key,
     keys=SFT_KEYS,
     left_out=LEFT_OUT,
     defaults={
@@ -267,14 +248,14 @@ VERL = Stack(
         "epochs": 4,
         "tp_default": True,
     },
-    differences=("data.test: rows are held out for the evaluation here; data.test: 0 trains on them too",),
+    differences=(HELD_OUT,),
 )
 VERL_RL = Stack(
     name="verl-rl",
     title="verl's reinforcement learning",
     kinds=("command", "yaml"),
     recognises=_is_rl,
-    spelled=lambda key: launchers.underscored(key) if "." not in key else key,
+    spelled=lambda key: underscored(key) if "." not in key else key,
     keys=RL_KEYS,
     left_out=LEFT_OUT,
     defaults={
