@@ -97,9 +97,19 @@ class Requests:
         self._count("LIST", max(1, -(-len(found) // LISTED)))
         return found
 
+    def create(self, key: str, data: bytes) -> str | None:
+        self._count("PUT")
+        return self.store.create(key, data)
+
+    def replace(self, key: str, data: bytes, tag: str) -> str | None:
+        self._count("PUT")
+        return self.store.replace(key, data, tag)
+
+    def write(self, key: str, data: bytes) -> str:
+        self._count("PUT")
+        return self.store.write(key, data)
+
     def __getattr__(self, name: str) -> Any:
-        if name in ("create", "replace", "write"):
-            self._count("PUT")
         return getattr(self.store, name)
 
     def _count(self, kind: str, number: int = 1) -> None:

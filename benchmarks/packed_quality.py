@@ -10,9 +10,9 @@ Each adapter of the unpacked base is then merged and exported in each format of 
 read again as a model. With --model LoRA trains this model on rows of {"input", "output"}; the last 256 are held out.
 
 The output has for each base: its rounding error (trainer/weights/quantised/report.py); the loss of held-out rows in
-nats per token before and after LoRA, with mean and standard deviation over the seeds; and the distance of this mean
-from bf16's, in standard errors of the difference of pairs with the same seed. Exports have rows of their own. One seed
-has no deviation and no error.
+nats per token before and after LoRA, with mean and standard deviation over the seeds; and the difference from bf16,
+in standard errors over pairs of runs with the same seed. Each format of an export has a row too. With one seed there is
+no deviation and no error.
 
 Not covered: sampled answers; without --model, weights of real widths, which have other outliers.
 """
@@ -144,20 +144,20 @@ def measure(bench: Bench, options: argparse.Namespace) -> Iterator[dict]:
 def table(rows: list[dict]) -> list[str]:
     plain = rows[0]["losses"]
     lines = [
-        "| base | error | before, nats | after LoRA, nats | beside bf16 | standard errors |",
+        "| base | error | before, nats | after LoRA, nats | compared with bf16 | standard errors |",
         "|" + "---|" * 6,
     ]
     for row in rows:
         pairs = [mine - other for mine, other in zip(row["losses"], plain, strict=True)]
         apart, spread = mean(pairs), _deviation(pairs) / len(pairs) ** 0.5
-        beside = f"{100 * apart / mean(plain):+.2f} %" if row is not rows[0] else ""
+        compared = f"{100 * apart / mean(plain):+.2f} %" if row is not rows[0] else ""
         errors = f"{apart / spread:+.1f}" if spread else ""
         error, before = (
             f"{100 * row['error']:.2f} %" if "error" in row else "",
             f"{row['before']:.4f}" if "before" in row else "",
         )
         after = f"{mean(row['losses']):.4f}" + (f" ± {_deviation(row['losses']):.4f}" if len(pairs) > 1 else "")
-        lines.append(f"| {row['base']} | {error} | {before} | {after} | {beside} | {errors} |")
+        lines.append(f"| {row['base']} | {error} | {before} | {after} | {compared} | {errors} |")
     return lines
 
 

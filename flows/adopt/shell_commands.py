@@ -71,7 +71,7 @@ def _logical_lines(text: str) -> list[tuple[int, str]]:
 
 
 class _Marks:
-    """Quotes and parentheses of an array that are open at the end of what was read."""
+    """Open quotes, and open parentheses of an array, after some lines."""
 
     def __init__(self) -> None:
         self.quote, self.depth, self.is_array = "", 0, False

@@ -1,6 +1,6 @@
 """Torchrun on this host, and the process that waits to be torchrun of the next attempt.
 
-While ranks train, a process imports what they have imported and waits (trainer/startup/torchrun_ahead.py): if this host
+While ranks train, this process imports the same modules and waits (trainer/startup/torchrun_ahead.py). If the host
 continues after a failure, its new ranks need no imports. It takes about 1 GB of host memory. If it has ended or there
 is none, torchrun starts as usual.
 """

@@ -122,6 +122,13 @@ def test_other_numbers_than_those_of_training_are_not_merged_onto(trained, confi
     assert done.code == 2 and f"{report.NAME}: No such file" in done.output
 
 
+@slow
+@pytest.mark.parametrize("trained", [("qwen3-5", "int4", ["convert.to=packed"])], indirect=True)
+def test_weights_in_sections_are_refused_in_a_line(trained, ranks, tmp_path):
+    done = ranks("export", trained("export.merge_onto=packed", f"paths.export={tmp_path / 'export'}"))
+    assert done.code == 2 and "in_proj.weight in sections, whose errors cannot be compared; released" in done.output
+
+
 def test_a_merge_onto_packed_weights_is_held_to_a_narrow_bound(configure):
     """And the base's evaluation is the same artifact for both, so it writes down what the other one needs."""
     from conf.rules import serving

@@ -50,10 +50,13 @@ def changed(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
 
 
 def _is_whole(path: Path, recorded: str) -> bool:
+    """Whether the file has this checksum. An error of the file system is a Fault: the file may be whole."""
     try:
         return of(path) == recorded
-    except (OSError, Fault):
+    except (FileNotFoundError, Fault):  # the file is missing or shorter
         return False
+    except OSError as error:
+        raise Fault(f"{path}: {error.strerror}: the checkpoint cannot be verified") from error
 
 
 def read(folder: Path) -> dict[str, str]:

@@ -23,7 +23,7 @@ def test_time_lost_to_failures_grows_with_the_gpus_and_the_steps_between_checkpo
     assert 0 < found.effective < 1 and found.seconds["training"] == 2000 * planned.time.likely
     rare = predicted(run.changed(checkpoint={"save_every": 1000}))
     assert rare.seconds["lost"] > found.seconds["lost"] and rare.seconds["saving"] < found.seconds["saving"]
-    behind = predicted(run.changed(checkpoint={"background": True}))  # training waits for the last of 20
-    assert behind.seconds["saving"] == pytest.approx(found.seconds["saving"] / 20)
+    background = predicted(run.changed(checkpoint={"background": True}))  # training waits for the last of 20
+    assert background.seconds["saving"] == pytest.approx(found.seconds["saving"] / 20)
     assert predicted(run.changed(hardware={"mtbf": 1e6})).seconds["lost"] == pytest.approx(found.seconds["lost"] / 1000)
     assert any(line.startswith(f"time     {found.effective:.1%} effective of ") for line in display.lines(planned))

@@ -1,6 +1,8 @@
 """A bit that changes on one rank is found within train.verify_every steps, and the line names its host."""
 
+import errno
 import json
+import os
 import re
 from statistics import median
 
@@ -36,6 +38,10 @@ def lines(result) -> list[str]:
 
 def losses(result) -> dict[int, float]:
     return {line["step"]: line["lm_loss"] for line in result.metrics if line["kind"] == "train"}
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def last_step(result) -> int:
@@ -87,6 +93,10 @@ def test_a_changed_file_of_a_checkpoint_is_named_and_the_one_before_is_used(trai
             resume.verify(folder)
     monkeypatch.delenv("RANK")
     monkeypatch.delenv("WORLD_SIZE")
+    with monkeypatch.context() as away, pytest.raises(Fault, match="Stale file handle: the checkpoint cannot be"):
+        away.setattr(file_sums, "of", lambda _: _raise(OSError(errno.ESTALE, os.strerror(errno.ESTALE))))
+        resume.verify(folder)
+    assert checkpoints.complete_steps(folder)[-1] == 6  # it may be whole
     said = []
     monkeypatch.setattr(resume, "say", said.append)
     resume.verify(folder)

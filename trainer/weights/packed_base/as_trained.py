@@ -127,6 +127,9 @@ def open_as_trained(run: Run, model: Model, registry: Any, config: Any) -> AsTra
         stored = unwritten.open_base(run, checkpoints.step_folder(base, 0))
         source = packing.Packing(form, stored, packing.release(run, form, config), None, "cpu")
     packed = of_source(run, source, model, registry, config, [row["tensor"] for row in rows])
+    if cut := [name for name, parts in packed.sections.items() if len(parts) > 1]:
+        text = f"the base stores {enumerate_names(sorted(cut), 3)} in sections, whose errors cannot be compared"
+        raise Fault(f"export.merge_onto: packed, but {text}; released")
     packed.recorded.update({row["tensor"]: row["error"] for row in rows})
     return packed
 
@@ -196,7 +199,7 @@ def _require_same(numbers: AsTrained, sums: dict[str, Sums]) -> None:
     expected = numbers.recorded
     changed = [
         f"{name} ({errors[name]:.4%} from the release, and in training {expected[name]:.4%})"
-        for name in errors.keys() & expected.keys()
+        for name in errors
         if abs(errors[name] - expected[name]) > BOUND * expected[name] + LEAST
     ]
     changed += [f"{name} (not in any exported weight)" for name in expected.keys() - errors.keys()]
