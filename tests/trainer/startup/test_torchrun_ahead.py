@@ -1,0 +1,79 @@
+"""A torchrun that was started ahead: its ranks are forks of it, they end with it, and it ends if nobody needs it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from conf import network
+
+ROOT = Path(__file__).parents[3]
+RANK = """
+import os, sys, time
+print("known", "colorsys" in sys.modules, "parent", os.getppid(), "mine", os.environ["MINE"], flush=True)
+print("leader", os.getsid(0) == os.getpid(), "argument", sys.argv[1], flush=True)
+time.sleep(float(sys.argv[1]))
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def ahead(tmp_path):
+    """The process that has imported a module which ranks do not import, and one that does not exist."""
+    (tmp_path / "toy.py").write_text(RANK)
+    (tmp_path / "modules.json").write_text(json.dumps(["colorsys", "no_such_module"]))
+    command = [sys.executable, "-m", "trainer.startup.torchrun_ahead", str(tmp_path / "modules.json")]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "LOCAL_WORLD_SIZE": "2"}
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stderr):
+        pipe.close()
+
+
+def start(process: subprocess.Popen, folder: Path, seconds: str, code: str) -> None:
+    """Start two ranks, as tasks/gang/ranks.py does."""
+    arguments = [*network.meeting(1, 0, "127.0.0.1", 0), "--rdzv-id", "x", "--nproc-per-node", "2"]
+    arguments += ["--log-dir", str(folder / "ranks"), "--redirects", "3", "-m", "toy"]
+    environment = os.environ | network.sockets() | {"PYTHONPATH": f"{ROOT}:{folder}", "MINE": "yes", "GANG_KEY": ""}
+    line = {"arguments": [*arguments, seconds, code], "environment": environment, "log": str(folder / "log")}
+    process.stdin.write(json.dumps(line).encode() + b"\n")
+    process.stdin.close()
+
+
+def said(folder: Path) -> str:
+    return "".join(file.read_text() for file in (folder / "ranks").rglob("stdout.log"))
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_ranks_are_forks_that_have_the_imports(ahead, tmp_path, code):
+    start(ahead, tmp_path, "0", str(code))
+    assert (ahead.wait(60) == 0) == (code == 0), (tmp_path / "log").read_text()
+    text = said(tmp_path)
+    assert text.count(f"known True parent {ahead.pid} mine yes") == 2, text
+    assert text.count("leader True argument 0") == 2, text
+
+
+def test_ranks_end_with_it(ahead, tmp_path):
+    start(ahead, tmp_path, "60", "0")
+    until = time.monotonic() + 60
+    while said(tmp_path).count("leader") < 2:
+        assert time.monotonic() < until and ahead.poll() is None
+        time.sleep(0.1)
+    ranks = psutil.Process(ahead.pid).children(recursive=True)
+    assert len(ranks) >= 2
+    ahead.send_signal(signal.SIGTERM)
+    ahead.wait(60)
+    assert not psutil.wait_procs(ranks, 10)[1]
+
+
+def test_it_ends_if_nobody_needs_it(ahead):
+    ahead.stdin.close()
+    assert ahead.wait(60) == 0
