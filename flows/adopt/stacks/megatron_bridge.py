@@ -59,7 +59,7 @@ def _precision(value: Any) -> Any:
     )
 
 
-MODEL: Mapping[str, Target] = {f"model.{name}": target for name, target in (DEGREES | TRANSFORMER).items()}
+MODEL: Mapping[str, Target] = {f"model.{name}": target for name, target in {**DEGREES, **TRANSFORMER}.items()}
 TRAIN: Mapping[str, Target] = {
     "train.train_iters": "steps",
     "train.global_batch_size": "train.global_batch",
