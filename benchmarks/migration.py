@@ -1,4 +1,4 @@
-"""Write a page for each stack that finetune adopt reads: its keys, its defaults, and the differences in meaning.
+"""Write a page for each stack that finetune adopt reads: example, keys, defaults, differences in meaning.
 
     python -m benchmarks.migration docs/migrate
 
@@ -16,7 +16,9 @@ from flows.adopt.registry import STACKS
 from flows.adopt.stack import Stack
 from flows.adopt.stacks.documents import GUIDES
 
-EXAMPLES = {"yaml": "FILE.yaml", "command": "FILE.sh", "python": "FILE.py"}
+EXAMPLES = Path(__file__).parents[1] / "docs/migrate/examples"
+FENCES = {".yaml": "yaml", ".sh": "sh", ".py": "python"}
+SETTINGS = {"megatron-lm": " model.source=tiny://qwen3"}  # what the report of the example asks for
 INDEX = """\
 # Move from another stack
 
@@ -35,6 +37,8 @@ the stack by the content of the file; `--from NAME` forces one. It runs nothing 
 
 If a stack does not name its GPUs, `--gpus N` sets their number: the global batch depends on it. If a file has several
 configurations, `--pick N` takes the N-th. Variables of a shell script are replaced; conditions and loops are not run.
+
+Each page has an example in the form of its stack. It goes from that file to an evaluated and registered model, on a CPU.
 """
 
 
@@ -75,8 +79,10 @@ def page(stack: Stack) -> str:
         reasons[why].append(pattern)
     usual = [(CONCEPTS.get(target, target), value) for target, value in stack.defaults.items()]
     parts = [
-        f"# From {stack.title}\n\n    finetune adopt {EXAMPLES[stack.kinds[0]]} --out mine.yaml\n",
+        f"# From {stack.title}\n\n    finetune adopt FILE --out mine.yaml\n",
         f"Reads {_formats(stack)}. [The first page](README.md) explains the report. `make schema` writes this page.\n",
+        _example(stack.name),
+        "## Keys\n",
         _table("key here", f"keys of {stack.title}", ((f"`{ours}`", _code(keys)) for ours, keys in theirs.items())),
     ]
     if usual:
@@ -90,6 +96,24 @@ def page(stack: Stack) -> str:
     rows = ((_code(patterns), why) for why, patterns in reasons.items())
     parts += ["## Left out\n", _table("keys", "reason", rows)]
     return "\n".join(parts)
+
+
+def _example(name: str) -> str:
+    (file,) = EXAMPLES.glob(f"{name}.*")
+    settings = SETTINGS.get(name, "")
+    return f"""\
+## Example
+
+[{file.name}](examples/{file.name}) trains a small drawn model, which needs no GPU and no download:
+
+```{FENCES[file.suffix]}
+{file.read_text().rstrip()}
+```
+
+    finetune adopt docs/migrate/examples/{file.name} --gpus 1 --out mine.yaml
+    finetune plan mine.yaml{settings}
+    finetune run mine.yaml{settings}
+"""
 
 
 def _code(names: Iterable[str]) -> str:

@@ -424,6 +424,19 @@ def test_the_page_of_a_stack_names_all_its_keys(name):
         assert [key for key in [*stack.keys, *stack.left_out] if f"`{key}`" not in text] == []
 
 
+@pytest.mark.parametrize("example", sorted(migration.EXAMPLES.iterdir()), ids=lambda path: path.name)
+def test_the_example_of_a_page_lacks_only_what_its_commands_set(example):
+    result, _ = command.adopt(example, gpus=1)
+    assert result.stack.name == example.stem
+    settings = [setting.partition("=")[0] for setting in migration.SETTINGS.get(example.stem, "").split()]
+    assert [key for key in result.missing if key != "checkpoint.save_every"] == settings
+    ours = yaml.safe_load(result.text)
+    assert ours["data"]["source"] == "tiny://tickets" and ours["data"]["seq_length"] == 64
+    assert settings or ours["model"]["source"].startswith("tiny://qwen3")
+    lost = {"torchtune": 2, "verl-rl": 1, "megatron-lm": 5}  # each with its reason in the report
+    assert len(result.unread) == lost.get(example.stem, 0), result.unread
+
+
 @pytest.mark.parametrize(("first", "line"), [("swift sft --a '", "x --b 1"), ("A=(", "x y"), ("swift sft", "--a b \\")])
 def test_a_large_script_with_an_open_quote_or_array_is_read_in_seconds(first, line):
     begin = time.process_time()

@@ -23,10 +23,10 @@ def _datasets(value: Any) -> dict[str, Any]:
     """Read names such as AI-ModelScope/alpaca-gpt4-data-en#500: the number is data.rows."""
     listed = value if isinstance(value, list) else str(value).split()
     names = [re.sub(r"^(?:HF|MS)::", "", str(name)) for name in listed]
-    if len(names) == 1 and (match := re.fullmatch(r"([^#:]+)(?::[\w,/-]+)?#(\d+)", names[0])):
+    if len(names) == 1 and (match := re.fullmatch(r"([^#:]+(?:://[^#:]+)?)(?::[\w,/-]+)?#(\d+)", names[0])):
         return {"datasets": [match[1]], "data.rows": int(match[2])}
     note = "data.mixture: the numbers of rows (#N) are not read; weights and data.rows limit rows here"
-    return {"datasets": [re.split(r"[#:]", name)[0] for name in names], "note": note if "#" in str(names) else None}
+    return {"datasets": [re.split(r"#|:(?!//)", name)[0] for name in names], "note": note if "#" in str(names) else None}
 
 
 def _ratio(value: Any) -> dict[str, Any]:

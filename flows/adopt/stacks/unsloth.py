@@ -17,6 +17,8 @@ def _spelled(key: str) -> str:
     key = key.replace("FastModel.from", "FastLanguageModel.from").replace("FastVisionModel.", "FastLanguageModel.")
     if key == f"{LOAD}0":
         return f"{LOAD}model_name"
+    if key.endswith("Trainer.model"):
+        return "model"
     return key if key.startswith((LOAD, PEFT)) else trl.spelled(key)
 
 
@@ -44,6 +46,8 @@ UNSLOTH = Stack(
     },
     left_out={
         **trl.LEFT_OUT,
+        "model": "the model of FastLanguageModel",
+        "tokenizer": trl.LEFT_OUT["tokenizer_name"],
         f"{LOAD}token": hf.HUB,
         f"{LOAD}fast_inference": hf.SPEED,
         f"{LOAD}gpu_memory_utilization": hf.SPEED,

@@ -1,0 +1,14 @@
+torchrun --nproc_per_node 1 --nnodes 1 pretrain_gpt.py \
+    --num-layers 4 \
+    --hidden-size 128 \
+    --ffn-hidden-size 256 \
+    --num-attention-heads 4 \
+    --seq-length 64 \
+    --max-position-embeddings 64 \
+    --micro-batch-size 8 \
+    --global-batch-size 16 \
+    --train-iters 60 \
+    --lr 5e-3 \
+    --min-lr 5e-4 \
+    --lr-decay-style cosine \
+    --data-path tiny://tickets

@@ -1,0 +1,12 @@
+trl sft \
+    --model_name_or_path tiny://qwen3-moe \
+    --dataset_name tiny://tickets \
+    --use_peft \
+    --lora_r 16 \
+    --lora_alpha 32 \
+    --lora_target_modules all-linear \
+    --max_length 64 \
+    --per_device_train_batch_size 8 \
+    --gradient_accumulation_steps 2 \
+    --max_steps 60 \
+    --learning_rate 5e-3
