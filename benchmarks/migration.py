@@ -100,7 +100,7 @@ def page(stack: Stack) -> str:
 
 def _example(name: str) -> str:
     (file,) = EXAMPLES.glob(f"{name}.*")
-    settings = SETTINGS.get(name, "")
+    settings = " train.precision=fp32" + SETTINGS.get(name, "")  # fp32 is the fastest on a CPU
     return f"""\
 ## Example
 

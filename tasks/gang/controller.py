@@ -199,7 +199,11 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
             if not wrong:  # the silent member is back
                 first = None
                 continue
-            return of_attempt(run, lookout, {k: hosts[k] for k in needed}, gone, handle.words())
+            failure = of_attempt(run, lookout, {k: hosts[k] for k in needed}, gone, handle.words())
+            # Ranks that lost a connection may be the first to report a lost host: the others must renew first.
+            unheard = [k for k in left & {*needed} - gone if lookout.silence(k) > time.monotonic() - first]
+            if failure.kind != "network" or not unheard:
+                return failure
 
 
 def _end(

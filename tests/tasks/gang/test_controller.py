@@ -90,7 +90,8 @@ class Hosts:
         try:
             if act != "never":
                 self.member(host, node, board, act)
-                ended.append(node)
+                if act != "vanish":  # the engine does not notice that one
+                    ended.append(node)
         finally:
             self.over.append(f"{host} {board.attempt}")
             self.busy.discard(host)
@@ -126,7 +127,7 @@ class Hosts:
             if act == "told":
                 one.say(state="stopping", reason="told to end", told=True)
                 act = "wait"
-            if act == "die":
+            if act in ("die", "vanish"):
                 store.dead.set()
                 one.end(0)
                 return
@@ -150,7 +151,8 @@ class Hosts:
             self.stay(one, host, node)
             return
         else:
-            end = End(node, 1, 0, (f"RuntimeError: of {host}",), silent=False, state="", stalled=False)
+            error = "Connection reset by peer" if act == "fail by a connection" else f"of {host}"
+            end = End(node, 1, 0, (f"RuntimeError: {error}",), silent=False, state="", stalled=False)
             one.say(state="failed", failed=(end,), over=True)
         one.end(5)
 
@@ -277,6 +279,19 @@ def test_a_spare_host_replaces_a_lost_one_at_once(gang):
     one.ends_well()
     assert hosts.given == [["a", "b", "c"]]
     assert hosts.words["c 2"].order == (0, 2)
+
+
+def test_a_lost_host_is_the_cause_although_the_others_report_a_lost_connection_first(gang):
+    hosts = Hosts(["a", "b", "c"], {"a": ["fail by a connection"], "b": ["vanish"]})
+    one = gang(hosts, "gang.retries=0")
+    one.train()
+    assert isinstance(one.error, Broken) and "b no longer answers" in str(one.error)
+
+
+def test_a_lost_connection_is_the_cause_if_all_hosts_answer(gang):
+    one = gang(Hosts(["a", "b"], {"a": ["fail by a connection"]}), "gang.retries=0")
+    one.train()
+    assert isinstance(one.error, Broken) and str(one.error).startswith("network: rank 0 on a")
 
 
 def test_a_gang_starts_without_spare_hosts_if_there_are_none(gang):
