@@ -38,7 +38,7 @@ the stack by the content of the file; `--from NAME` forces one. It runs nothing 
 If a stack does not name its GPUs, `--gpus N` sets their number: the global batch depends on it. If a file has several
 configurations, `--pick N` takes the N-th. Variables of a shell script are replaced; conditions and loops are not run.
 
-Each page has an example in the form of its stack. It goes from that file to an evaluated and registered model, on a CPU.
+Each page has an example in the form of its stack. From that file it makes an evaluated and registered model, on a CPU.
 """
 
 

@@ -26,7 +26,8 @@ def _datasets(value: Any) -> dict[str, Any]:
     if len(names) == 1 and (match := re.fullmatch(r"([^#:]+(?:://[^#:]+)?)(?::[\w,/-]+)?#(\d+)", names[0])):
         return {"datasets": [match[1]], "data.rows": int(match[2])}
     note = "data.mixture: the numbers of rows (#N) are not read; weights and data.rows limit rows here"
-    return {"datasets": [re.split(r"#|:(?!//)", name)[0] for name in names], "note": note if "#" in str(names) else None}
+    datasets = [re.split(r"#|:(?!//)", name)[0] for name in names]
+    return {"datasets": datasets, "note": note if "#" in str(names) else None}
 
 
 def _ratio(value: Any) -> dict[str, Any]:
