@@ -189,7 +189,9 @@ class Cluster:
         content = copy.deepcopy(self.get(request))
         version = options.get("preconditions", {}).get("resourceVersion", content["metadata"]["resourceVersion"])
         if version != content["metadata"]["resourceVersion"]:
-            raise Refused(409, "Conflict", f"{request.about}: the resourceVersion of the precondition is not the newest")
+            raise Refused(
+                409, "Conflict", f"{request.about}: the resourceVersion of the precondition is not the newest"
+            )
         metadata = content["metadata"]
         grace = options.get("gracePeriodSeconds", content.get("spec", {}).get("terminationGracePeriodSeconds", 30))
         foreground = options.get("propagationPolicy") == "Foreground"
@@ -209,8 +211,15 @@ class Cluster:
         for budget in self.everywhere("policy/v1", "poddisruptionbudgets", request.namespace):
             wanted = budget["spec"].get("selector", {}).get("matchLabels", {})
             if wanted.items() <= labels.items() and budget["spec"].get("maxUnavailable") == 0:
-                raise Refused(429, "TooManyRequests", "Cannot evict pod as it would violate the pod's disruption budget.")
-        condition = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI", "message": "drain"}
+                raise Refused(
+                    429, "TooManyRequests", "Cannot evict pod as it would violate the pod's disruption budget."
+                )
+        condition = {
+            "type": "DisruptionTarget",
+            "status": "True",
+            "reason": "EvictionByEvictionAPI",
+            "message": "drain",
+        }
         status = request.__class__(**(request.__dict__ | {"sub": "status"}))
         self.replace(status, merged(copy.deepcopy(pod), {"status": {"conditions": [condition]}}))
         return self.delete(request, {})

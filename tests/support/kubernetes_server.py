@@ -78,7 +78,10 @@ def _real(folder: Path) -> Iterator[Server]:
             stack.callback(process.kill)
         api = Server(f"https://127.0.0.1:{port}", folder)
         _wait_for(lambda: kubectl(api, "get", "--raw", "/readyz").stdout == "ok", folder)
-        kinds = [crd("jobset.x-k8s.io", "v1alpha2", "JobSet"), *(crd("kueue.x-k8s.io", "v1beta1", kind) for kind in ("LocalQueue", "Workload"))]
+        kinds = [
+            crd("jobset.x-k8s.io", "v1alpha2", "JobSet"),
+            *(crd("kueue.x-k8s.io", "v1beta1", kind) for kind in ("LocalQueue", "Workload")),
+        ]
         for content in [*kinds, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}]:
             created = kubectl(api, "create", "--validate=false", "-f", "-", text=yaml.safe_dump(content))
             assert created.returncode == 0, created.stderr
