@@ -198,6 +198,7 @@ def gang() -> argparse.ArgumentParser:
 def deploy() -> argparse.ArgumentParser:
     made = parser("flows.deploy")
     made.add_argument("names", nargs="*", metavar="NAME", help="a deployment (default: all)")
+    made.add_argument("--image", metavar="REGISTRY/NAME", help="build and push an image for each Kubernetes work pool")
     return made
 
 

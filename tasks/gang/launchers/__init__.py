@@ -35,15 +35,19 @@ def text(run: Run, launcher: str, conf: str, changes: Sequence[str], content: st
         undefined=StrictUndefined,
     )
     environment.filters["json"] = json.dumps
-    script = environment.get_template("hosts.sh.j2").render(
-        port=PORT,
-        pool=run.gang.pool,
-        conf=conf,
-        content=content,
-        changes=shlex.join([*changes, "gang.engine=prefect"]),
-        rank={"skypilot": "$SKYPILOT_NODE_RANK", "dstack": "$DSTACK_NODE_RANK"}[launcher],
-        head={"skypilot": '$(echo "$SKYPILOT_NODE_IPS" | head -n 1)', "dstack": "$DSTACK_MASTER_NODE_IP"}[launcher],
-    ).rstrip()
+    script = (
+        environment.get_template("hosts.sh.j2")
+        .render(
+            port=PORT,
+            pool=run.gang.pool,
+            conf=conf,
+            content=content,
+            changes=shlex.join([*changes, "gang.engine=prefect"]),
+            rank={"skypilot": "$SKYPILOT_NODE_RANK", "dstack": "$DSTACK_NODE_RANK"}[launcher],
+            head={"skypilot": '$(echo "$SKYPILOT_NODE_IPS" | head -n 1)', "dstack": "$DSTACK_MASTER_NODE_IP"}[launcher],
+        )
+        .rstrip()
+    )
     return environment.get_template(f"{launcher}.yaml.j2").render(
         name=run.name[:40].strip("-"),
         nodes=run.layout.nodes + run.gang.spares,
