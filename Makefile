@@ -6,7 +6,7 @@ endif
 PYTHON := .venv/bin/python
 STAMP := .venv/.synced-$(EXTRA)
 
-.PHONY: help setup tiny tiny-rl up down test slow doctor lint families layouts study bench-store bench-flow bench-data bench-convert bench-save bench-packed bench-libraries faults recovery scale gpu gpu-kit schema presets docs image licences clean
+.PHONY: help setup tiny tiny-rl up down test slow doctor lint families layouts study bench-store bench-flow bench-data bench-convert bench-save bench-packed bench-libraries faults recovery scale gpu gpu-kit schema presets docs image push licences kubernetes clean
 
 help: ## list these targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' Makefile
@@ -86,6 +86,11 @@ bench-save: $(STAMP) ## compare host memory of a save with the plan
 bench-packed: $(STAMP) ## measure LoRA on each packed base
 	$(PYTHON) -m benchmarks.packed_quality $(SHORTLY)
 
+API_SERVER ?=
+kubernetes: $(STAMP) ## check the Helm chart and run a gang against an API server; API_SERVER=real: Debian's, compiled in 15 minutes
+	sh tests/support/kubernetes_programs.sh runs/kubernetes $(API_SERVER)
+	API_SERVER=$(API_SERVER) $(PYTHON) -m pytest -m "" tests/test_chart.py tests/tasks/gang/engines/test_kubernetes_gang.py
+
 bench-libraries: $(STAMP) ## compare libraries with our code; docs/adr/ has the decisions
 	$(PYTHON) -m benchmarks.libraries
 
@@ -120,6 +125,9 @@ docs: ## build docs/ as a site in runs/site; a dead link is an error
 IMAGE ?= finetune:$(EXTRA)
 image: ## build the container image IMAGE of the last commit, with buildah, podman or docker
 	sh deploy/image/build.sh $(IMAGE) EXTRA=$(EXTRA) $(if $(BASE),BASE=$(BASE)) $(if $(KUBECTL),KUBECTL=$(KUBECTL))
+
+push: ## push IMAGE to its registry, with the program that built it
+	@$$(for name in buildah podman docker; do command -v $$name && break; done) push $(IMAGE)
 
 licences: $(STAMP) ## list the licences of the installed packages
 	@$(PYTHON) -m benchmarks.licences

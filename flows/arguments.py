@@ -185,10 +185,10 @@ def _days(text: str) -> float:
 
 
 def gang() -> argparse.ArgumentParser:
-    from conf.schema.named import submitting
+    from conf.schema.named import LAUNCHERS, submitting
 
     made = of_a_run("flows.gang", example="slurm.partition=h100")
-    made.add_argument("--engine", choices=submitting(), help="use this instead of gang.engine")
+    made.add_argument("--engine", choices=[*submitting(), *LAUNCHERS], help="use this instead of gang.engine")
     made.add_argument(
         "--stage", choices=("train", "reinforce"), default="train", help="the stage that uses the hosts (train)"
     )
@@ -198,6 +198,7 @@ def gang() -> argparse.ArgumentParser:
 def deploy() -> argparse.ArgumentParser:
     made = parser("flows.deploy")
     made.add_argument("names", nargs="*", metavar="NAME", help="a deployment (default: all)")
+    made.add_argument("--image", metavar="REGISTRY/NAME", help="build and push an image for each Kubernetes work pool")
     return made
 
 

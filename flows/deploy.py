@@ -1,13 +1,14 @@
 """Deploy prefect.yaml and prefect.own.yaml to the Prefect server, and keep edits that were made there.
 
     python -m flows.deploy [NAME ...]        all deployments or the named ones, and the automations
+    python -m flows.deploy --image REGISTRY/finetune     with an image for each work pool of type kubernetes
 
 The server is that of PREFECT_API_URL, or this checkout's. A new deployment starts with its `first_schedules`. After
 that the server owns its schedules: neither this command nor `prefect deploy --all` changes them, because prefect.yaml
 has no `schedules`. The command also keeps other edits since the last deployment, in the UI or elsewhere: parameters,
 limits, and whether a deployment is paused. It prints each difference from prefect.yaml. Values that nobody has edited
 follow prefect.yaml. An unchanged deployment is not written again, because Prefect's server would then drop the run that
-is due next.
+is due next. The version of a deployment is the commit of the code, so a new commit writes all deployments.
 """
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
@@ -32,7 +33,7 @@ from conf.load import load
 from contract import checksums, closed_pipe
 from contract.faults import Fault
 from contract.installation import CODE, FILES, home
-from flows import arguments, automations
+from flows import arguments, automations, images
 from flows.arguments import reports_faults
 from flows.new.deployment import listed
 from tasks.pages import deployment_form
@@ -52,7 +53,8 @@ LIMIT = "concurrency_limit"
 
 @reports_faults
 def main(argv: Sequence[str] | None = None) -> int:
-    names = arguments.deploy().parse_args(argv).names
+    options = arguments.deploy().parse_args(argv)
+    names = options.names
     wanted = declared()
     there = [deployment["name"] for deployment in wanted["deployments"]]
     if unknown := {*names} - {*there}:
@@ -60,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise Fault(f"{', '.join(sorted(unknown))}: {known}")
     wanted["deployments"] = [one for one in wanted["deployments"] if not names or one["name"] in names]
     with automations.connected() as client:
+        if options.image:
+            images.build(client, wanted, options.image)
         failed = deploy(client, wanted)
     return failed or automations.main([])
 
@@ -81,6 +85,7 @@ def deploy(client: SyncPrefectClient, wanted: dict) -> int:
     for deployment in wanted["deployments"]:
         name = f"{deployment['entrypoint'].rpartition(':')[2]}/{deployment['name']}"
         first = deployment.pop(FIRST, [])
+        deployment["version"] = images.version()
         parameters = parameters_of(deployment["entrypoint"])
         before, now = read_deployed(client, name), digest([prefect.__version__, str(ROOT), deployment, parameters])
         there = find(client, name)
@@ -96,7 +101,7 @@ def deploy(client: SyncPrefectClient, wanted: dict) -> int:
         return 0
     wanted["deployments"] = [deployment for _, deployment, *_ in changes]
     for deployment in wanted["deployments"]:
-        if CODE != ROOT:  # a wheel's flows are not below the folder that workers run in
+        if CODE != ROOT and "/" in deployment["entrypoint"]:  # a wheel's flows are not below the workers' folder
             deployment["entrypoint"] = f"{CODE}/{deployment['entrypoint']}"
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(wanted, file, sort_keys=False)
@@ -120,7 +125,7 @@ def deploy(client: SyncPrefectClient, wanted: dict) -> int:
 def parameters_of(entrypoint: str) -> dict:
     """Return the schema of a flow's parameters."""
     file, _, flow = entrypoint.partition(":")
-    module = ".".join(Path(file).with_suffix("").parts)
+    module = ".".join(Path(file.removesuffix(".py")).parts)
     return getattr(importlib.import_module(module), flow).parameters.model_dump_for_openapi()
 
 

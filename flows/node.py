@@ -22,6 +22,7 @@ from prefect.states import Completed, Failed
 
 from contract import closed_pipe
 from contract.processes import started
+from flows import secret_blocks
 from flows.arguments import parser, refused
 from tasks.gang.engines.prefect import PASSED_ON
 from tasks.run import launch
@@ -42,6 +43,7 @@ def node(arguments: list[str], without: list[str] | None = None, grace: int = 29
     if host in (without or ()):
         return _pass_on()
     starters = [f"--starter={pid}:{started(pid)}" for pid in _until_worker()]
+    secret_blocks.use()
     keep = [name for name in os.environ if name.startswith("AWS_")]  # for the store; ranks do not get them
     with tempfile.TemporaryDirectory(prefix="node-") as folder:
         try:

@@ -17,6 +17,7 @@ from prefect.states import Failed
 from conf.load import load
 from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
+from flows import secret_blocks
 from flows.pipeline import PIPELINE, run_stages
 from tasks.run.session import Session
 from tasks.servers import prefect_server
@@ -54,6 +55,7 @@ def run_flow(
     """
     logging.getLogger("prefect.flow_runs").addFilter(_has_news)
     begun = ExitStack()
+    secret_blocks.use()
     try:
         run = load(conf, overrides)
         require(run)

@@ -37,7 +37,7 @@ from conf.host import gpu_locks
 from contract import closed_pipe, json_object
 from contract.faults import Broken, Fault, line_of
 from contract.served_model import DEFAULTS, KEY, ServedModel
-from flows import arguments
+from flows import arguments, secret_blocks
 from flows.arguments import HOST, PORT
 from tasks.run import artifact
 from tasks.run.launch import Turn
@@ -91,6 +91,7 @@ def serve(
         length: Tokens of a question and its answer; by default as many as memory holds.
         adapters: Adapters of one base for which the server has memory.
     """
+    secret_blocks.use()
     try:
         sources, served = prepare(model.split(), host, port, max(adapters, adapter), length)
         run(sources, served, get_run_logger().info, lambda: False)

@@ -16,6 +16,7 @@ HERE = "local"  # the engine that starts all members on this host
 WORKERS = "prefect"  # the engine of hosts that each have a worker
 KUBERNETES = "kubernetes"
 SUBMITTING = ("slurm", KUBERNETES)  # engines that submit a text, which flows/gang.py prints
+LAUNCHERS = ("dstack", "skypilot")  # programs that rent hosts; a template each in tasks/gang/launchers/
 ENGINES = (HERE, WORKERS, *SUBMITTING)  # a file each in tasks/gang/engines/
 ENGINE_GROUP = "finetune.engines"
 NETWORKS = ("ib-h100", "roce", "efa-p5", "efa-p6-b200", "nvl72", "ethernet")  # the presets of conf/network.py

@@ -15,6 +15,7 @@ context=$(mktemp -d)
 trap 'rm -rf "$context"' EXIT
 git archive HEAD -- . ':!tests' ':!.ci' ':!.github' | tar -x -C "$context"
 time=315532800 # 1980, the first year of zip files
+set -- "COMMIT=$(git rev-parse --short=12 HEAD)" "$@"
 for argument; do
     shift
     set -- "$@" --build-arg "$argument"

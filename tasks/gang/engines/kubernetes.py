@@ -68,9 +68,10 @@ class Pods(Polled):
             queue = jobset["metadata"]["labels"].get(QUEUE, "")
             workload = self._get("workloads.kueue.x-k8s.io", f"--selector={JOB}={jobset['metadata']['uid']}")
             waits = f"Kueue's queue {queue}: {_quota((workload or {}).get('items', []))}"
-        phases = dict(_index(pod) for pod in pods["items"])
+        items = pods.get("items", [])  # kubectl prints nothing if no pod fits
+        phases = dict(_index(pod) for pod in items)
         self._seen |= {*phases}
-        return State(alive_of(phases, self.n, self._seen), waits, words_of(pods["items"]))
+        return State(alive_of(phases, self.n, self._seen), waits, words_of(items))
 
     def _get(self, *what: str) -> dict[str, Any] | None:
         """The object that kubectl gets; empty if there is none, None if kubectl fails."""

@@ -1,0 +1,158 @@
+"""The Helm chart: what helm makes of it, and whether an API server takes all of it.
+
+helm and kubectl are real. The API server is tests/support/kubernetes_api.py, or with API_SERVER=real a kube-apiserver.
+"""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conf.load import load
+from tests.support import kubernetes_server
+from tests.support.kubernetes_server import helm, kubectl
+
+CHART = Path(__file__).parents[1] / "deploy/helm"
+IMAGE = "image=registry.example.com/finetune:1"
+EVERYTHING = {
+    "image": "registry.example.com/finetune:1",
+    "pullSecrets": ["registry"],
+    "secrets": ["hub", "s3"],
+    "store": "s3://bucket/finetune",
+    "gang": {
+        "queue": "gpus",
+        "clusterQueue": "h100",
+        "network": "ib-h100",
+        "resources": {"rdma/ib": 8},
+        "nodeSelector": {"gpu": "h100"},
+        "tolerations": ["nvidia.com/gpu", "reserved"],
+        "cpu": 180,
+        "memory": "1800Gi",
+        "priority": "high",
+        "topology": "topology/rack",
+        "listNodes": True,
+    },
+    "flows": {"nodeSelector": {"pool": "cpu"}, "tolerations": [{"key": "spot", "operator": "Exists"}]},
+    "database": {"external": True},
+}
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory):
+    with kubernetes_server.server(tmp_path_factory.mktemp("api")) as running:
+        yield running
+
+
+def rendered(tmp_path: Path, values: dict) -> list[dict]:
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
+    made = helm("template", "finetune", CHART, "--namespace", "ml", "--values", tmp_path / "values.yaml")
+    assert made.returncode == 0, made.stderr
+    objects = [one for one in yaml.safe_load_all(made.stdout) if one]
+    if kubernetes_server.REAL:  # Debian's kube-apiserver is of 1.20, when this version was not final yet
+        old = kubernetes_server.program("kube-apiserver")
+        if "v1.20" in subprocess.run([old, "--version"], capture_output=True, text=True).stdout:
+            for one in objects:
+                one["apiVersion"] = one["apiVersion"].replace("policy/v1", "policy/v1beta1")
+    return objects
+
+
+def of(objects: list[dict], kind: str) -> dict[str, dict]:
+    return {one["metadata"]["name"]: one for one in objects if one["kind"] == kind}
+
+
+def test_helm_lint_has_nothing_to_say():
+    for values in ([], ["--set", IMAGE]):
+        linted = helm("lint", "--strict", CHART, *values)
+        assert linted.returncode == 0, linted.stdout
+        assert "[WARNING]" not in linted.stdout and "[ERROR]" not in linted.stdout
+
+
+@pytest.mark.parametrize("values", [{"image": "r.example.com/f:1"}, EVERYTHING], ids=["least", "everything"])
+def test_the_api_server_takes_all_of_it(api, tmp_path, values):
+    objects = rendered(tmp_path, values)
+    text = yaml.safe_dump_all(objects)
+    for how in (["--dry-run=server"], []):
+        created = kubectl(api, "create", "--output=name", "--filename=-", *how, text=text)
+        assert created.returncode == 0, created.stderr
+        assert len(created.stdout.split()) == len(objects)
+    found = json.loads(kubectl(api, "get", "deployments", "--output=json").stdout)["items"]
+    assert {one["metadata"]["name"] for one in found} == {*of(objects, "Deployment")}
+    assert kubectl(api, "delete", "--wait=false", "--filename=-", text=text).returncode == 0
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda one: one["spec"].update(replikas=1), "replikas"),
+    (lambda one: one["spec"].update(replicas="one"), "replicas"),
+    (lambda one: one["spec"]["selector"]["matchLabels"].update(other="x"), "selector"),
+    (lambda one: one["spec"]["template"]["spec"]["volumes"].clear(), "volumeMounts"),
+    (lambda one: one["spec"]["template"]["spec"]["containers"][0].pop("name"), "name"),
+    (lambda one: one["metadata"]["labels"].update(owner="a b"), "label"),
+])  # fmt: skip
+def test_the_api_server_would_refuse_a_mistake(api, tmp_path, change, says):
+    deployment = of(rendered(tmp_path, {"image": "r.example.com/f:1"}), "Deployment")["finetune-prefect"]
+    change(deployment)
+    created = kubectl(api, "create", "--dry-run=server", "--filename=-", text=yaml.safe_dump(deployment))
+    assert created.returncode == 1 and says in created.stderr
+
+
+@pytest.mark.parametrize("values, says", [
+    ([], "image: required"),
+    (["image=a b"], "/image"),
+    ([IMAGE, "mlflw.artifacts=/x"], "mlflw"),
+    ([IMAGE, "maxUnavailable=-1"], "maxUnavailable"),
+    ([IMAGE, "database.password=secret"], "password"),
+    ([IMAGE, "workers[0].type=docker"], "type"),
+    ([IMAGE, "gang.clusterQueue=h100"], "gang.queue: required"),
+    ([IMAGE, "gang.network=infiniband"], "network"),
+])  # fmt: skip
+def test_a_wrong_value_is_refused_with_its_name(values, says):
+    made = helm("template", "finetune", CHART, *(word for value in values for word in ("--set", value)))
+    assert made.returncode and says in made.stderr
+
+
+def test_pods_have_no_rights_and_secrets_are_never_values(tmp_path):
+    objects = rendered(tmp_path, EVERYTHING | {"database": {}})
+    for one in objects:
+        if one["kind"] not in ("Deployment", "StatefulSet"):
+            continue
+        pod = one["spec"]["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] > 0
+        for container in pod["containers"]:
+            assert container["securityContext"]["readOnlyRootFilesystem"]
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert {"requests", "limits"} == {*container["resources"]}
+            assert {"startupProbe", "readinessProbe", "livenessProbe"} <= {*container}
+            for variable in container["env"]:
+                if "PASSWORD" in variable["name"]:
+                    assert variable["valueFrom"]["secretKeyRef"]["name"] == "finetune-database"
+    assert not of(objects, "Secret")
+    servers = {name for kind in ("Deployment", "StatefulSet") for name in of(objects, kind) if "worker" not in name}
+    assert servers == {*of(objects, "PodDisruptionBudget")}
+
+
+def test_the_settings_of_gangs_are_overrides_of_a_configuration(tmp_path):
+    """What is in /etc/finetune/gang of the pods is what `finetune run NAME $(cat /etc/finetune/gang)` takes."""
+    text = of(rendered(tmp_path, EVERYTHING), "ConfigMap")["finetune-settings"]["data"]["gang"]
+    run = load("glm47", text.split())
+    wanted = EVERYTHING["gang"]
+    assert run.gang.engine == "kubernetes" and run.gang.network == wanted["network"]
+    assert run.kubernetes.model_dump(mode="json") | {"env": ()} == run.kubernetes.model_dump(mode="json") | {
+        "namespace": "ml",
+        "image": EVERYTHING["image"],
+        "claim": "runs",
+        "queue": wanted["queue"],
+        "priority": wanted["priority"],
+        "topology": wanted["topology"],
+        "cpu": wanted["cpu"],
+        "memory": wanted["memory"],
+        "secrets": EVERYTHING["secrets"],
+        "pull_secrets": EVERYTHING["pullSecrets"],
+        "selector": ["gpu=h100"],
+        "tolerations": wanted["tolerations"],
+        "resources": ["rdma/ib=8"],
+        "env": (),
+    }
+    least = of(rendered(tmp_path, {"image": "r.example.com/f:1"}), "ConfigMap")["finetune-settings"]["data"]["gang"]
+    assert load("glm47", least.split()).kubernetes.queue is None
