@@ -46,9 +46,10 @@ OTHERS = ("layer_replication", "use_qalora", "alora_invocation_tokens", "megatro
 OTHERS += ("kasa_config", "monteclora_config", "velora_config", "lora_bias")
 REPLACES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # init_lora_weights that change the base's weights
 EXCHANGED_BEFORE = (0, 19)  # versions of PEFT
-CONVERT = (
-    "import torch; from safetensors.torch import save_file; "
-    f"save_file(torch.load('{PICKLED}', weights_only=True), '{WEIGHTS}')"
+UNSAFE = (
+    f"{PICKLED} is a pickle, which can run code when it is loaded; in its folder, "
+    'python -c "import torch; from safetensors.torch import save_file; '
+    f"save_file(torch.load('{PICKLED}', weights_only=True), '{WEIGHTS}')\""
 )
 MERGE = "model.merge_adapter takes it, in place of model.adapter"
 
@@ -126,8 +127,7 @@ class _Reader:
 
     def _config(self) -> dict[str, Any]:
         if not regular_files.is_there(self.folder / WEIGHTS) and regular_files.is_there(self.folder / PICKLED):
-            text = f"{PICKLED} is a pickle, which can run code when it is loaded"
-            raise self.refused(text, f'in this folder, python -c "{CONVERT}"')
+            raise self.refused(UNSAFE)
         if missing := next(
             (name for name in (CONFIG, WEIGHTS) if not regular_files.is_there(self.folder / name)), None
         ):
@@ -221,7 +221,7 @@ class _Reader:
                 self._put((name, None), replace(change, half=half))
 
     def _of_experts(self, short: str) -> tuple[dict[str, tuple[int, int, bool]], int]:
-        """Return outputs, inputs and orientation of each of transformers' parameters of these experts, and their number."""
+        """Return outputs, inputs and orientation of transformers' parameters of these experts, and their number."""
         leaves: dict[str, tuple[int, int, bool]] = {}
         count = 0
         for leaf in ("gate_up", "up", "down"):

@@ -27,9 +27,7 @@ from trainer.weights.adopted.files import Made
 from trainer.weights.released import COMPUTED, enumerate_names
 
 PICKLES = ("pytorch_model*.bin", "model*.bin")
-METADATA = ".metadata"  # of a distributed checkpoint
 OF_MEGATRON = re.compile(r"^((module|language_model)\.)*(decoder|embedding|output_layer|mtp)\.")
-STEP = re.compile(r"iter_(\d+)$|step[=_-]?(\d+)|checkpoint-(\d+)")
 EXPERT = re.compile(r"(?P<stack>.+\.experts)\.(?P<number>\d+)\.(?P<part>gate|up|down)\.weight")
 
 Read = Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]  # a box of a tensor, by offsets and sizes
@@ -42,29 +40,16 @@ def read(folder: Path) -> tuple[str, dict[str, Made]]:
         return "a release", _of_release(folder)
     if found := [path for pattern in PICKLES for path in sorted(folder.glob(pattern))]:
         return "pickles", _named(folder, config, _of_pickles(found))
-    place = newest(folder)
+    files = [path.relative_to(folder).as_posix() for path in folder.rglob(weights.DESCRIPTION)]
+    newest = weights.newest_checkpoint(files, str(folder))
+    if newest is None:
+        text = f"no weights: neither safetensors nor a distributed checkpoint with {weights.DESCRIPTION}"
+        raise Fault(f"{folder}: {text}")
+    place = folder / newest
     stored = torch_dist.open_checkpoint(place)
     if any(OF_MEGATRON.match(name) for name in stored.places):
         return f"Megatron's checkpoint {place}", _of_megatron(folder, config, stored)
     return f"the distributed checkpoint {place}", _named(folder, config, _of_stored(stored))
-
-
-def newest(folder: Path) -> Path:
-    """Return the folder of the newest distributed checkpoint in a folder."""
-    places = [path.parent for path in folder.rglob(METADATA) if not path.parent.name.startswith("optimizer")]
-    if not places:
-        raise Fault(f"{folder}: no weights: neither safetensors nor a distributed checkpoint with {METADATA}")
-    steps = {place: _step(place.relative_to(folder)) for place in places}
-    last = [place for place in places if steps[place] == max(steps.values())]
-    if len(last) > 1:
-        names = enumerate_names(sorted(str(place.relative_to(folder)) for place in last))
-        raise Fault(f"{folder}: several checkpoints: {names}; keep one of them")
-    return last[0]
-
-
-def _step(place: Path) -> int:
-    matches = [match for part in place.parts if (match := STEP.search(part))]
-    return int(next(filter(None, matches[-1].groups()))) if matches else -1
 
 
 def _of_release(folder: Path) -> dict[str, Made]:

@@ -33,7 +33,6 @@ def tensors(folder: Path, config: dict, bridge: Any, stored: torch_dist.Stored) 
     registry, provider = bridge._model_bridge.mapping_registry(), bridge.to_megatron_provider(load_weights=False)
     entries = {name: Entry("F32", shape, "", 0, 0) for name, shape in shapes(config).items()}
     model = released.Model(folder, config, entries)
-    copies = {*released.repeated(model)}
     values = merge.find_values(stored, registry, model, {*released.repeated(model)})
     of_place: dict[str, dict[str, merge.NewValue]] = defaultdict(dict)
     for value in (value for of_weight in values.values() for value in of_weight):
