@@ -40,7 +40,7 @@ from flows import arguments
 from flows.arguments import refused
 from tasks.run import launch
 from tasks.run.launch import Broken
-from tasks.sources import training_rows
+from tasks.sources import adapters, training_rows
 
 REASONS = 12  # shown; --json has all
 
@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = load(options.conf, [*options.overrides, *overrides], illegal=True)
     gpu, facts, teacher = hardware.of(run, options.gpus), facts_of(run), teacher_of(run)
     cannot = _obstacles(run)
+    adapters.check(run, config_of(run)[0])
     assumed = ""
     if run.train.epochs is not None:
         sequences, assumed = training_rows.sequences(run)

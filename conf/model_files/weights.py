@@ -5,6 +5,7 @@ files. Links are followed, as the Hub's cache consists of links.
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from conf.model_files import safetensors_header
@@ -14,7 +15,9 @@ from contract.faults import Fault
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # File endings of weights, including formats that are not read here.
-ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
+ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json", ".distcp")
+DESCRIPTION = ".metadata"  # of a distributed checkpoint of torch, Megatron or FSDP, in the folder of its *.distcp
+STEP = re.compile(r"(?:iter_|step[=_-]?|checkpoint-)(\d+)")
 # Models with vision have their layers in model.language_model; GPT-2's releases use two names.
 LAYERS = r"(?:language_model\.)?model\.(?:language_model\.)?layers|(?:transformer\.)?h|backbone\.layers"
 LAYER = re.compile(rf"({LAYERS})\.(\d{{1,6}})\.")
@@ -66,6 +69,17 @@ def layer_of(name: str) -> int | None:
     """Return the number of the layer that a tensor belongs to, by its name."""
     match = LAYER.match(name)
     return int(match[2]) if match else None
+
+
+def newest_checkpoint(files: Iterable[str], source: str) -> str | None:
+    """Return the folder of the newest distributed checkpoint among files of a source; None if it has none."""
+    places = {name.rpartition("/")[0] for name in files if name.rpartition("/")[2] == DESCRIPTION}
+    places = {place for place in places if not place.rpartition("/")[2].startswith("optimizer")}
+    steps = {place: int((STEP.findall(place) or [-1])[-1]) for place in places}
+    last = sorted(place for place in places if steps[place] == max(steps.values()))
+    if len(last) > 1:
+        raise Fault(f"{source}: several checkpoints: {', '.join(last)}; keep one of them")
+    return last[0] if last else None
 
 
 def index(path: Path, shown: str = "") -> dict[str, str]:

@@ -21,6 +21,8 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         if tokenizer is not None:
             yield "model.tokenizer", f"{tokenizer}, but {source} has a tokenizer: the key is for drawn weights only"
         return
+    if run.model.merge_adapter:
+        yield "model.merge_adapter", "has no meaning for drawn weights"
     if tokenizer is None and isinstance(source.config, dict):
         yield "model.tokenizer", "required with the keys of a config.json: a Hub id, a folder or s3://..."
     if run.adapter.kind != "none":

@@ -75,7 +75,8 @@ class Model(Section):
     source: Annotated[Source, bears(derived="download")]
     """Hugging Face Hub id, folder, s3:// URI, or tiny://KIND, which trainer.tiny creates; or {config: C} for weights
     drawn from train.seed: C is a config.json, a folder or Hub id with one, or its keys. A folder with a config.json and
-    without weights has drawn weights too"""
+    without weights has drawn weights too. Weights are safetensors, or a checkpoint of Megatron-LM, Megatron-Bridge,
+    NeMo 2 or FSDP next to config.json and tokenizer"""
     tokenizer: Annotated[Place | None, bears(derived="download")] = None
     """for drawn weights: Hub id, folder, s3:// URI or tiny://KIND; null = the one next to config.json"""
     revision: Annotated[Text, bears(derived="download")] = "main"
@@ -87,8 +88,11 @@ class Model(Section):
     ignore_config: Annotated[tuple[Text, ...], NOWHERE] = Field(default=(), strict=False)
     """keys of config.json that Megatron-Bridge does not read and that this run does not need"""
     adapter: Annotated[Place | None, bears(derived="train")] = None
-    """LoRA to start from, of the same rank and scale: a folder in PEFT's format, a Hub id, s3://, or
-    models:/NAME/VERSION of MLflow's registry; null = a new one"""
+    """LoRA in PEFT's format to continue: a folder, a Hub id, s3://, or models:/NAME/VERSION of MLflow's registry; the
+    function is the same with any alpha, and adapter.rank must have room for its A's; null = a new one"""
+    merge_adapter: Annotated[Place | None, bears(derived="download", absent=None)] = None
+    """LoRA or DoRA in PEFT's format to merge into the weights of source before anything else, from the same places as
+    adapter: of any rank, with saved modules or trained tokens"""
     family: Annotated[Place | None, AfterValidator(_loaded), bears(derived="convert")] = None
     """a model family from outside this repository: a Python file, or the import path of a module, with FAMILY; its
     Python code is run. Families of installed packages need no key"""

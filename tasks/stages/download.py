@@ -1,7 +1,9 @@
 """Stage download: the files of the released model at one commit, or a model with random weights."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 from prefect import State, task
 
@@ -14,10 +16,11 @@ from tasks.run import launch
 from tasks.run.artifact import Stage, Work
 from tasks.run.progress import Progress
 from tasks.run.session import OPTIONS, StageRun
-from tasks.sources import drawn, hub
+from tasks.sources import adapters, drawn, hub
 from tasks.sources.hub import file_choice
 
 VERSION = 1
+KEY = "model.merge_adapter"
 
 
 def stage(run: Run) -> Stage:
@@ -26,14 +29,16 @@ def stage(run: Run) -> Stage:
     The content of a folder is part of the identity; its path is not.
     """
     model = run.model
-    outside = {"family": families.digest(model.family)} if model.family else {}
+    outside: dict[str, Any] = {"family": families.digest(model.family)} if model.family else {}
+    if model.merge_adapter:
+        outside["merge_adapter"] = adapters.identity(model.merge_adapter, KEY)
     if isinstance(model.source, Drawn):
         return Stage("download", VERSION, drawn.identity(model, run.train.seed) | outside)
     kind = hub.kind(model.source)
     if kind == "tiny":
         return Stage("download", VERSION, {"source": model.source} | outside)
     config = identity.flat(run, "download") | {"commit": hub.resolve(model.source, model.revision).commit}
-    return Stage("download", VERSION, config | ({} if kind == "folder" else {"source": model.source}))
+    return Stage("download", VERSION, config | outside | ({} if kind == "folder" else {"source": model.source}))
 
 
 @task(name="download", **OPTIONS)
@@ -42,7 +47,17 @@ def download(stage_run: StageRun) -> State:
     model, config = stage_run.run.model, stage_run.asked.config
 
     def make(work: Work) -> dict:
-        files = work.files
+        if not model.merge_adapter:
+            return fetched(work, work.files)
+        released, adapter = work.folder / "released", work.folder / "adapter"
+        result = fetched(work, released)
+        adapters.fetch(model.merge_adapter, config["merge_adapter"], adapter, KEY)
+        _make_once(stage_run, work, work.files, "weights.adopted", released, work.files, "--adapter", adapter)
+        shutil.rmtree(released)
+        return result | {"merged": model.merge_adapter}
+
+    def fetched(work: Work, files: Path) -> dict:
+        """Fetch the model into the folder, in a release's form."""
         if isinstance(model.source, Drawn):
             _draw(stage_run, work, files)
             return {"source": str(model.source)}
@@ -56,7 +71,12 @@ def download(stage_run: StageRun) -> State:
             raise Fault(f"{model.source}: its files have changed since the run began; start it again")
         file_choice.require_tokenizer(model.source, found.files)
         progress = Progress("download", "bytes")
-        result = hub.fetch(found, files, model.unsafe_weights, model.trust_remote_code, progress.update)
+        chosen, _ = file_choice.choose(found.files, model.unsafe_weights, model.trust_remote_code)
+        place = work.folder / "checkpoint" if file_choice.are_adopted(chosen) else files
+        result = hub.fetch(found, place, model.unsafe_weights, model.trust_remote_code, progress.update)
+        if place != files:
+            _make_once(stage_run, work, files, "weights.adopted", place, files)
+            shutil.rmtree(place)
         return {"source": model.source, "commit": found.commit} | result
 
     return stage_run.get_or_make(make)

@@ -45,7 +45,7 @@ from tasks.run.artifact import Artifact
 from tasks.run.places import open_run_store
 from tasks.run.run_tracking import RunTracking
 from tasks.run.session import OPTIONS
-from tasks.sources import drawn, hub, row_sources, training_rows
+from tasks.sources import adapters, drawn, hub, row_sources, training_rows
 from tasks.stages import download, prepare
 from tasks.stages.run_job import job_of
 
@@ -247,6 +247,7 @@ def _facts(run: Run) -> ModelFacts:
     elif hub.kind(source) == "tiny":
         if refused := conversion.unwritable(verdict.config_of(run)[0], run.export):
             raise Fault(refused)
+        adapters.check(run, verdict.config_of(run)[0])
         return verdict.facts_of(run)
     else:
         config = hub.config_json(source, run.model.revision)
@@ -257,6 +258,7 @@ def _facts(run: Run) -> ModelFacts:
         raise Fault(refused)
     if isinstance(source, str) and hub.kind(source) == "folder":
         weights.require_headers(Path(source).expanduser())
+    adapters.check(run, config)
     return facts
 
 

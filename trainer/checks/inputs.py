@@ -4,7 +4,6 @@ Each check raises a Fault of one line with the file, the problem and the remedy.
 """
 
 import json
-import math
 import os
 import shutil
 from pathlib import Path
@@ -13,12 +12,12 @@ from typing import Any
 from conf.model_facts import ModelFacts, facts_from_hf
 from conf.model_files import config_json, quantization, weights
 from conf.planner import released_model, stage_needs
-from conf.rules import objectives, packed_base, reinforcement, schedule
+from conf.rules import objectives, packed_base, reinforcement, schedule, starting_adapter
 from conf.rules.conversion import obstacles, unwritable
 from conf.rules.layout import problems
 from conf.rules.serving import is_apart
 from conf.schema.run import Run
-from contract import checkpoints, json_object, output_marks
+from contract import checkpoints, output_marks
 from contract.amounts import unlike
 from contract.faults import Fault
 from trainer.data import prepared, references
@@ -26,7 +25,6 @@ from trainer.data.tokens import tokenizer
 from trainer.megatron.recipe import checkpoint_folder
 from trainer.reinforcement import journal, rewards
 from trainer.serving import adapter_coverage, agreement, held_out, prompts, unmerged
-from trainer.serving.unmerged import CONFIG, WEIGHTS
 from trainer.training import resume
 from trainer.weights import released
 from trainer.weights.exported import gguf_tokenizer
@@ -211,36 +209,7 @@ def check_model(run: Run, key: str = "paths.model") -> ModelFacts:
 
 def check_adapter(run: Run) -> None:
     """Raise a Fault if the adapter is missing, or this run's adapter cannot start from it."""
-    assert run.model.adapter
-    folder = Path(run.model.adapter).expanduser()
-    if missing := next((name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()), None):
-        of_flow = "; only python -m flows.finetune accepts a name on the Hub, s3:// and models:/"
-        raise Fault(
-            f"model.adapter: {folder}: no {missing}; it is a folder with PEFT's {CONFIG} and {WEIGHTS}{of_flow}"
-        )
-    config = json_object.read(folder / CONFIG)
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if config.get("peft_type") != "LORA" or config.get("use_dora") or not isinstance(alpha, int | float):
-        kind = "DoRA" if config.get("use_dora") else config.get("peft_type")
-        raise Fault(f"model.adapter: {folder}: is {kind}, but only LoRA can be continued")
-    if config.get("rank_pattern") or config.get("alpha_pattern"):
-        raise Fault(f"model.adapter: {folder}: its layers differ in rank or scale, but Megatron's all have the same")
-    if rank != run.adapter.rank:
-        raise Fault(f"adapter.rank: {run.adapter.rank}, but {folder} has rank {rank}; adapter.rank={rank}")
-    root = math.sqrt(run.adapter.rank)
-    trained = alpha / (root if config.get("use_rslora") else root**2)
-    configured = run.adapter.alpha / (root if run.adapter.rslora else root**2)
-    if not math.isclose(trained, configured):
-        scales = f"{run.adapter.alpha} scales the adapter's output by {configured:g}, but {folder} was trained with"
-        raise Fault(f"adapter.alpha: {scales} {trained:g}; {_adapter_keys(trained, root)}")
-
-
-def _adapter_keys(scale: float, root: float) -> str:
-    """Return the keys for this scale, by the rank or by its root. An rsLoRA export may have a fractional alpha."""
-    for rooted, alpha in (("false", scale * root**2), ("true", scale * root)):
-        if round(alpha) > 0 and math.isclose(alpha, round(alpha), rel_tol=1e-6):
-            return f"adapter.alpha={round(alpha)} adapter.rslora={rooted}"
-    return "no integer adapter.alpha gives this scale"
+    starting_adapter.check(run, starting_adapter.read(run))
 
 
 def _check_layout(run: Run, facts: ModelFacts, prefix: str = "") -> None:

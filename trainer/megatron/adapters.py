@@ -103,7 +103,7 @@ def draw_initial_values(model, seed: int, init: str) -> None:
 
     def matrix(name: str, shape: list[int]) -> torch.Tensor:
         spread = 1.0 if ".adapter.linear_in." in name else SPREAD_OF_B
-        return _draw(seed, init, name, shape) * spread if spread else torch.zeros(shape)
+        return draw(seed, init, name, shape) * spread if spread else torch.zeros(shape)
 
     fill(model, matrix)
 
@@ -154,7 +154,7 @@ def _piece(name: str, parameter, matrix: Matrix, sections: Sequence[int]) -> tor
     return torch.stack([piece(f"{name}{first + i}", expert, dim) for i, expert in enumerate(parameter)])
 
 
-def _draw(seed: int, init: str, name: str, shape: list[int]) -> torch.Tensor:
+def draw(seed: int, init: str, name: str, shape: list[int]) -> torch.Tensor:
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
     if init == "kaiming":  # as PEFT: kaiming_uniform_(a=sqrt(5)) of [rank, inputs]

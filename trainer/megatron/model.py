@@ -22,11 +22,17 @@ def load_family(run: Run) -> dict[str, Any]:
 
 def open_bridge(run: Run):
     """Open Megatron-Bridge's converter for the released checkpoint in run.paths.model."""
-    folder, config = Path(run.paths.model), load_family(run)
+    config = load_family(run)
+    return open_folder(Path(run.paths.model), config, trusted(run, config))
+
+
+def open_folder(folder: Path, config: dict[str, Any], trust: bool = False):
+    """Open Megatron-Bridge's converter for the config.json of a folder."""
+    bridges.load(config)
     from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
     try:
-        return AutoBridge.from_hf_pretrained(str(folder), trust_remote_code=trusted(run, config))
+        return AutoBridge.from_hf_pretrained(str(folder), trust_remote_code=trust)
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # any type: only the folder's config.json is read, and its code if trusted

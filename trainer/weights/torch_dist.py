@@ -16,6 +16,7 @@ Several threads may read weights.
 """
 
 import itertools
+import pickle
 import re
 import threading
 from collections import defaultdict
@@ -26,7 +27,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from contract import regular_files
@@ -39,6 +39,19 @@ NOT_WEIGHTS = re.compile(r"^(optimizer|rng_state|common_state|rerun_state_machin
 RELEASED = "released"  # instead of a file name: pieces of a base without weights are in the release
 ALIGNED = 64  # bytes: pieces that begin at a multiple can be mapped, because torch.save aligns values to it
 STACKED_LAYERS = re.compile(r"^(?P<stack>(?:\w+\.)*layers)\.(?=\D)")
+METADATA = ".metadata"
+# Classes in a checkpoint's description, by their module.
+DESCRIBED = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "PurePath"},
+    "collections": {"OrderedDict"},
+}
 # Sections of a fused layer, which is cut over tensor-parallel ranks section by section, in the order of its rows.
 SECTIONS = ("query", "key", "value", "z", "x", "B", "C", "dt", "beta", "alpha")
 
@@ -92,9 +105,21 @@ class Stored:
         return self.in_memory["digests"] if self.in_memory else {}
 
 
+class _Description(pickle.Unpickler):
+    """Torch's description of a checkpoint. Anything else in the pickle is refused, as it could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in DESCRIBED.get(module, ()) or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is not part of a checkpoint's description")
+
+
 def open_checkpoint(folder: Path) -> Stored:
     try:
-        metadata = FileSystemReader(folder).read_metadata()
+        with (folder / METADATA).open("rb") as file:
+            metadata: Metadata = _Description(file).load()
     except OSError as error:
         raise Fault(f"{error.filename or folder}: {error.strerror}") from None
     except Exception as error:  # pickle raises any type

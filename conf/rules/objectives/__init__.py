@@ -48,7 +48,9 @@ def has_teacher(run: Run) -> bool:
 
 def of_teacher(run: Run) -> Run:
     """The run whose model is the teacher, to be fetched and converted."""
-    return run.changed(model={"source": run.train.teacher, "tokenizer": None, "revision": "main"})
+    return run.changed(
+        model={"source": run.train.teacher, "tokenizer": None, "revision": "main", "merge_adapter": None}
+    )
 
 
 def at_teacher(run: Run) -> Run:

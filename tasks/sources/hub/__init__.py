@@ -28,6 +28,7 @@ from threading import Event
 from typing import Any
 
 from conf.model_files import config_json as config_files
+from conf.model_files import weights
 from contract import checksums, json_object, regular_files
 from contract.amounts import unlike
 from contract.faults import Fault, named
@@ -39,6 +40,7 @@ from tasks.store.folder import PARTIAL, Meter, Progress, partial_name, work_thro
 PARALLEL = 8  # files at a time, as in snapshot_download
 HTTP_LIMIT = 50 * 10**9  # bytes; the Hub serves larger files only with Xet
 LINK_FROM = 2**20  # bytes; smaller files are copied, as users edit a config.json in place but write new weights
+HIDDEN = re.compile(rf"(^|/)\.(?!{weights.DESCRIPTION[1:]}$)")
 SPARE = 64 * 2**20  # bytes that stay free on the disk
 
 
@@ -250,7 +252,7 @@ def _resolve_folder(source: str, only: Collection[str]) -> Resolved:
             sizes[name] = file.tell()
 
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
-    names = [name for name in names if not re.search(r"(^|/)\.", name) and (not only or name in only)]
+    names = [name for name in names if not HIDDEN.search(name) and (not only or name in only)]
     work_through([functools.partial(read, name) for name in names], PARALLEL)
     if not sizes and not only:
         raise Fault(f"{source}: an empty folder; it must contain the model's config.json and weights")

@@ -9,7 +9,8 @@ import re
 from collections.abc import Collection, Iterable
 from pathlib import Path, PurePosixPath
 
-from conf.model_files import tokenizer_files, weights
+from conf.model_files import tokenizer_files
+from conf.model_files import weights as weights_files
 from contract import json_object, regular_files
 from contract.faults import Fault
 
@@ -27,6 +28,7 @@ OTHER_FORMATS = {
     ".nemo",
     ".mlmodel",
 }
+PIECE = ".distcp"  # of a distributed checkpoint of torch, Megatron or FSDP
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib"}
 CODE = {".py", ".pyc", ".so"}
 TRAINING_STATE = re.compile(r"(training_args|optimizer|scheduler|rng_state|random_states|scaler)")
@@ -44,8 +46,13 @@ def choose(names: Iterable[str], unsafe_weights: bool, trust_remote_code: bool) 
     rest = [name for name in names if name not in left_out]
     weights = [name for name in rest if _format(name) == ".safetensors" and not name.endswith(".json")]
     pickles = [name for name in rest if _format(name) in PICKLES]
-    if weights:
-        left_out |= dict.fromkeys(pickles, "pickle; the safetensors contain the weights")
+    pieces = {name for name in rest if _is_piece(name)}
+    place = None if weights else weights_files.newest_checkpoint(rest, "model.source")
+    newest = {name for name in pieces if name.rpartition("/")[0] == place}
+    left_out |= dict.fromkeys(sorted(pieces - newest), "another copy of the weights")
+    if weights or newest:
+        kept = "safetensors contain" if weights else "distributed checkpoint contains"
+        left_out |= dict.fromkeys(pickles, f"pickle; the {kept} the weights")
     elif pickles and not unsafe_weights:
         left_out |= dict.fromkeys(pickles, f"pickle, which can run code when it is loaded; {UNSAFE} allows it")
     else:
@@ -58,7 +65,7 @@ def choose(names: Iterable[str], unsafe_weights: bool, trust_remote_code: bool) 
 
 def require_weights(source: str, chosen: Iterable[str], names: Iterable[str], unsafe_weights: bool) -> None:
     """Raise a Fault if no weights were chosen. It names the other formats and the key that allows them."""
-    formats = {".safetensors", *(PICKLES if unsafe_weights else ())}
+    formats = {".safetensors", PIECE, *(PICKLES if unsafe_weights else ())}
     if any(_format(name) in formats and is_weights(name) for name in chosen):
         return
     present = {_format(name) for name in names if not _never(name, True) or _format(name) in OTHER_FORMATS}
@@ -79,7 +86,12 @@ def require_tokenizer(source: str, names: Collection[str]) -> None:
 
 
 def is_weights(name: str) -> bool:
-    return _format(name) in {".safetensors", *PICKLES} and not name.endswith(".json")
+    return _is_piece(name) or (_format(name) in {".safetensors", *PICKLES} and not name.endswith(".json"))
+
+
+def are_adopted(chosen: Iterable[str]) -> bool:
+    """Whether the weights have another form than a release's, and trainer.weights.adopted has to read them."""
+    return any(is_weights(name) and _format(name) != ".safetensors" for name in chosen)
 
 
 def unsafe_name(name: str) -> bool:
@@ -98,10 +110,15 @@ def refuse_code(source: str, folder: Path, names: Iterable[str]) -> None:
 
 def require_shards(source: str, folder: Path, names: Iterable[str], files: Iterable[str]) -> None:
     for name in (name for name in names if name.endswith(".safetensors.index.json")):
-        shards = weights.index(folder / name, f"{source}: its {name}").values()
+        shards = weights_files.index(folder / name, f"{source}: its {name}").values()
         lost = {(Path(name).parent / shard).as_posix() for shard in shards} - set(files)
         if lost:
             raise Fault(f"{source}: {name} lists {min(lost)}, which does not exist; the model is incomplete")
+
+
+def _is_piece(name: str) -> bool:
+    """Whether a file is of a distributed checkpoint."""
+    return _format(name) == PIECE or PurePosixPath(name).name == weights_files.DESCRIPTION
 
 
 def _format(name: str) -> str:
@@ -111,8 +128,10 @@ def _format(name: str) -> str:
 
 def _never(name: str, trust_remote_code: bool) -> str | None:
     path = PurePosixPath(name)
-    if any(part.startswith(".") for part in path.parts):
+    if any(part.startswith(".") for part in path.parts if part != weights_files.DESCRIPTION):
         return "hidden"
+    if _is_piece(name) and path.parent.name.startswith("optimizer"):
+        return "state of a training run"
     if path.parts[0].lower() in OTHER_COPIES and len(path.parts) > 1:
         return "another copy of the weights"
     if _format(name) in OTHER_FORMATS:

@@ -29,6 +29,7 @@ from typing import NamedTuple
 import torch
 
 from conf import families
+from conf.model_files.peft_adapter import CONFIG, EXPERT, LEAVES, STACK, WEIGHTS, module
 from contract.faults import Fault
 from trainer.weights import new_safetensors, released
 from trainer.weights.exported.parts import READABLE
@@ -36,12 +37,6 @@ from trainer.weights.merge import Adapter
 from trainer.weights.released_tensors import DTYPES, as_bytes
 from trainer.weights.trained import Trained
 
-EXPERT = re.compile(
-    r"(?P<layer>.+)\.(?P<mlp>mlp|block_sparse_moe|mixer)\.experts\.(?P<number>\d+)\.(?P<leaf>(gate|up|down)_proj|w[123])\.weight$"
-)
-STACK = re.compile(r"(?P<module>.+\.experts)\.(?P<leaf>gate_up|down)_proj$")  # gpt-oss's tensor of all experts
-LEAVES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"} | {"w1": "gate", "w3": "up", "w2": "down"}
-SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MLP = ("gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -81,7 +76,7 @@ def write(trained: Trained, folder: Path, source: str) -> list[str]:
     stacks = {_ending(f"{name}.{leaf}", 3) for name, of_layer in experts.items() for leaf in _leaves(of_layer[0])}
     parameters += sorted(stacks)
     text = json.dumps(_config(next(iter(adapters.values()))[0], modules, parameters, source), indent=2)
-    (folder / SETTINGS).write_text(text + "\n")
+    (folder / CONFIG).write_text(text + "\n")
     for path in folder.iterdir():
         path.chmod(READABLE)
     return sorted(trained.adapters.keys() - adapters.keys())
@@ -141,13 +136,6 @@ def _module_rows(trained: Trained, name: str, adapter: Adapter) -> list[Row]:
         magnitudes = lambda: trained.change(adapter).magnitude  # noqa: E731
         rows.append(Row(f"{prefix}.lora_magnitude_vector", (out,), adapter.magnitude.dtype, magnitudes))
     return rows
-
-
-def module(name: str) -> str:
-    """Return the module's name in transformers. Releases of some families begin differently."""
-    name = re.sub(r"^backbone\.", "model.", name)
-    name = re.sub(r"^language_model\.model\.", "model.language_model.", name)
-    return re.sub(r"^h\.", "transformer.h.", name).removesuffix(".weight")
 
 
 def _expert_rows(trained: Trained, name: str, experts: list[dict[str, Adapter]]) -> list[Row]:

@@ -1,0 +1,1 @@
+"""Released models from checkpoints of other stacks, and from a release with an adapter merged into it."""
