@@ -1,7 +1,4 @@
-"""trainer/weights/adopted: adapters that PEFT wrote, merged, against PEFT's own model; and checkpoints of other stacks.
-
-tests/assets/adapter_configs.json has adapter_config.json as TRL, ms-swift, LLaMA-Factory and Axolotl wrote it.
-"""
+"""trainer/weights/adopted: adapters that PEFT wrote, merged, against PEFT's own model; and checkpoints of other stacks."""
 
 import json
 import pickle
@@ -13,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from conf.model_files import config_json, peft_adapter
@@ -235,9 +232,9 @@ def described(base: Path, folder: Path) -> Path:
 
 
 def of_fsdp(state: dict, folder: Path) -> None:
-    checkpoint.save({"model": state}, checkpoint_id=folder / "checkpoint-20/pytorch_model_fsdp_0", no_dist=True)
-    checkpoint.save({"optim": {"x": torch.ones(2)}}, checkpoint_id=folder / "checkpoint-20/optimizer_0", no_dist=True)
-    checkpoint.save({"model": {"old": torch.ones(2)}}, checkpoint_id=folder / "checkpoint-3/pytorch_model_fsdp_0")
+    save({"model": state}, checkpoint_id=folder / "checkpoint-20/pytorch_model_fsdp_0", no_dist=True)
+    save({"optim": {"x": torch.ones(2)}}, checkpoint_id=folder / "checkpoint-20/optimizer_0", no_dist=True)
+    save({"model": {"old": torch.ones(2)}}, checkpoint_id=folder / "checkpoint-3/pytorch_model_fsdp_0")
 
 
 def of_deepspeed(state: dict, folder: Path) -> None:
@@ -246,20 +243,20 @@ def of_deepspeed(state: dict, folder: Path) -> None:
         torch.save({name: state[name] for name in part}, folder / f"pytorch_model-0000{number}-of-00002.bin")
 
 
-@pytest.mark.parametrize("save", [of_fsdp, of_deepspeed])
-def test_a_sharded_checkpoint_is_its_model(bases, tmp_path, save):
+@pytest.mark.parametrize("write", [of_fsdp, of_deepspeed])
+def test_a_sharded_checkpoint_is_its_model(bases, tmp_path, write):
     """In memory, transformers 5 has the experts of a layer in two tensors."""
     model, source = AutoModelForCausalLM.from_pretrained(bases / "moe"), described(bases / "moe", tmp_path / "source")
-    save(model.state_dict(), source)
+    write(model.state_dict(), source)
     assert (adopted(source, tmp_path / "out") - logits(model)).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("save", [of_fsdp, of_deepspeed])
-def test_missing_extra_and_misshapen_tensors_are_refused_by_name(bases, tmp_path, save):
+@pytest.mark.parametrize("write", [of_fsdp, of_deepspeed])
+def test_missing_extra_and_misshapen_tensors_are_refused_by_name(bases, tmp_path, write):
     state, source = dict(load_file(bases / "dense/model.safetensors")), described(bases / "dense", tmp_path / "source")
     del state["model.layers.1.self_attn.q_proj.weight"]
     state |= {"model.extra.weight": torch.ones(2, 2), "model.norm.weight": torch.ones(23)}
-    save(state, source)
+    write(state, source)
     with pytest.raises(Fault) as refused:
         checkpoints.read(source)
     text = str(refused.value)
