@@ -1,4 +1,4 @@
-"""trainer/weights/adopted: adapters that PEFT wrote, merged, against PEFT's own model; and checkpoints of other stacks."""
+"""trainer/weights/adopted: merged adapters against PEFT's own model, and checkpoints of other stacks."""
 
 import json
 import pickle
