@@ -156,6 +156,8 @@ class _Reader:
                 if match["bias"]:
                     raise self.refused(f"{name}: a bias of an adapter is not supported")
                 parts = pairs.setdefault((match["module"], match["inner"]), {})
+                if match["kind"] in parts:
+                    raise self.refused(f"{name} repeats {parts[match['kind']]}")
                 parts |= {match["kind"]: name} | ({"embedding": name} if match["embedding"] else {})
             elif match := TOKENS.fullmatch(plain):
                 self._tokens(name, match["module"])

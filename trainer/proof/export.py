@@ -121,7 +121,7 @@ def _adapter(trained, folder: Path, findings: Findings) -> None:
                     findings.add(f"{folder}: {row.key}: is not the trained weight")
                 findings.moved(entries[row.key].size)
     alphas = {adapter.alpha for of_weight in trained.adapters.values() for adapter in of_weight}
-    path = folder / peft_format.SETTINGS
+    path = folder / peft_format.CONFIG
     if (alpha := json_object.read(path).get("lora_alpha")) not in alphas:
         findings.add(f"{path}: lora_alpha is {alpha}, but the adapter was trained with {max(alphas)}")
 
