@@ -21,6 +21,7 @@ EVERYTHING = {
     "pullSecrets": ["registry"],
     "secrets": ["hub", "s3"],
     "store": "s3://bucket/finetune",
+    "runs": {"claim": "shared"},
     "gang": {
         "queue": "gpus",
         "clusterQueue": "h100",
@@ -141,7 +142,7 @@ def test_the_settings_of_gangs_are_overrides_of_a_configuration(tmp_path):
     assert run.kubernetes.model_dump(mode="json") | {"env": ()} == run.kubernetes.model_dump(mode="json") | {
         "namespace": "ml",
         "image": EVERYTHING["image"],
-        "claim": "runs",
+        "claim": "shared",
         "queue": wanted["queue"],
         "priority": wanted["priority"],
         "topology": wanted["topology"],
