@@ -22,7 +22,7 @@ EVERYTHING = {
     "secrets": ["hub", "s3"],
     "store": "s3://bucket/finetune",
     "runs": {"claim": "shared"},
-    "gang": {
+    "gangs": {
         "queue": "gpus",
         "clusterQueue": "h100",
         "network": "ib-h100",
@@ -105,8 +105,8 @@ def test_the_api_server_would_refuse_a_mistake(api, tmp_path, change, says):
     ([IMAGE, "maxUnavailable=-1"], "maxUnavailable"),
     ([IMAGE, "database.password=secret"], "password"),
     ([IMAGE, "workers[0].type=docker"], "type"),
-    ([IMAGE, "gang.clusterQueue=h100"], "gang.queue: required"),
-    ([IMAGE, "gang.network=infiniband"], "network"),
+    ([IMAGE, "gangs.clusterQueue=h100"], "gangs.queue: required"),
+    ([IMAGE, "gangs.network=infiniband"], "network"),
 ])  # fmt: skip
 def test_a_wrong_value_is_refused_with_its_name(values, says):
     made = helm("template", "finetune", CHART, *(word for value in values for word in ("--set", value)))
@@ -137,7 +137,7 @@ def test_the_settings_of_gangs_are_overrides_of_a_configuration(tmp_path):
     """What is in /etc/finetune/gang of the pods is what `finetune run NAME $(cat /etc/finetune/gang)` takes."""
     text = of(rendered(tmp_path, EVERYTHING), "ConfigMap")["finetune-settings"]["data"]["gang"]
     run = load("glm47", text.split())
-    wanted = EVERYTHING["gang"]
+    wanted = EVERYTHING["gangs"]
     assert run.gang.engine == "kubernetes" and run.gang.network == wanted["network"]
     assert run.kubernetes.model_dump(mode="json") | {"env": ()} == run.kubernetes.model_dump(mode="json") | {
         "namespace": "ml",

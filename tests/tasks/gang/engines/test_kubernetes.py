@@ -262,8 +262,8 @@ def test_the_chart_s_role_has_the_rights_that_the_flow_needs():
         for resource in rule["resources"]
         for verb in rule["verbs"]
     }
-    needed = {("jobsets", verb) for verb in ("create", "get", "list", "delete")} | {("pods", "get"), ("workloads", "get")}
-    assert needed | {("localqueues", "get"), ("jobs", "create"), ("pods", "watch")} <= allowed
+    needed = {("jobsets", verb) for verb in ("create", "get", "list", "delete")} | {("pods", "get")}
+    assert needed | {("workloads", "get"), ("localqueues", "get"), ("jobs", "create"), ("pods", "watch")} <= allowed
 
 
 @pytest.mark.parametrize("page", ["slurm"])
