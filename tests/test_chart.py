@@ -3,9 +3,12 @@
 helm and kubectl are real. The API server is tests/support/kubernetes_api.py, or with API_SERVER=real a kube-apiserver.
 """
 
+import asyncio
 import json
 import subprocess
 from pathlib import Path
+from unittest.mock import AsyncMock
+from uuid import uuid4
 
 import pytest
 import yaml
@@ -21,7 +24,8 @@ EVERYTHING = {
     "pullSecrets": ["registry"],
     "secrets": ["hub", "s3"],
     "store": "s3://bucket/finetune",
-    "gang": {
+    "runs": {"claim": "shared"},
+    "gangs": {
         "queue": "gpus",
         "clusterQueue": "h100",
         "network": "ib-h100",
@@ -104,8 +108,8 @@ def test_the_api_server_would_refuse_a_mistake(api, tmp_path, change, says):
     ([IMAGE, "maxUnavailable=-1"], "maxUnavailable"),
     ([IMAGE, "database.password=secret"], "password"),
     ([IMAGE, "workers[0].type=docker"], "type"),
-    ([IMAGE, "gang.clusterQueue=h100"], "gang.queue: required"),
-    ([IMAGE, "gang.network=infiniband"], "network"),
+    ([IMAGE, "gangs.clusterQueue=h100"], "gangs.queue: required"),
+    ([IMAGE, "gangs.network=infiniband"], "network"),
 ])  # fmt: skip
 def test_a_wrong_value_is_refused_with_its_name(values, says):
     made = helm("template", "finetune", CHART, *(word for value in values for word in ("--set", value)))
@@ -136,12 +140,12 @@ def test_the_settings_of_gangs_are_overrides_of_a_configuration(tmp_path):
     """What is in /etc/finetune/gang of the pods is what `finetune run NAME $(cat /etc/finetune/gang)` takes."""
     text = of(rendered(tmp_path, EVERYTHING), "ConfigMap")["finetune-settings"]["data"]["gang"]
     run = load("glm47", text.split())
-    wanted = EVERYTHING["gang"]
+    wanted = EVERYTHING["gangs"]
     assert run.gang.engine == "kubernetes" and run.gang.network == wanted["network"]
     assert run.kubernetes.model_dump(mode="json") | {"env": ()} == run.kubernetes.model_dump(mode="json") | {
         "namespace": "ml",
         "image": EVERYTHING["image"],
-        "claim": "runs",
+        "claim": "shared",
         "queue": wanted["queue"],
         "priority": wanted["priority"],
         "topology": wanted["topology"],
@@ -156,3 +160,31 @@ def test_the_settings_of_gangs_are_overrides_of_a_configuration(tmp_path):
     }
     least = of(rendered(tmp_path, {"image": "r.example.com/f:1"}), "ConfigMap")["finetune-settings"]["data"]["gang"]
     assert load("glm47", least.split()).kubernetes.queue is None
+
+
+def test_prefect_s_worker_makes_a_job_for_a_flow_that_the_api_server_takes(api, tmp_path):
+    """From the base job template of the chart, and from that of the file with the least that it needs."""
+    from prefect.client.schemas.objects import FlowRun
+    from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
+
+    chart = of(rendered(tmp_path, EVERYTHING), "ConfigMap")["finetune-settings"]["data"]["work-pool.json"]
+    flow_run = FlowRun(flow_id=uuid4(), name="glm47")
+    for text, values in (
+        (chart, {"resources": {"requests": {"cpu": "1"}, "limits": {"rdma/ib": "8"}}, "env": {"A": "b"}}),
+        ((CHART / "work-pool.json").read_text(), {"image": "r.example.com/f:1", "namespace": "ml"}),
+    ):
+        template = KubernetesWorkerJobConfiguration.from_template_and_values
+        made = asyncio.run(template(json.loads(text), values, client=AsyncMock()))  # no placeholder needs a server
+        made.prepare_for_flow_run(flow_run)
+        for ignored in ("completions", "parallelism"):  # Prefect wants them here, and Kubernetes ignores them
+            del made.job_manifest["spec"]["template"]["spec"][ignored]
+        created = kubectl(api, "create", "--dry-run=server", "-f", "-", text=yaml.safe_dump(made.job_manifest))
+        assert created.returncode == 0, created.stderr
+        (container,) = made.job_manifest["spec"]["template"]["spec"]["containers"]
+        variables = {one["name"]: one.get("value") for one in container["env"]}
+        assert container["args"] == ["prefect", "flow-run", "execute"]
+        if text == chart:
+            assert variables["A"] == "b" and variables["FINETUNE_STORE"] == "s3://bucket/finetune"
+            assert container["envFrom"] == [{"secretRef": {"name": name}} for name in ("hub", "s3")]
+            assert made.job_manifest["spec"]["template"]["spec"]["nodeSelector"] == {"pool": "cpu"}
+            assert container["image"] == EVERYTHING["image"]

@@ -18,10 +18,11 @@ cd "$last" && find . -type f >"$SEEN/files"
 
 @pytest.fixture
 def repository(tmp_path):
-    """A repository with the folder deploy, a test, and a file that is not committed."""
+    """A repository with the folder deploy/image, a test, and a file that is not committed."""
     folder = tmp_path / "repository"
     (folder / "tests").mkdir(parents=True)
-    subprocess.run(["cp", "-r", ROOT / "deploy", folder], check=True)
+    (folder / "deploy").mkdir()
+    subprocess.run(["cp", "-r", ROOT / "deploy/image", folder / "deploy"], check=True)
     (folder / "tests/test_one.py").touch()
     who = [f"GIT_{who}_{what}" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")]
     environment = os.environ | dict.fromkeys(who, "one@example.org")

@@ -1,6 +1,7 @@
 """Deployments on a work pool, as prefect.yaml has them: what is refused, what a cancelled run leaves behind."""
 
 import json
+import os
 import subprocess
 import time
 import urllib.error
@@ -228,6 +229,70 @@ def test_the_form_shows_help_limits_and_choices(place, worker):
     assert (rate["exclusiveMinimum"], rate["maximum"], rate["type"]) == (0, 1, "number")
     assert rate["description"].endswith(f"in tiny: {load('tiny').optimizer.lr}")
     assert all("description" in schema["properties"][name] for name in ("conf", "changes", "from_stage", "until_stage"))
+
+
+BUILDER = """#!/bin/sh
+echo "$@" >>"$0.log"
+case "$*" in *broken*) echo "no such registry"; exit 3;; esac
+"""
+
+
+@pytest.fixture
+def builder(tmp_path) -> tuple[Path, dict[str, str]]:
+    """The log of a program that stands for buildah, and the environment of `finetune deploy`."""
+    program = tmp_path / "buildah"
+    program.write_text(BUILDER)
+    program.chmod(0o755)
+    return tmp_path / "buildah.log", {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FINETUNE_COMMIT": "0123abc"}
+
+
+def test_a_pool_of_kubernetes_gets_an_image_of_the_commit(place, builder):
+    """The pool comes from the chart's base job template. Pools of processes get no image."""
+    log, environment = builder
+    template = json.loads((ROOT / "deploy/helm/work-pool.json").read_text())
+    pools = [pool["name"] for pool in place.ask_prefect("work_pools/filter") if pool["type"] == "kubernetes"]
+    if "finetune-pods" not in pools:
+        place.ask_prefect("work_pools/", name="finetune-pods", type="kubernetes", base_job_template=template)
+    own = yaml.safe_load(deploy.FILE.read_text())
+    (tiny,) = [one for one in own["deployments"] if one["name"] == "tiny"]
+    tiny |= {"name": "tiny-pods", "work_pool": {"name": "finetune-pods", "job_variables": {"shm": "1Gi"}}}
+    file = ROOT / "prefect.own.yaml"
+    assert not file.exists()
+    file.write_text(yaml.safe_dump({"deployments": [tiny]}))
+    try:
+        done = place.fork("flows.deploy", "tiny-pods", "--image", "r.example/ft", merged=True, **environment)
+        assert done.code == 0, done.output
+        found = deployment(place, "tiny-pods")
+        assert found["version"] == "0123abc" and found["entrypoint"] == "flows.finetune:finetune"
+        assert found["job_variables"] == {"shm": "1Gi", "image": "r.example/ft:gpu-0123abc"}
+        assert found["pull_steps"] == [{"prefect.deployments.steps.set_working_directory": {"directory": "/work"}}]
+        built, pushed = log.read_text().splitlines()
+        assert "--build-arg EXTRA=gpu --tag r.example/ft:gpu-0123abc" in built
+        assert pushed == "push r.example/ft:gpu-0123abc"
+        done = place.fork("flows.deploy", "tiny-pods", "--image", "broken/ft", merged=True, **environment)
+        assert done.code == 2 and "error: --image: " in done.output
+        assert deployment(place, "tiny-pods")["job_variables"]["image"] == "r.example/ft:gpu-0123abc"
+    finally:
+        file.unlink()
+    done = place.fork("flows.deploy", "node", "--image", "r.example/ft", merged=True, **environment)
+    assert done.code == 2
+
+
+def test_secrets_come_from_blocks_unless_the_environment_has_them(place, monkeypatch):
+    from prefect.blocks.system import Secret
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    from flows import secret_blocks
+
+    with temporary_settings({PREFECT_API_URL: place.prefect}):
+        for name in ("hf-token", "wandb-api-key", "of-somebody-else"):
+            Secret(value=f"{name} of a block").save(name, overwrite=True)
+        for name in secret_blocks.NAMES:
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("WANDB_API_KEY", "mine")
+        secret_blocks.use()
+    found = {name: os.environ[name] for name in secret_blocks.NAMES if name in os.environ}
+    assert found == {"HF_TOKEN": "hf-token of a block", "WANDB_API_KEY": "mine"}
 
 
 @pytest.mark.parametrize(

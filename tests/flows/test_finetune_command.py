@@ -99,7 +99,7 @@ def test_a_wrong_word_is_one_line(finetune, words, code, error):
         (["plan", "glm47-1"], {"glm47-16xh200"}),
         (["plan", "glm47", "--re"], {"--rehearse"}),
         (["run", "--until-stage", "ev"], {"evaluate-base", "evaluate-tuned"}),
-        (["gang", "glm47", "--engine", ""], {"slurm", "kubernetes"}),
+        (["gang", "glm47", "--engine", ""], {"slurm", "kubernetes", "dstack", "skypilot"}),
         (["artifacts", ""], {"list", "show", "verify", "gc"}),
         (["artifacts", "gc", "--d"], {"--days", "--delete"}),
         (["doctor", "--extra", "c"], {"cpu"}),

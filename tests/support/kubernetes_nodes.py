@@ -129,6 +129,7 @@ class Nodes:
         self.processes: dict[str, subprocess.Popen] = {}
         self.killed_at: dict[str, float] = {}
         self.created: set[str] = set()  # uids of JobSets
+        self.evicted: set[str] = set()  # pods whose end evict() reports
         self.seen: list[tuple[str, str, str]] = []  # JobSet, node and end of each pod
         self.errors: list[str] = []
         self._thread = threading.Thread(target=self._work, daemon=True)
@@ -141,6 +142,7 @@ class Nodes:
             if pod["spec"].get("nodeName") == node and pod["status"]["phase"] == "Running"
         ]  # fmt: skip
         name = pod["metadata"]["name"]
+        self.evicted.add(name)
         kill(self.processes[name])
         self._ended(name, 137, {"reason": "Evicted", "message": "The node was low on resource: memory."})
         return name
@@ -210,7 +212,7 @@ class Nodes:
         elif not process and phase == "Pending":
             self.processes[name] = self._start(name, pod)
             self.client.change(PODS, name, _runs, "/status")
-        elif process and process.poll() is not None and phase == "Running":
+        elif process and process.poll() is not None and phase == "Running" and name not in self.evicted:
             kill(process)
             self._ended(name, process.returncode % 256, {})
 
@@ -240,11 +242,12 @@ class Nodes:
         ends: list[tuple[str, str, str]] = []
 
         def ended(content: dict[str, Any]) -> None:
+            ends.clear()
             if content["status"]["phase"] == "Running":
                 terminated = {"exitCode": code, "reason": "Error" if code else "Completed", "finishedAt": now()}
                 content["status"] |= {"phase": "Failed" if code else "Succeeded", **status}
                 content["status"]["containerStatuses"] = [_container(content, {"terminated": terminated})]
-                ends[:] = [(content["metadata"]["labels"][OWNER], content["spec"]["nodeName"], f"{code}")]
+                ends.append((content["metadata"]["labels"][OWNER], content["spec"]["nodeName"], f"{code}"))
 
         self.client.change(PODS, name, ended, "/status")
         self.seen += ends

@@ -78,26 +78,26 @@ PREFECT_API_URL: http://{{ include "finetune.name" (list . "prefect") }}:4200/ap
 {{/* Settings of gangs, one KEY=VALUE per line, as commands and Prefect's form take them */}}
 {{- define "finetune.gang" -}}
 {{- $pairs := list }}
-{{- range $key, $value := .Values.gang.nodeSelector }}{{ $pairs = append $pairs (printf "%s=%s" $key $value) }}{{ end -}}
+{{- range $key, $value := .Values.gangs.nodeSelector }}{{ $pairs = append $pairs (printf "%s=%s" $key $value) }}{{ end -}}
 {{- $amounts := list }}
-{{- range $key, $value := .Values.gang.resources }}{{ $amounts = append $amounts (printf "%s=%v" $key $value) }}{{ end -}}
+{{- range $key, $value := .Values.gangs.resources }}{{ $amounts = append $amounts (printf "%s=%v" $key $value) }}{{ end -}}
 gang.engine=kubernetes
 kubernetes.namespace={{ .Release.Namespace }}
 kubernetes.image={{ .Values.image }}
 kubernetes.claim={{ .Values.runs.claim }}
-kubernetes.gpus={{ .Values.gang.gpus | default "null" }}
-kubernetes.shm={{ .Values.gang.shm }}
+kubernetes.gpus={{ .Values.gangs.gpus | default "null" }}
+kubernetes.shm={{ .Values.gangs.shm }}
 kubernetes.secrets=[{{ join "," .Values.secrets }}]
 kubernetes.pull_secrets=[{{ join "," .Values.pullSecrets }}]
 kubernetes.selector=[{{ join "," $pairs }}]
-kubernetes.tolerations=[{{ join "," .Values.gang.tolerations }}]
+kubernetes.tolerations=[{{ join "," .Values.gangs.tolerations }}]
 kubernetes.resources=[{{ join "," $amounts }}]
-kubernetes.host_network={{ .Values.gang.hostNetwork }}
-{{- with .Values.gang.network }}
+kubernetes.host_network={{ .Values.gangs.hostNetwork }}
+{{- with .Values.gangs.network }}
 gang.network={{ . }}
 {{- end }}
 {{- range $key := list "queue" "priority" "topology" "cpu" "memory" }}
-{{- with index $.Values.gang $key }}
+{{- with index $.Values.gangs $key }}
 kubernetes.{{ $key }}={{ . }}
 {{- end }}
 {{- end }}

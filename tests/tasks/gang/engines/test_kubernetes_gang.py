@@ -82,7 +82,7 @@ def step(folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(900)
 def test_an_evicted_pod_returns_and_the_losses_are_those_of_one_host(train, nodes, alone):
     began = time.monotonic()
     running, folder = train()
