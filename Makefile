@@ -6,7 +6,7 @@ endif
 PYTHON := .venv/bin/python
 STAMP := .venv/.synced-$(EXTRA)
 
-.PHONY: help setup tiny tiny-rl up down test slow doctor lint families layouts study bench-store bench-flow bench-data bench-convert bench-save bench-packed bench-libraries faults recovery scale gpu gpu-kit schema presets docs image licences clean
+.PHONY: help setup tiny tiny-rl up down test slow doctor lint families layouts study bench-store bench-flow bench-data bench-convert bench-save bench-packed bench-team bench-libraries faults recovery scale gpu gpu-kit schema presets docs image licences clean
 
 help: ## list these targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' Makefile
@@ -85,6 +85,9 @@ bench-save: $(STAMP) ## compare host memory of a save with the plan
 
 bench-packed: $(STAMP) ## measure LoRA on each packed base
 	$(PYTHON) -m benchmarks.packed_quality $(SHORTLY)
+
+bench-team: $(STAMP) ## run the services of deploy/compose as processes, and 20 flows at once; LIMIT=4 at a time
+	$(PYTHON) -m benchmarks.team $(if $(LIMIT),--limit $(LIMIT))
 
 bench-libraries: $(STAMP) ## compare libraries with our code; docs/adr/ has the decisions
 	$(PYTHON) -m benchmarks.libraries

@@ -1,6 +1,6 @@
 """20 flows at once on the services of deploy/compose/compose.yaml, which are processes here; two flows are killed.
 
-    python -m benchmarks.team              make bench-team; about 15 minutes on 2 free cores, needs PostgreSQL's programs
+    python -m benchmarks.team              make bench-team; needs PostgreSQL's programs
     python -m benchmarks.team --limit 4    at most 4 flows at a time
 
 Commands, variables and secrets are those of the file; each service sees only its own. Addresses, folders and ports are
@@ -22,9 +22,10 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import yaml
@@ -55,6 +56,9 @@ class Services:
     ports: dict[str, int] = field(default_factory=lambda: {name: free_port() for name in ("5432", "4200", "5000")})
     address: str = ""  # of S3
     peak: Counter = field(default_factory=Counter)  # connections by database
+    stages: Counter = field(default_factory=Counter)  # tasks by stage and state
+    verified: str = ""  # last line of flows.artifacts verify
+    ask: Callable[[str], str] = lambda query: ""  # asks PostgreSQL
 
     def __post_init__(self) -> None:
         self.file = yaml.safe_load(self._interpolated(COMPOSE.read_text()))
@@ -136,7 +140,7 @@ class Services:
                     name, count = line.split("|")
                     self.peak[name] = max(self.peak[name], int(count))
 
-    def request(self, path: str, body: dict | None = None, method: str | None = None) -> list | dict:
+    def request(self, path: str, body: dict | None = None, method: str | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             f"{self.api}/{path}", data, {"Content-Type": "application/json"}, method=method
@@ -188,7 +192,7 @@ def measure(services: Services, count: int, began: float) -> int:
     servers = [services.start(name) for name in ("prefect", "mlflow")]
     for name in ("prefect", "mlflow"):
         services.healthy(name)
-    assert services.start("deploy").wait(600) == 0
+    assert services.start("deploy").wait(1800) == 0
     servers.append(services.start("worker"))
     print(f"services: {time.monotonic() - began:.0f} s", flush=True)
     deployment = services.request("deployments/name/finetune/tiny")
@@ -304,7 +308,7 @@ def _check(services: Services, ended: list[dict], killed: list[str]) -> list[str
     verify = subprocess.run(
         [sys.executable, "-m", "flows.artifacts", "verify"], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-    services.verified = verify.stdout.strip().splitlines()[-1:]
+    services.verified = (verify.stdout.strip().splitlines() or [""])[-1]
     if verify.returncode:
         problems.append(f"flows.artifacts verify: {verify.stdout}{verify.stderr}")
     return problems + _check_mlflow(services)
@@ -314,9 +318,7 @@ def _check_mlflow(services: Services) -> list[str]:
     from mlflow import MlflowClient
 
     client, problems = MlflowClient(services.mlflow), []
-    trainings = client.search_runs(
-        [client.get_experiment_by_name("finetune").experiment_id], "tags.finetune.stage = 'train'"
-    )
+    trainings = client.search_runs(["1"], "tags.finetune.stage = 'train'")
     if len(trainings) != TRAININGS:
         problems.append(f"MLflow has {len(trainings)} trainings")
     for run in trainings:
@@ -336,7 +338,9 @@ def _report(services: Services, ended: list[dict], whole: float, problems: list[
     cached = sum(count for (_, state), count in services.stages.items() if state == "Cached")
     logs = {name: (services.folder / f"{name}.log").read_text() for name in ("postgres", "prefect", "mlflow", "worker")}
     errors = {name: len(re.findall(r"\bERROR\b|\bFATAL\b|Traceback", text)) for name, text in logs.items()}
-    query = "select datname, xact_commit, xact_rollback, deadlocks from pg_stat_database where datname in ('prefect', 'mlflow')"
+    query = (
+        "select datname, xact_commit, xact_rollback, deadlocks from pg_stat_database where datname ~ 'prefect|mlflow'"
+    )
     rows = [
         ("all flows", f"{whole:.0f} s"),
         (
@@ -357,11 +361,12 @@ def _report(services: Services, ended: list[dict], whole: float, problems: list[
         rows.append(
             (
                 f"database {name}",
-                f"{services.peak[name]} connections, {commits} transactions, {rollbacks} rolled back, {deadlocks} deadlocks",
+                f"{services.peak[name]} connections at most, {commits} transactions, {rollbacks} rolled back, "
+                f"{deadlocks} deadlocks",
             )
         )
     rows.append(("errors in logs", ", ".join(f"{name} {count}" for name, count in errors.items())))
-    rows.append(("store", " ".join(services.verified)))
+    rows.append(("store", services.verified))
     print("", "|  |  |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), sep="\n")
     for name, text in logs.items():
         for line in [line for line in text.splitlines() if re.search(r"\bERROR\b|\bFATAL\b", line)][:5]:
