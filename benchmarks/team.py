@@ -36,11 +36,11 @@ from tests.support.flow_world import BIN, free_port, wait_for
 
 ROOT = Path(__file__).parents[1]
 COMPOSE = ROOT / "deploy/compose/compose.yaml"
-FLOWS, TRAININGS, STEPS, KILLED = 20, 4, 20, 2
+FLOWS, TRAININGS, STEPS, SAVED, KILLED = 20, 4, 100, 20, 2
 WITHIN = 3600.0
 CHANGES = {
-    "train": {"steps": STEPS, "validate_every": 10, "validate_batches": 1},
-    "checkpoint": {"save_every": 5},
+    "train": {"steps": STEPS, "validate_every": 50, "validate_batches": 1},
+    "checkpoint": {"save_every": SAVED},
     "evaluate": {"tasks": []},
 }
 SHARED = ("download", "prepare", "convert")
@@ -88,6 +88,7 @@ class Services:
     def start(self, name: str) -> subprocess.Popen:
         """Start a service with the file's entrypoint and command."""
         service = self.file["services"][name]
+        service["command"][-1] = service["command"][-1].replace("flows.deploy", "flows.deploy tiny")  # not all 50
         command = [self._here(name, word) for word in service["entrypoint"] + service["command"]]
         with (self.folder / f"{name}.log").open("w") as log:
             return subprocess.Popen(command, cwd=self.folder / name, env=self.environment(name), stdout=log, stderr=log)
@@ -201,7 +202,7 @@ def measure(services: Services, count: int, began: float) -> int:
     threading.Thread(target=services.sample, args=(done,), daemon=True).start()
     runs = [_submit(services, deployment["id"], number) for number in range(count)]
     print(f"{count} flows submitted in {time.monotonic() - began:.1f} s", flush=True)
-    killed = _kill(services, runs)
+    killed = _kill(services)
     ended = _ended(services, runs)
     whole = time.monotonic() - began
     done.set()
@@ -219,47 +220,29 @@ def _submit(services: Services, deployment: str, number: int) -> str:
     return services.request(f"deployments/{deployment}/create_flow_run", body)["id"]
 
 
-def _kill(services: Services, runs: list[str]) -> list[str]:
-    """Kill the processes of flows that train, after a checkpoint."""
+def _kill(services: Services) -> list[str]:
+    """Kill the processes of flows that train, after a checkpoint. Return the ids of the flows."""
     killed: list[str] = []
-
-    def training() -> list[str]:
-        work = (services.folder / "worker/runs/work").glob("train*/**/metrics.jsonl")
-        busy = [path for path in work if len(path.read_text().splitlines()) > 8]
-        tasks = services.request("task_runs/filter", {"flow_runs": {"id": {"any_": runs}}, "limit": 200})
-        owners = [task["flow_run_id"] for task in tasks if task["name"] == "train" and task["state_name"] == "Running"]
-        return [one for one in owners if one not in killed and _trainers(one)] if busy else []
-
     for _ in range(KILLED):
-        victim = wait_for(training, WITHIN)[0]
-        process = _process(victim)
-        if process is None:
-            continue
+        flow, process = wait_for(lambda: next(((f, p) for f, p in _training() if f not in killed), None), WITHIN)
         process.kill()
-        killed.append(victim)
-        print(f"killed flow {victim} in its training", flush=True)
+        killed.append(flow)
+        print(f"{time.strftime('%H:%M:%S')} killed flow {flow} in its training", flush=True)
     return killed
 
 
-def _process(run: str) -> psutil.Process | None:
-    """The process of a flow."""
+def _training() -> Iterator[tuple[str, psutil.Process]]:
+    """Flows with a training that has saved a checkpoint, and their processes."""
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            command = " ".join(process.cmdline())
-            if process.environ().get("PREFECT__FLOW_RUN_ID") == run and "prefect.flow_engine" in command:
-                return process
-    return None
-
-
-def _trainers(run: str) -> list[psutil.Process]:
-    process = _process(run)
-    with contextlib.suppress(psutil.Error):
-        return [
-            child
-            for child in (process.children(recursive=True) if process else [])
-            if "trainer.train" in " ".join(child.cmdline())
-        ]
-    return []
+        with contextlib.suppress(psutil.Error, OSError, StopIteration):
+            command = process.cmdline()
+            if "trainer.train" not in command or process.environ().get(MARK) != os.environ[MARK]:
+                continue
+            folder = Path(command[-1]).parent
+            steps = [line for file in folder.rglob("metrics.jsonl") for line in file.read_text().splitlines()]
+            flow = next(one for one in process.parents() if one.cmdline()[1:3] == ["-m", "prefect.engine"])
+            if sum('"train"' in line for line in steps) > SAVED:
+                yield flow.environ()["PREFECT__FLOW_RUN_ID"], flow
 
 
 def _ended(services: Services, runs: list[str]) -> list[dict]:

@@ -4,14 +4,15 @@
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import UTC
 from pathlib import PurePath
 from typing import Any, Literal
 
+from httpx import HTTPError
 from prefect import Flow, State
 from prefect.client.orchestration import get_client
-from prefect.exceptions import FailedRun
+from prefect.exceptions import FailedRun, PrefectException
 from prefect.runtime import flow_run
 from prefect.states import Failed
 
@@ -79,7 +80,8 @@ def run_flow(
 
 def _label(run: Run) -> None:
     """Add owner and project to the tags of the flow run in Prefect."""
-    with get_client(sync_client=True) as client:
+    # A busy server costs the tags, not the run.
+    with suppress(HTTPError, PrefectException), get_client(sync_client=True) as client:
         client.update_flow_run(flow_run.id, tags=sorted({*flow_run.tags, *accounts.labels(run)}))
 
 

@@ -278,10 +278,11 @@ class LocalStore:
 
     def _partial(self) -> Path:
         """Return the path of a new file. If the group may write to the store, it may write to all new folders too."""
+        with contextlib.suppress(FileNotFoundError):
+            if self.root.stat().st_mode & stat.S_IWGRP:
+                os.umask(os.umask(0o077) & 0o707)  # of this process and its children
         folder = self.root / OWN / "partial"
         folder.mkdir(parents=True, exist_ok=True)
-        if self.root.stat().st_mode & stat.S_IWGRP:
-            os.umask(os.umask(0o077) & 0o707)  # of this process and its children
         return folder / uuid.uuid4().hex
 
     def _sweep(self) -> None:
