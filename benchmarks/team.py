@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -129,7 +130,7 @@ class Services:
             self.ask = lambda query: subprocess.check_output([*psql, "postgres", "-Atc", query], env=env, text=True)
             yield
         finally:
-            server.terminate()
+            server.send_signal(signal.SIGINT)  # with SIGTERM it would wait for its clients
             server.wait(60)
 
     def sample(self, done: threading.Event) -> None:
@@ -146,7 +147,7 @@ class Services:
         request = urllib.request.Request(
             f"{self.api}/{path}", data, {"Content-Type": "application/json"}, method=method
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:  # the host is busy
             return json.loads(answer.read() or "null")
 
     def _interpolated(self, text: str) -> str:

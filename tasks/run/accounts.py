@@ -35,12 +35,12 @@ from tasks.store import Store
 
 QUOTAS = "finetune_quotas"  # Prefect's variable: {"PROJECT": {"gpu_hours": N, "usd": N}}; both are optional
 UNITS = {"gpu_hours": "GPU hours", "usd": "USD"}
-TRIED = 5.0  # seconds between two looks at whether a run that waits for GPUs of its project was stopped
+TRIED = 15.0  # seconds between two looks at whether a run that waits for GPUs of its project was stopped
 
 
 @dataclass
 class Usage:
-    """What runs have used: by the stages that they made, not by cached ones."""
+    """Sum of what runs have used, by the stages that they made and not by cached ones."""
 
     runs: int = 0
     gpu_hours: float = 0.0
