@@ -6,7 +6,7 @@ endif
 PYTHON := .venv/bin/python
 STAMP := .venv/.synced-$(EXTRA)
 
-.PHONY: help setup tiny tiny-rl up down test slow doctor lint families layouts study bench-store bench-flow bench-data bench-convert bench-save bench-packed bench-libraries faults recovery scale gpu gpu-kit schema presets docs image push licences kubernetes clean
+.PHONY: help setup tiny tiny-rl up down test slow doctor lint families layouts study bench-store bench-flow bench-data bench-convert bench-save bench-packed bench-team bench-libraries faults recovery scale gpu gpu-kit schema presets docs image push licences kubernetes clean
 
 help: ## list these targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' Makefile
@@ -90,6 +90,9 @@ API_SERVER ?=
 kubernetes: $(STAMP) ## check the Helm chart and run a gang against an API server; API_SERVER=real: Debian's, compiled in 15 minutes
 	sh tests/support/kubernetes_programs.sh runs/kubernetes $(API_SERVER)
 	API_SERVER=$(API_SERVER) $(PYTHON) -m pytest -m "" tests/test_chart.py tests/tasks/gang/engines/test_kubernetes_gang.py
+
+bench-team: $(STAMP) ## run the services of deploy/compose as processes, and 20 flows at once; LIMIT=4 at a time
+	$(PYTHON) -m benchmarks.team $(if $(LIMIT),--limit $(LIMIT))
 
 bench-libraries: $(STAMP) ## compare libraries with our code; docs/adr/ has the decisions
 	$(PYTHON) -m benchmarks.libraries

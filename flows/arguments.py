@@ -26,7 +26,7 @@ MODEL = "org/name on the Hub, a folder, or s3://..."
 DATA = "a file, a folder, org/name on the Hub, or s3://..."
 MACHINE = "such as 8xh100, 1xa100, 2x8xh200 (hosts x GPUs), 1xmy-gpu.yaml or cpu"
 # Subcommands of finetune, each with its module and the module's first word.
-_MODULES = ("new", "adopt", "plan", "pretrain", "serve", "logs", "artifacts", "gang", "deploy", "doctor")
+_MODULES = ("new", "adopt", "plan", "pretrain", "serve", "logs", "artifacts", "costs", "gang", "deploy", "doctor")
 COMMANDS = {name: f"flows.{name}" for name in _MODULES}
 COMMANDS.update(run="flows.finetune", study="benchmarks.study", up="flows.services up", down="flows.services down")
 invoked_as = "python -m"  # flows/__main__.py sets "finetune": then help and advice name `finetune plan`
@@ -166,14 +166,32 @@ def logs() -> argparse.ArgumentParser:
 def artifacts() -> argparse.ArgumentParser:
     made = parser("flows.artifacts")
     commands = made.add_subparsers(dest="do", required=True, prog=made.prog)
-    commands.add_parser("list", help="all artifacts").add_argument("stage", nargs="?", help="only those of this stage")
+    listed = commands.add_parser("list", help="all artifacts")
+    listed.add_argument("stage", nargs="?", help="only those of this stage")
+    listed.add_argument("--owner", help="only those that runs of this owner refer to")
+    listed.add_argument("--project", help="only those that runs of this project refer to")
     commands.add_parser("show", help="one artifact's record and lineage").add_argument("key")
     verified = "only these; also compare a base (convert) or an export with the release"
     commands.add_parser("verify", help="read every byte").add_argument("keys", nargs="*", metavar="key", help=verified)
     gc = commands.add_parser("gc", help="list or delete artifacts that no run needs")
-    gc.add_argument("--days", type=_days, help="ignore runs that started more than DAYS days ago")
+    gc.add_argument("--days", type=_days, help="ignore your runs that started more than DAYS days ago")
+    gc.add_argument("--all-owners", action="store_true", help="with --days, ignore old runs of other owners too")
     gc.add_argument("--delete", action="store_true", help="delete them; the default only lists them")
     return made
+
+
+def costs() -> argparse.ArgumentParser:
+    made = parser("flows.costs")
+    made.add_argument("--month", type=_month, help="such as 2026-11 (default: this month, UTC)")
+    made.add_argument("--project", help="only this project")
+    made.add_argument("--owner", help="only this owner")
+    return made
+
+
+def _month(text: str) -> str:
+    if not re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])", text):
+        raise argparse.ArgumentTypeError(f"{text}: not a month, such as 2026-11")
+    return text
 
 
 def _days(text: str) -> float:

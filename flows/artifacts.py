@@ -13,7 +13,7 @@ weight by weight (trainer/proof/): unchanged weights bit by bit, trained ones ar
 Exit code 2: nothing can be compared, for example because the inputs were deleted.
 
 gc keeps an artifact if a run refers to it, if it is an input of a kept one, or if a version in MLflow's registry uses
-it. With --days, runs that began longer ago do not count, unless they run or the store has a later checkpoint, from
+it. With --days, your runs that began longer ago do not count, unless they run or the store has a later checkpoint, from
 which they can resume. Logs of a gang (python -m flows.logs) are removed with its
 training, or --days after it was complete. Files that no stage has written stay.
 """
@@ -41,7 +41,7 @@ from flows import arguments
 from flows.pipeline import PIPELINE
 from tasks.gang.copies import Copies
 from tasks.gang.history import timeline
-from tasks.run import artifact, launch, lease
+from tasks.run import accounts, artifact, launch, lease
 from tasks.run.artifact import Artifact, Missing, Stage
 from tasks.run.places import open_run_store, runs_folder
 from tasks.store import Store
@@ -61,11 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments.artifacts().parse_args(argv)
     store = open_run_store()
     if options.do == "list":
-        return show_all(store, options.stage or "")
+        return show_all(store, options.stage or "", options.owner, options.project)
     if options.do == "show":
         return show(store, _one(store, options.key))
     if options.do == "gc":
-        return collect(store, options.days, options.delete)
+        return collect(store, options.days, options.delete, options.all_owners)
     if options.keys:
         named = [_one(store, key) for key in options.keys]
         return max(verify(store, named), *(prove(store, made) for made in named))
@@ -74,11 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return verify(store, several, sorted(records - {made.key for made in several}))
 
 
-def show_all(store: Store, stage: str) -> int:
+def show_all(store: Store, stage: str, owner: str | None = None, project: str | None = None) -> int:
     if stage and stage not in STAGES:
         near = get_close_matches(stage.partition("-")[0], STAGES, n=1)
         raise Fault(f"{stage}: not a stage; " + (f"did you mean {near[0]}?" if near else ", ".join(STAGES)))
     found = sorted(artifact.every(store, stage), key=lambda made: made.made["at"])
+    if owner or project:
+        runs = [_note(store, f"runs/{name}") for name in store.keys("runs")]
+        theirs = [run for run in runs if owner in (None, run["owner"]) and project in (None, run["project"])]
+        keys = {key for run in theirs for key in run["artifacts"]}
+        found = [made for made in found if made.key in keys]
     everything = artifact.by_fingerprint(store)
     before: dict[tuple[str, ...], Artifact] = {}
     width = max((len(_conf(made)) for made in found), default=0)
@@ -182,8 +187,11 @@ def prove(store: Store, made: Artifact) -> int:
         ).returncode
 
 
-def collect(store: Store, days: float | None, delete: bool) -> int:
-    """Remove artifacts and logs that nothing refers to. Without `delete`, only list them."""
+def collect(store: Store, days: float | None, delete: bool, all_owners: bool = False) -> int:
+    """Remove artifacts and logs that nothing refers to. Without `delete`, only list them.
+
+    Old runs of other owners count, unless `all_owners` is set.
+    """
     everything = {made.key: made for made in artifact.every(store)}
     there = store.keys("")
     paths = [name.split("/") for name in there]
@@ -194,7 +202,7 @@ def collect(store: Store, days: float | None, delete: bool) -> int:
     making = {key for key, maker in makers.items() if maker}
     limit = None if days is None else time.time() - days * DAY
     gangs = _gangs({name.removeprefix("gangs/"): facts for name, facts in there.items() if name.startswith("gangs/")})
-    old = [] if limit is None else _older_than(store, limit, making | _resumable(store, gangs, limit))
+    old = [] if limit is None else _older_than(store, limit, making | _resumable(store, gangs, limit), all_owners)
     kept = _with_inputs(_referred_to(store, old), everything)
     freed = 0
     for key in sorted(folders - kept):
@@ -243,10 +251,12 @@ def _with_inputs(keys: set[str], everything: dict[str, Artifact]) -> set[str]:
     return keys | {source.key for stage in stages for source in artifact.sources(stage, known)}
 
 
-def _older_than(store: Store, limit: float, active: set[str]) -> list[str]:
+def _older_than(store: Store, limit: float, active: set[str], all_owners: bool) -> list[str]:
     """Return old runs that are not active: a long training may still read inputs that are weeks old."""
     runs = {name: _note(store, f"runs/{name}") for name in store.keys("runs")}
-    return [name for name, run in runs.items() if run["started"] < limit and active.isdisjoint(run["artifacts"])]
+    old = {name: run for name, run in runs.items() if run["started"] < limit and active.isdisjoint(run["artifacts"])}
+    mine = (None, accounts.login())  # runs of earlier versions have no owner
+    return [name for name, run in old.items() if all_owners or run["owner"] in mine]
 
 
 def _resumable(store: Store, gangs: Iterable[str], limit: float) -> set[str]:
@@ -270,10 +280,11 @@ def _note(store: Store, key: str) -> dict[str, Any]:
     """Return the note of a run or a pin. A damaged note stops the removal, because it may refer to any artifact."""
     found = store.read(key)
     if found is None:  # another process has just removed it
-        return {"artifacts": [], "started": 0.0}
+        return {"artifacts": [], "started": 0.0, "owner": None, "project": None}
     try:
         note = json.loads(found[0])
-        return {"artifacts": list(note["artifacts"]), "started": float(note.get("started", 0))}
+        owned = {key: note.get(key) for key in ("owner", "project")}
+        return owned | {"artifacts": list(note["artifacts"]), "started": float(note.get("started", 0))}
     except (ValueError, TypeError, KeyError, AttributeError):
         raise Fault(f"{store.link(key)}: damaged; remove it, and gc can remove its artifacts") from None
 

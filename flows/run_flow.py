@@ -4,22 +4,28 @@
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import UTC
 from pathlib import PurePath
 from typing import Any, Literal
 
+from httpx import HTTPError
 from prefect import Flow, State
-from prefect.exceptions import FailedRun
+from prefect.client.orchestration import get_client
+from prefect.exceptions import FailedRun, PrefectException
 from prefect.runtime import flow_run
 from prefect.states import Failed
 
 from conf.load import load
+from conf.planner.verdict import Plan
 from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
 from flows import secret_blocks
 from flows.pipeline import PIPELINE, run_stages
+from tasks.run import accounts, artifact
+from tasks.run.places import open_run_store
 from tasks.run.session import Session
+from tasks.run.steps import Request
 from tasks.servers import prefect_server
 from tasks.servers.waiting import no_lost_signals
 from tasks.stages import run_report
@@ -59,17 +65,37 @@ def run_flow(
     try:
         run = load(conf, overrides)
         require(run)
+        _label(run)
         planned = plan.submit(run, PIPELINE.asked(run, until_stage)).result()  # from config.json alone
         request = PIPELINE.request(planned.run, from_stage, until_stage)
-        session = begun.enter_context(Session(planned.run, request, flow_run.id, flow_run.name))
+        _require_quota(planned, request)
+        session = begun.enter_context(Session(planned.run, request, flow_run.id, flow_run.name, planned.gpu))
     except (ConfigError, Fault) as fault:
         return Failed(message=str(fault))
     with begun:
         tell(session.tracking, planned)
         run_stages(session)
-        run_report.publish(planned, session.outcomes, session.store, session.tracking)
+        run_report.publish(planned, session.outcomes, session.store, session.tracking, session.spent.total())
         made = run_report.result(session.outcomes, session.store, session.tracking)
     return session.outcomes.verdict(made)
+
+
+def _label(run: Run) -> None:
+    """Add owner and project to the tags of the flow run in Prefect."""
+    # A busy server costs the tags, not the run.
+    with suppress(HTTPError, PrefectException), get_client(sync_client=True) as client:
+        client.update_flow_run(flow_run.id, tags=sorted({*flow_run.tags, *accounts.labels(run)}))
+
+
+def _require_quota(planned: Plan, request: Request) -> None:
+    """Raise a Fault if the project has no GPU hours left for the training. A training in the store costs nothing."""
+    store, stage = open_run_store(), request.stages["train"]
+    if "train" in request.unasked or ("train" not in request.again and artifact.read(store, stage.key)):
+        return
+    needs, time = {}, planned.time
+    if time and time.hours is not None:
+        needs = {"gpu_hours": time.hours * planned.run.world, "usd": time.cost or 0.0}
+    accounts.require_quota(planned.run, store, needs)
 
 
 def _has_news(record: logging.LogRecord) -> bool:

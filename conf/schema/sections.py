@@ -357,13 +357,20 @@ class Promote(Section):
     show such a gain in at most 5 % of cases; 0 = only promote.margin decides"""
 
 
+Label = Annotated[Text, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@+-]*$", max_length=100)]
+
+
 class Track(Section):
-    """Destination of metrics. The server is MLFLOW_TRACKING_URI, or a file in runs/."""
+    """Destination of metrics, owner and project. The server is MLFLOW_TRACKING_URI, or a file in runs/."""
 
     experiment: Annotated[Text, NOWHERE] = "finetune"
     """MLflow's experiment"""
     wandb: Annotated[Text | None, NOWHERE] = None
     """Weights & Biases project for the metrics too"""
+    owner: Annotated[Label | None, NOWHERE] = None
+    """owner of the run, a tag in Prefect and MLflow; null = FINETUNE_OWNER, else the login name"""
+    project: Annotated[Label, NOWHERE] = "default"
+    """project of the run, a tag in Prefect and MLflow; quotas and costs are per project"""
     tensorboard: Annotated[bool, NOWHERE] = False
     """write TensorBoard's files too, into tensorboard/ of the training's artifact"""
 

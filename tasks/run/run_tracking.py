@@ -13,6 +13,7 @@ from prefect.utilities.urls import url_for
 from conf.schema.run import Run
 from tasks import tracking
 from tasks.pages.markdown import words
+from tasks.run import accounts
 from tasks.run.artifact import Artifact, Stage
 from tasks.run.outcomes import Outcomes
 from tasks.store import Store
@@ -34,7 +35,7 @@ class RunTracking:
         self.prefect = url_for("flow-run", obj_id=id) or ""
         tags = {"finetune.flow_run": id, "finetune.store": store.uri, "finetune.conf": run.name}
         tags |= {f"finetune.{name}": stage.fingerprint for name, stage in stages.items()}
-        tags |= self._note("A run of the flow")
+        tags |= accounts.tags(run) | self._note("A run of the flow")
         self.whole = tracking.start(folder, None, run.track.experiment, id, name, tags, _flat(run), run.track.wandb)
         self._stages: dict[str, tracking.Stage] = {}
         self._looked_up: dict[bool, dict[str, str]] = {}
@@ -45,7 +46,7 @@ class RunTracking:
             if name == "train":
                 tags = {"finetune.fingerprint": stage.fingerprint, "finetune.stage": name}
                 tags |= {f"finetune.input.{key}": value for key, value in stage.inputs.items()}
-                tags |= {"finetune.conf": self._run.name} | self._note("The training")
+                tags |= {"finetune.conf": self._run.name} | accounts.tags(self._run) | self._note("The training")
                 id, params = f"train-{stage.fingerprint}", _flat(stage.config)
                 self._stages[name] = self.whole.stage(f"{name} {self.name}", id, tags, params)
             else:

@@ -18,11 +18,13 @@ from prefect.cache_policies import NO_CACHE
 from prefect.states import Cancelled, Completed, Failed
 
 from conf.host import nvidia_smi
+from conf.planner.hardware import Gpu
 from conf.rules import gpus, reinforcement
 from conf.schema.run import Run
+from contract import json_object
 from contract.faults import Fault, Stopped
 from tasks import tracking
-from tasks.run import artifact, launch
+from tasks.run import accounts, artifact, launch
 from tasks.run.artifact import Artifact, Work
 from tasks.run.outcomes import Outcome, Outcomes
 from tasks.run.places import open_run_store, runs_folder
@@ -63,6 +65,7 @@ class StageRun:
         self.reinforces = reinforcement.is_asked(self.run) and "reinforce" not in request.unasked
         self._unasked, self._make_again = request.unasked.get(self.name), self.name in request.again
         self._folder, self._outcomes, self._ending = session.folder, session.outcomes, session.ending
+        self._gpus = accounts.processes(session.run, session.spent.gpu, self.name)
 
     def tracked(self) -> tracking.Stage:
         """The stage's run in MLflow."""
@@ -159,7 +162,9 @@ class StageRun:
         def tracked(work: Work) -> dict[str, Any]:
             self.tracked()
             self.tracking.whole.ship()
-            return make(work)
+            project, holder, stop = self.run.track.project, f"{self.name} of {self.tracking.name}", self.stopped(work)
+            with accounts.gpus_of_project(project, self._gpus, holder, say, stop):
+                return make(work)
 
         made = {"flow": self.tracking.name, "run": self.run.name}
         progress = Progress(f"store-{self.name}", "bytes").update
@@ -168,17 +173,19 @@ class StageRun:
 
 
 class Session(AbstractContextManager):
-    def __init__(self, run: Run, request: Request, id: str, name: str):
+    def __init__(self, run: Run, request: Request, id: str, name: str, gpu: Gpu):
         self.run, self.request, self.id, self.name = run, request, id, name
         self.folder, self.store = runs_folder(), open_run_store()
         self.outcomes = Outcomes(request.stages)
         self.started = time.time()
         self.ending = threading.Event()
+        self.spent = accounts.Spent(run, gpu)
 
     def __enter__(self) -> Self:
         with plainly(self.folder):
             self.tracking = RunTracking(self.run, self.name, self.id, self.request.stages, self.store, self.folder)
         try:
+            self._spent_before = self._former()
             self._note("running")
         except Fault as fault:
             self.tracking.refuse(str(fault))
@@ -212,8 +219,11 @@ class Session(AbstractContextManager):
         return {step.after: self.run.evaluate.base == "required"}
 
     def has_ended(self, name: str) -> None:
-        """Mark training as pointless if the base's evaluation failed and evaluate.base requires its result."""
+        """Note the cost of the stage. If the base's evaluation failed and is required, training is pointless."""
         outcome = self.outcomes.by_stage.get(name)
+        if outcome and outcome.artifact and outcome.state == "Completed":
+            self.spent.add(name, outcome.artifact)
+            self._note("running")
         if name == "evaluate-base" and outcome and outcome.failed and self.run.evaluate.base == "required":
             self.outcomes.pointless = "evaluate-base failed; evaluate.base=optional trains without its result"
 
@@ -221,8 +231,16 @@ class Session(AbstractContextManager):
         """Record the artifacts that this run refers to: flows.artifacts keeps them."""
         keys = [stage.key for stage in self.request.stages.values()]
         note = {"name": self.name, "conf": self.run.name, "started": self.started, "status": status, "artifacts": keys}
+        note |= {"owner": accounts.owner(self.run), "project": self.run.track.project}
+        note |= {key: value + self._spent_before.get(key, 0.0) for key, value in self.spent.total().items()}
         try:
             self.store.write(f"runs/{self.id}.json", json.dumps(note, indent=1).encode())
         except Fault:
             if status == "running":  # later, the first fault of a stage is shown instead
                 raise
+
+    def _former(self) -> dict[str, float]:
+        """Return what this run had used before it was killed."""
+        note = self.store.read(f"runs/{self.id}.json")
+        known = json_object.parse(note[0], f"runs/{self.id}.json") if note else {}
+        return {key: known.get(key, 0.0) for key in ("gpu_hours", "usd")}

@@ -14,13 +14,13 @@ from prefect.artifacts import create_markdown_artifact
 from conf.load import as_yaml
 from conf.planner import display, picture
 from conf.planner.verdict import Plan
-from conf.rules import gpus
 from conf.schema.run import Run
 from contract.amounts import clock, dollars
 from tasks.gang.history import prefect_page as gang
 from tasks.gang.history import spent, timeline
 from tasks.pages import data_report
 from tasks.pages.markdown import digits, embedded, render
+from tasks.run import accounts
 from tasks.run.artifact import Artifact
 from tasks.run.outcomes import Outcomes
 from tasks.run.run_tracking import RunTracking
@@ -86,13 +86,16 @@ def lines(outcomes: Outcomes, links: dict[str, str]) -> list[str]:
     return found
 
 
-def publish(planned: Plan, outcomes: Outcomes, store: Store, tracking: RunTracking) -> None:
+def publish(planned: Plan, outcomes: Outcomes, store: Store, tracking: RunTracking, spent: dict[str, float]) -> None:
     """Publish the page in Prefect, the table in the terminal, and the figures of the run in MLflow."""
     made, name = outcomes.made, tracking.name
     links = _links(planned.run, made, store, tracking)
     text = page(name, planned, outcomes, links, store)
     create_markdown_artifact(text, key=f"report-{planned.run.name}", description=name)
     tracking.describe(verdict(made))
+    used = accounts.of_project(store, planned.run.track.project)
+    costs = {"project_gpu_hours_of_month": used.gpu_hours, "project_usd_of_month": used.usd}
+    tracking.whole.metrics({f"cost/{key}": value for key, value in (spent | costs).items()})
     for metric, base, tuned in gains(made):
         tracking.whole.metrics(
             {f"evaluation/tuned/{metric}": tuned} | ({} if base is None else {f"evaluation/base/{metric}": base})
@@ -169,6 +172,7 @@ def page(name: str, planned: Plan, outcomes: Outcomes, links: dict[str, str], st
         data_headline=data_report.headline,
         trained=_trained(planned.run),
         spent=_spent(planned, made),
+        account=account(planned.run, store),
         time=_time(planned, made),
         shares=spent.text(made["train"].result.get("seconds", {})) if "train" in made else "",
         degrees=display.degrees,
@@ -223,7 +227,7 @@ def _spent(planned: Plan, made: Made) -> list[tuple[str, str]]:
     of = {name: one.made["seconds"] / 3600 for name, one in made.items()}
     price, spent = planned.gpu.price, ""
     if price is not None:
-        cost = {name: hours * _processes(planned, name) * price for name, hours in of.items()}
+        cost = {name: hours * accounts.processes(planned.run, planned.gpu, name) * price for name, hours in of.items()}
         both = dollars(cost["train"]), dollars(sum(cost.values()))
         spent = f", {both[0]} USD; all stages {both[1]} USD at {price:g} per GPU and hour"
     rows = [("hours", f"{of['train']:.3g} of training, {sum(of.values()):.3g} of all stages{spent}")]
@@ -231,6 +235,13 @@ def _spent(planned: Plan, made: Made) -> list[tuple[str, str]]:
         cost = "" if planned.time.cost is None else f", {dollars(planned.time.cost)} USD"
         rows.append(("planned", f"{planned.time.hours:.3g} hours of training{cost}"))
     return rows
+
+
+def account(run: Run, store: Store) -> tuple[str, str]:
+    """Return the owner, and the project with what it has used in this month."""
+    used = accounts.of_project(store, run.track.project)
+    hours = f"{used.gpu_hours:.3g} GPU hours, {dollars(used.usd)} USD in {accounts.month_of()}"
+    return accounts.owner(run), f"{run.track.project}: {used.runs} runs, {hours}"
 
 
 def _time(planned: Plan, made: Made) -> list[tuple[str, str, str, str]]:
@@ -241,11 +252,6 @@ def _time(planned: Plan, made: Made) -> list[tuple[str, str, str, str]]:
         hours = result["gpu_seconds"][name] / 3600
         rows.append((name, clock(seconds), f"{hours:.3g}", "" if price is None else dollars(hours * price)))
     return rows
-
-
-def _processes(planned: Plan, stage: str) -> int:
-    share = gpus.takes(planned.run, stage)
-    return share.of(planned.gpu.per_host) * (1 if share.here else share.hosts)
 
 
 def _answers(store: Store, made: Made) -> list[tuple[str, str, str, str]]:

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import json
 import os
+import stat
 import time
 import uuid
 from collections.abc import Iterator
@@ -238,6 +239,7 @@ class LocalStore:
                     raise
                 digest = self._copy_in(source, partial, target)
             else:
+                self._share(partial)
                 with partial.open("rb", buffering=0) as f:
                     before = os.fstat(f.fileno())
                     digest = checksums.of_stream(f)
@@ -266,7 +268,19 @@ class LocalStore:
             os.fsync(g.fileno())
         return digest
 
+    def _share(self, linked: Path) -> None:
+        """Let the group of a shared store read a file that the caller made elsewhere, for example with umask 077."""
+        root, file = self.root.stat(), linked.stat()
+        if root.st_mode & stat.S_IWGRP and file.st_uid == os.geteuid():
+            if file.st_gid != root.st_gid:
+                os.chown(linked, -1, root.st_gid)
+            linked.chmod(stat.S_IMODE(file.st_mode) | stat.S_IRGRP)
+
     def _partial(self) -> Path:
+        """Return the path of a new file. If the group may write to the store, it may write to all new folders too."""
+        with contextlib.suppress(FileNotFoundError):
+            if self.root.stat().st_mode & stat.S_IWGRP:
+                os.umask(os.umask(0o077) & 0o707)  # of this process and its children
         folder = self.root / OWN / "partial"
         folder.mkdir(parents=True, exist_ok=True)
         return folder / uuid.uuid4().hex
