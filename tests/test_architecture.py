@@ -41,7 +41,7 @@ ROOMS = {
         {"planner"},
         {"rules", "noise"},
         {"schema", "alternatives"},
-        {"model_facts"},
+        {"model_facts", "peft_adapter"},
         {"families"},
         {"model_files", "error_lines", "rewards", "host"},
         {"strict_yaml"},

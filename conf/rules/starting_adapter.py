@@ -8,8 +8,9 @@ must have room for this; the rest of A is drawn as for a new adapter, and the re
 from collections import defaultdict
 from pathlib import Path
 
-from conf.model_files import config_json, peft_adapter, weights
-from conf.model_files.peft_adapter import MERGE, Adapter, Change, Weight
+from conf import peft_adapter
+from conf.model_files import config_json, weights
+from conf.peft_adapter import MERGE, Adapter, Change, Weight
 from conf.schema.run import Run
 from contract.faults import Fault
 from contract.regular_files import open_regular

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from conf.model_files import peft_adapter
+from conf import peft_adapter
 from conf.rules import starting_adapter
 from conf.schema.run import Run
 from contract.faults import Fault

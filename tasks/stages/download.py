@@ -29,16 +29,15 @@ def stage(run: Run) -> Stage:
     The content of a folder is part of the identity; its path is not.
     """
     model = run.model
+    merged = {"merge_adapter": adapters.identity(model.merge_adapter, KEY)} if model.merge_adapter else {}
     outside: dict[str, Any] = {"family": families.digest(model.family)} if model.family else {}
-    if model.merge_adapter:
-        outside["merge_adapter"] = adapters.identity(model.merge_adapter, KEY)
     if isinstance(model.source, Drawn):
         return Stage("download", VERSION, drawn.identity(model, run.train.seed) | outside)
     kind = hub.kind(model.source)
     if kind == "tiny":
-        return Stage("download", VERSION, {"source": model.source} | outside)
+        return Stage("download", VERSION, {"source": model.source} | outside | merged)
     config = identity.flat(run, "download") | {"commit": hub.resolve(model.source, model.revision).commit}
-    return Stage("download", VERSION, config | outside | ({} if kind == "folder" else {"source": model.source}))
+    return Stage("download", VERSION, config | merged | ({} if kind == "folder" else {"source": model.source}))
 
 
 @task(name="download", **OPTIONS)

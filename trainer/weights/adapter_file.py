@@ -1,9 +1,9 @@
-"""Matrices of an adapter in PEFT's format, as conf/model_files/peft_adapter.py describes them."""
+"""Matrices of an adapter in PEFT's format, as conf/peft_adapter.py describes them."""
 
 import torch
 from safetensors import safe_open
 
-from conf.model_files.peft_adapter import Adapter, Change
+from conf.peft_adapter import Adapter, Change
 
 
 class AdapterFile:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from conf.model_files.peft_adapter import Weight
+from conf.peft_adapter import Weight
 from conf.rules import starting_adapter
 from conf.schema.run import Run
 from contract.faults import Fault

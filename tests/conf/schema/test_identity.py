@@ -102,7 +102,7 @@ def no_hub(monkeypatch, tmp_path):
     monkeypatch.setattr(hub, "resolve", lambda source, revision: resolved(f"commit of {source} at {revision}"))
     monkeypatch.setattr(released_config, "read", described)
     monkeypatch.setattr(families, "digest", lambda place: f"content of {place}")
-    monkeypatch.setattr(adapters, "identity", lambda source: f"content of {source}")
+    monkeypatch.setattr(adapters, "identity", lambda source, *_: f"content of {source}")
     monkeypatch.setattr(reinforcement, "_content", lambda key, place: f"content of {place}")
     monkeypatch.setattr(row_sources, "_commit", lambda source, revision, _: f"commit of {source} at {revision}")
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-from conf.model_files import config_json, peft_adapter
+from conf import peft_adapter
+from conf.model_files import config_json
 from contract.faults import Fault
 from trainer.weights.adopted import checkpoints, files, merged
 

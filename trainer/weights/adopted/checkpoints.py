@@ -19,12 +19,12 @@ from conf import families
 from conf.families.parts.tensors import COPY
 from conf.model_facts import facts_from_hf, shapes
 from conf.model_files import config_json, weights
-from conf.model_files.peft_adapter import canonical
+from conf.peft_adapter import canonical
 from contract.faults import Fault
 from trainer.startup import device
 from trainer.weights import released, released_tensors, torch_dist
-from trainer.weights.adopted.files import Made
-from trainer.weights.released import COMPUTED, enumerate_names
+from trainer.weights.adopted.files import Made, require_none
+from trainer.weights.released import COMPUTED
 
 PICKLES = ("pytorch_model*.bin", "model*.bin")
 OF_MEGATRON = re.compile(r"^((module|language_model)\.)*(decoder|embedding|output_layer|mtp)\.")
@@ -139,17 +139,3 @@ def _of_megatron(folder: Path, config: dict, stored: torch_dist.Stored) -> dict[
     from trainer.weights.adopted import megatron
 
     return megatron.tensors(folder, config, bridge, stored)
-
-
-def require_none(folder: Path, missing: list[str], extra: list[str], wrong: list[str]) -> None:
-    problems = [
-        f"{text} ({len(names)}): {enumerate_names(sorted(names))}"
-        for text, names in (
-            ("tensors missing", missing),
-            ("tensors that nothing in the model uses", extra),
-            ("tensors of the wrong shape", wrong),
-        )
-        if names
-    ]
-    if problems:
-        raise Fault(f"{folder}: {'; '.join(problems)}")

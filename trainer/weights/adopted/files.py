@@ -11,9 +11,11 @@ import torch
 from conf.model_files import weights
 from conf.model_files.safetensors_header import BITS
 from contract import groups
+from contract.faults import Fault
 from trainer.weights import new_safetensors
 from trainer.weights.drawn.files import SHARD
 from trainer.weights.drawn.new_folder import new_folder
+from trainer.weights.released import enumerate_names
 from trainer.weights.released_tensors import DTYPES, as_bytes
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -60,3 +62,17 @@ def _name(dtype: torch.dtype) -> str:
     name = NAMES[dtype]
     assert name in BITS
     return name
+
+
+def require_none(folder: Path, missing: list[str], extra: list[str], wrong: list[str]) -> None:
+    problems = [
+        f"{text} ({len(names)}): {enumerate_names(sorted(names))}"
+        for text, names in (
+            ("tensors missing", missing),
+            ("tensors that nothing in the model uses", extra),
+            ("tensors of the wrong shape", wrong),
+        )
+        if names
+    ]
+    if problems:
+        raise Fault(f"{folder}: {'; '.join(problems)}")

@@ -18,8 +18,7 @@ from conf.model_facts import shapes
 from conf.model_files.weights import Entry
 from contract.faults import Fault
 from trainer.weights import merge, released, torch_dist
-from trainer.weights.adopted.checkpoints import require_none
-from trainer.weights.adopted.files import NAMES, Made
+from trainer.weights.adopted.files import NAMES, Made, require_none
 
 OF_MODULE = re.compile(r"^(module\.)+")
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 
-from conf.model_files import config_json, peft_adapter
-from conf.model_files.peft_adapter import Adapter
+from conf import peft_adapter
+from conf.model_files import config_json
+from conf.peft_adapter import Adapter
 from trainer.weights import low_rank
 from trainer.weights.adapter_file import AdapterFile
 from trainer.weights.adopted.files import Made

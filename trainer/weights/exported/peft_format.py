@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from conf import families
-from conf.model_files.peft_adapter import CONFIG, EXPERT, LEAVES, STACK, WEIGHTS, module
+from conf.peft_adapter import CONFIG, EXPERT, LEAVES, STACK, WEIGHTS, module
 from contract.faults import Fault
 from trainer.weights import new_safetensors, released
 from trainer.weights.exported.parts import READABLE

@@ -1,10 +1,10 @@
-"""An adapter in PEFT's format, by its adapter_config.json and the header of its safetensors: what it changes.
+"""An adapter in PEFT's format, by its adapter_config.json and the header of its safetensors.
 
     read(folder, config) -> Adapter     every tensor has its place in the model of this config.json, or a Fault names it
 
 PEFT, TRL, Axolotl, Unsloth, LLaMA-Factory and ms-swift write this format. Names of modules are compared without their
 beginning, as model. and language_model. depend on transformers' class and version, and without the wrappers of FSDP and
-torch.compile. The released names of target_modules do not matter: the tensors in the file say what is adapted.
+torch.compile. The spelling of target_modules does not matter: the tensors in the file decide.
 
 Experts. Older transformers have one module per expert. transformers 5 has all experts of a layer in two parameters, and
 PEFT an A of shape [experts * rank, inputs] and a B of shape [outputs, rank * experts] for each (target_parameters). The
@@ -174,7 +174,7 @@ class _Reader:
         """Find the weights that a pair of matrices changes."""
         a, b = (self.adapter.entries[parts[which]].shape for which in "AB")
         if len(a) != 2 or len(b) != 2:
-            text = f"{parts['A']} is {list(a)} and {parts['B']} is {list(b)}, which are no matrices"
+            text = f"{parts['A']} is {list(a)} and {parts['B']} is {list(b)}, not matrices"
             raise self.refused(text, "save it again after its parts are gathered")
         short = canonical(path)
         if short.endswith(".experts"):
