@@ -180,10 +180,16 @@ def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
                 say(f"export: {path.name} is written and read back")
         _require_all_used(trained, [])
     if "adapter" in formats and atomic_folder.rank() == 0:
-        facts["left_out"] = peft_format.write(trained, partial / "adapter", str(run.model.source))
+        facts["left_out"] = peft_format.write(trained, partial / "adapter", adapted_model(run))
     if "merged" not in formats:
         _require_all_used(trained, max(atomic_folder.gather(facts.get("left_out", [])), key=len))
     return facts
+
+
+def adapted_model(run: Run) -> str:
+    """Return the name of the adapter's base. With model.merge_adapter it is no release, and PEFT must not find one."""
+    merged = run.model.merge_adapter
+    return f"{run.model.source} with {merged} merged" if merged else str(run.model.source)
 
 
 def imports(run: Run) -> None:

@@ -17,8 +17,10 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dist
 
+from conf.load import load
 from contract import checkpoints
 from tests.support import drawn_models
+from trainer import export
 from trainer.serving.adapter_coverage import require_whole
 from trainer.weights import released
 
@@ -280,6 +282,12 @@ def test_a_release_that_changed_after_the_conversion_is_noticed(configure, ranks
     assert f"{tmp_path}/model: 1 tensors are not those that the base was converted from: model.layers." in result.output
     assert "put the released files back, or convert and train again" in result.output
     assert not (tmp_path / "export").exists()
+
+
+def test_an_adapter_on_a_merged_one_does_not_name_the_release_as_its_base():
+    run = load("tiny", ["model.merge_adapter=org/first"])
+    assert export.adapted_model(run) == "tiny://glm4-moe with org/first merged"
+    assert export.adapted_model(load("tiny")) == "tiny://glm4-moe"
 
 
 @pytest.mark.parametrize(
