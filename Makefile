@@ -6,7 +6,7 @@ endif
 PYTHON := .venv/bin/python
 STAMP := .venv/.synced-$(EXTRA)
 
-.PHONY: help setup tiny tiny-rl up down test slow doctor lint families layouts study bench-store bench-flow bench-data bench-convert bench-save bench-packed bench-team bench-libraries faults recovery scale gpu gpu-kit schema presets docs image push licences kubernetes clean
+.PHONY: help setup tiny tiny-rl up down test slow doctor lint families layouts study bench-store bench-flow bench-data bench-convert bench-save bench-packed kubernetes bench-team bench-libraries faults recovery scale gpu gpu-kit schema presets docs image push licences clean
 
 help: ## list these targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' Makefile
@@ -31,7 +31,7 @@ down: ## stop what make up started
 	@$(PYTHON) -m flows.services down
 
 # Tests often wait for servers and imports. tests/conftest.py decides which run together, and which run last.
-JOBS ?= 2
+JOBS ?= 3
 SIDE_BY_SIDE = -n $(JOBS) --dist loadscope --no-loadscope-reorder -rfEs
 test: $(STAMP) ## run the tests that need no GPU and little time, JOBS files at a time
 	$(PYTHON) -m pytest $(SIDE_BY_SIDE)

@@ -357,7 +357,7 @@ class Promote(Section):
     show such a gain in at most 5 % of cases; 0 = only promote.margin decides"""
 
 
-Label = Annotated[Text, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@+-]*$", max_length=100)]
+Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@+-]*$", max_length=100)]
 
 
 class Track(Section):

@@ -101,7 +101,7 @@ def processes(run: Run, gpu: Gpu, stage: str) -> int:
 
 
 def usage(store: Store, month: str) -> dict[tuple[str, str], Usage]:
-    """Return what was used in a month (YYYY-MM, UTC), by project and owner."""
+    """Return the usage in a month (YYYY-MM, UTC), by project and owner."""
     found: dict[tuple[str, str], Usage] = defaultdict(Usage)
     for name in store.keys("runs"):
         note = json.loads((store.read(f"runs/{name}") or (b"{}",))[0])

@@ -288,7 +288,8 @@ def test_secrets_come_from_blocks_unless_the_environment_has_them(place, monkeyp
         for name in ("hf-token", "wandb-api-key", "of-somebody-else"):
             Secret(value=f"{name} of a block").save(name, overwrite=True)
         for name in secret_blocks.NAMES:
-            monkeypatch.delenv(name, raising=False)
+            monkeypatch.setenv(name, "")  # and so restored after the test
+            monkeypatch.delenv(name)
         monkeypatch.setenv("WANDB_API_KEY", "mine")
         secret_blocks.use()
     found = {name: os.environ[name] for name in secret_blocks.NAMES if name in os.environ}

@@ -21,7 +21,7 @@ def test_a_file_in_the_place_of_a_folder_ends_the_flow_in_a_line(monkeypatch, tm
     planned = plan.settle(load("tiny", []))
     asked = SimpleNamespace(result=lambda: planned)
     monkeypatch.setattr(run_flow, "plan", SimpleNamespace(submit=lambda run, last: asked))
-    monkeypatch.setattr(run_flow, "flow_run", SimpleNamespace(id=str(uuid4()), name="toy"))
+    monkeypatch.setattr(run_flow, "flow_run", SimpleNamespace(id=str(uuid4()), name="toy", tags=[]))
     monkeypatch.setenv(variable, f"{tmp_path}/file{below}")
     state = run_flow.run_flow("tiny", [], None, None)
     assert state.is_failed() and state.message is not None

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from conf.load import load
+from conf.planner import hardware
 from contract.faults import Fault, Stopped
 from flows.pipeline import PIPELINE
-from tasks.run import artifact
+from tasks.run import accounts, artifact
 from tasks.run.artifact import Stage, Work
 from tasks.run.outcomes import Outcomes
 from tasks.run.progress import newest
@@ -161,6 +162,7 @@ def stage_run(files):
         asked, store = Request({"prepare": prepare.stage(run, MODEL)}, {}), open_store(str(files / "store"))
         session = SimpleNamespace(run=run, request=asked, store=store, folder=files)
         session.tracking = session.outcomes = session.ending = None
+        session.spent = accounts.Spent(run, hardware.of(run))
         begun = StageRun(session, Step("prepare", prepare))  # type: ignore
         made = artifact.get_or_make(MODEL, store, fill, files / "work", lambda _: None, {"flow": "toy"})
         return begun, made, Work(files / "work/prepare", None, lambda _: None)  # type: ignore

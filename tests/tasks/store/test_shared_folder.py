@@ -3,8 +3,8 @@
 import grp
 import os
 import pwd
-import stat
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,18 +41,19 @@ def run_as(account: str, work: Callable[[], None], umask: int = 0o022) -> str:
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Path:
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(folder.stat().st_mode | stat.S_IXOTH)
-    root = tmp_path / "store"
-    root.mkdir()
-    os.chown(root, -1, grp.getgrnam(GROUP).gr_gid)
-    root.chmod(0o2770)
-    for account in ACCOUNTS:
-        own = tmp_path / account
-        own.mkdir(mode=0o700)
-        os.chown(own, pwd.getpwnam(account).pw_uid, -1)
-    return root
+def shared() -> Iterator[Path]:
+    """Not in tmp_path, which only root may enter."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        root = Path(folder) / "store"
+        root.mkdir()
+        os.chown(root, -1, grp.getgrnam(GROUP).gr_gid)
+        root.chmod(0o2770)
+        for account in ACCOUNTS:
+            own = Path(folder) / account
+            own.mkdir(mode=0o700)
+            os.chown(own, pwd.getpwnam(account).pw_uid, -1)
+        yield root
 
 
 def put(store: Path, own: Path, name: str) -> None:
