@@ -11,7 +11,6 @@ from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_
 from megatron.bridge.models.conversion.utils import persistent_buffers, unwrap_model
 
 from conf import model_facts
-from contract.faults import Fault
 from trainer.weights import released
 from trainer.weights.atomic_folder import gather
 from trainer.weights.mapping import released_names
@@ -40,20 +39,15 @@ def check(bridge, chunks: list, model: released.Model, sums: dict[str, str], lef
         for copy, original in copies.items()
         if [sums[part] for part in model.parts(copy)] != [sums[part] for part in model.parts(original)]
     ]
-    problems = [
-        f"{text} ({len(names)}): {released.enumerate_names(sorted(names))}"
-        for text, names in (
-            ("tensors that nothing in the model uses", extra),
-            ("tensors missing", missing),
-            ("tensors of the wrong shape", shapes),
-            ("tensors that conf/families/ lacks", needed - expected.keys()),
-            ("copies that differ from their original", differ),
-            ("Megatron parameters that no tensor fills", sorted(unmapped)),
-        )
-        if names
-    ]
-    if problems:
-        raise Fault(f"{model.folder}: {'; '.join(problems)}")
+    problems = {
+        released.EXTRA: extra,
+        released.MISSING: missing,
+        released.MISSHAPEN: shapes,
+        "tensors that conf/families/ lacks": needed - expected.keys(),
+        "copies that differ from their original": differ,
+        "Megatron parameters that no tensor fills": unmapped,
+    }
+    released.require_none(model.folder, problems)
 
 
 def _demand(bridge, chunks: list) -> tuple[set[str], set[str]]:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from conf.model_files import weights
 from conf.model_files.safetensors_header import BITS
+from contract import groups
+
+SHARD = 4 * 10**9  # maximum bytes of a file, unless a single tensor is larger
 
 
 def header(file: str, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, weights.Entry]]:
@@ -23,6 +26,13 @@ def header(file: str, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tup
     text += b" " * (-len(text) % 8)
     content = struct.pack("<Q", len(text)) + text
     return content, {name: replace(place, start=len(content) + place.start) for name, place in places.items()}
+
+
+def shards(sizes: Mapping[str, int]) -> dict[str, list[str]]:
+    """Return the names of a model's files, each with the tensors in it, from their sizes in bytes."""
+    parts = [*groups.up_to(SHARD, sizes.items())]
+    files = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
+    return dict(zip(files if len(parts) > 1 else [weights.SINGLE], map(list, parts), strict=True))
 
 
 def write_index(folder: Path, size: int, files: Mapping[str, str]) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -42,6 +42,8 @@ EXPONENTS = {
     quantization.FP8: ("<u1", 0x7F),
 }
 _memory: list[memoryview] = []  # free blocks
+EXTRA, MISSING = "tensors that nothing in the model uses", "tensors missing"
+MISSHAPEN = "tensors of the wrong shape"
 # In old checkpoints of Llama, and GPT-2's causal masks; every model class computes them.
 COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$|\bh\.\d+\.attn\.(masked_)?bias$")
 
@@ -194,6 +196,13 @@ def enumerate_names(names: Iterable[str], limit: int = 10) -> str:
     names = list(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+def require_none(folder: Path, problems: Mapping[str, Collection[str]]) -> None:
+    """Raise a Fault with the names of each problem that has some."""
+    lines = [f"{text} ({len(names)}): {enumerate_names(sorted(names))}" for text, names in problems.items() if names]
+    if lines:
+        raise Fault(f"{folder}: {'; '.join(lines)}")
 
 
 def new_sum(recorded: str):

@@ -29,6 +29,7 @@ from typing import Any, BinaryIO
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
+from conf.model_files import weights
 from contract import regular_files
 from contract.faults import Fault
 from trainer.weights import digests, file_sums
@@ -39,7 +40,6 @@ NOT_WEIGHTS = re.compile(r"^(optimizer|rng_state|common_state|rerun_state_machin
 RELEASED = "released"  # instead of a file name: pieces of a base without weights are in the release
 ALIGNED = 64  # bytes: pieces that begin at a multiple can be mapped, because torch.save aligns values to it
 STACKED_LAYERS = re.compile(r"^(?P<stack>(?:\w+\.)*layers)\.(?=\D)")
-METADATA = ".metadata"
 # Classes in a checkpoint's description, by their module.
 DESCRIBED = {
     "torch.distributed.checkpoint.metadata": {
@@ -118,7 +118,7 @@ class _Description(pickle.Unpickler):
 
 def open_checkpoint(folder: Path) -> Stored:
     try:
-        with (folder / METADATA).open("rb") as file:
+        with (folder / weights.DESCRIPTION).open("rb") as file:
             metadata: Metadata = _Description(file).load()
     except OSError as error:
         raise Fault(f"{error.filename or folder}: {error.strerror}") from None

@@ -281,3 +281,13 @@ def test_code_in_a_checkpoint_does_not_run(bases, tmp_path, capsys):
     with pytest.raises(Fault, match="damaged"):
         checkpoints.read(source)
     assert "this code has run" not in capsys.readouterr().out
+
+
+def test_no_tensor_of_a_release_is_dropped_without_a_word(bases, tmp_path):
+    base = shutil.copytree(bases / "dense", tmp_path / "base")
+    tensors = load_file(base / "model.safetensors")
+    save_file(tensors | {"vision.mask": torch.tensor([5, 3, 8])}, base / "model.safetensors")
+    assert checkpoints.read(base)[1]["vision.mask"].make().tolist() == [5, 3, 8]
+    save_file(tensors | {"vision.mask": torch.tensor([True, False])}, base / "model.safetensors")
+    with pytest.raises(Fault, match=r"base: tensors of a type that is not read \(1\): vision\.mask \(BOOL\)$"):
+        checkpoints.read(base)

@@ -23,7 +23,7 @@ from conf.peft_adapter import canonical
 from contract.faults import Fault
 from trainer.startup import device
 from trainer.weights import released, released_tensors, torch_dist
-from trainer.weights.adopted.files import Made, require_none
+from trainer.weights.adopted.files import TYPES, Made
 from trainer.weights.released import COMPUTED
 
 PICKLES = ("pytorch_model*.bin", "model*.bin")
@@ -56,10 +56,13 @@ def _of_release(folder: Path) -> dict[str, Made]:
     model = released.read(folder)
     if model.packed:
         raise Fault(f"model.merge_adapter: {folder}: its weights are quantised; merge into the unquantised release")
+    unread = {name: entry.dtype for name, entry in model.tensors.items() if entry.dtype not in TYPES}
+    lost = [f"{name} ({dtype})" for name, dtype in unread.items() if not COMPUTED.search(name)]
+    released.require_none(folder, {"tensors of a type that is not read": lost})
     return {
-        name: Made(released_tensors.DTYPES[entry.dtype], entry.shape, partial(released_tensors.read, model, name))
+        name: Made(TYPES[entry.dtype], entry.shape, partial(released_tensors.read, model, name))
         for name, entry in model.tensors.items()
-        if entry.dtype in released_tensors.DTYPES
+        if name not in unread
     }
 
 
@@ -121,7 +124,8 @@ def _named(folder: Path, config: dict, found: dict[str, tuple[torch.dtype, tuple
     extra = [name for name in found if name not in used and not COMPUTED.search(name)]
     if config.get("tie_word_embeddings"):
         extra = [name for name in extra if canonical(name) != "lm_head.weight"]
-    require_none(folder, missing, extra, wrong)
+    problems = {released.MISSING: missing, released.EXTRA: extra, released.MISSHAPEN: wrong}
+    released.require_none(folder, problems)
     return made
 
 

@@ -8,17 +8,13 @@ from pathlib import Path
 
 import torch
 
-from conf.model_files import weights
 from conf.model_files.safetensors_header import BITS
-from contract import groups
-from contract.faults import Fault
 from trainer.weights import new_safetensors
-from trainer.weights.drawn.files import SHARD
 from trainer.weights.drawn.new_folder import new_folder
-from trainer.weights.released import enumerate_names
-from trainer.weights.released_tensors import DTYPES, as_bytes
+from trainer.weights.released_tensors import CODES, DTYPES, as_bytes
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+TYPES = DTYPES | CODES
+NAMES = {dtype: name for name, dtype in TYPES.items()}
 COPIED = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}  # endings of files that describe a model
 
 
@@ -38,9 +34,7 @@ class Made:
 def write(source: Path, tensors: dict[str, Made], out: Path) -> None:
     """Write the tensors, and copy the files of `source` that describe the model."""
     sizes = {name: made.size for name, made in tensors.items()}
-    parts = [*groups.up_to(SHARD, sizes.items())]
-    names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
-    shards = dict(zip(names if len(parts) > 1 else [weights.SINGLE], parts, strict=True))
+    shards = new_safetensors.shards(sizes)
     with new_folder(out) as partial:
         for path in sorted(source.iterdir()):
             if path.is_file() and path.suffix in COPIED and not path.name.endswith(".index.json"):
@@ -53,7 +47,7 @@ def write(source: Path, tensors: dict[str, Made], out: Path) -> None:
                     tensor = tensors[name].make()
                     assert (tensor.shape, tensor.dtype) == (tensors[name].shape, tensors[name].dtype), name
                     f.write(as_bytes(tensor))
-        if len(parts) > 1:
+        if len(shards) > 1:
             files = {name: file for file, part in shards.items() for name in part}
             new_safetensors.write_index(partial, sum(sizes.values()), files)
 
@@ -62,17 +56,3 @@ def _name(dtype: torch.dtype) -> str:
     name = NAMES[dtype]
     assert name in BITS
     return name
-
-
-def require_none(folder: Path, missing: list[str], extra: list[str], wrong: list[str]) -> None:
-    problems = [
-        f"{text} ({len(names)}): {enumerate_names(sorted(names))}"
-        for text, names in (
-            ("tensors missing", missing),
-            ("tensors that nothing in the model uses", extra),
-            ("tensors of the wrong shape", wrong),
-        )
-        if names
-    ]
-    if problems:
-        raise Fault(f"{folder}: {'; '.join(problems)}")

@@ -18,7 +18,7 @@ from conf.model_facts import shapes
 from conf.model_files.weights import Entry
 from contract.faults import Fault
 from trainer.weights import merge, released, torch_dist
-from trainer.weights.adopted.files import NAMES, Made, require_none
+from trainer.weights.adopted.files import NAMES, Made
 
 OF_MODULE = re.compile(r"^(module\.)+")
 
@@ -41,7 +41,7 @@ def tensors(folder: Path, config: dict, bridge: Any, stored: torch_dist.Stored) 
         for name, of_weight in of_place.items()
         if (needed := _needed(entries, [*of_weight.values()])) != stored.weights[name].shape
     ]
-    require_none(folder, [], [], wrong)
+    released.require_none(folder, {released.MISSHAPEN: wrong})
     made = {}
     for name, parts in values.items():
         entry = replace(entries[name], dtype=NAMES[parts[0].place.dtype])

@@ -24,9 +24,8 @@ import torch
 from conf import families
 from conf.families.parts.family import Config
 from conf.model_facts import shapes
-from conf.model_files import config_json, tokenizer_files, weights
+from conf.model_files import config_json, tokenizer_files
 from conf.model_files.safetensors_header import BITS
-from contract import groups
 from contract.faults import Fault
 from trainer.patches import families as patches
 from trainer.patches.transformers_imports import import_transformers
@@ -34,7 +33,6 @@ from trainer.weights import new_safetensors
 from trainer.weights.drawn.new_folder import new_folder
 from trainer.weights.released_tensors import DTYPES, as_bytes
 
-SHARD = 4 * 10**9  # maximum bytes of a file, unless a single tensor is larger
 TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 ENDS = ("bos_token", "eos_token", "pad_token")
 BLOCK = 1 << 20  # numbers
@@ -95,9 +93,7 @@ def _write_shards(config: Config, dtype: str, folder: Path, seed: int, report: C
     tensors = shapes(config)
     types = {name: "F32" if name.endswith(CORRECTION) else dtype for name in tensors}
     sizes = {name: math.prod(shape) * BITS[types[name]] // 8 for name, shape in tensors.items()}
-    parts, total = [*groups.up_to(SHARD, sizes.items())], sum(sizes.values())
-    names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
-    files, done = dict(zip(names if len(parts) > 1 else [weights.SINGLE], parts, strict=True)), 0
+    files, total, done = new_safetensors.shards(sizes), sum(sizes.values()), 0
     for file, part in files.items():
         with (folder / file).open("wb") as f:
             f.write(new_safetensors.header(file, {name: (types[name], tensors[name]) for name in part})[0])
@@ -106,7 +102,7 @@ def _write_shards(config: Config, dtype: str, folder: Path, seed: int, report: C
                     f.write(as_bytes(torch.from_numpy(block).to(DTYPES[types[name]])))
                 done += sizes[name]
                 report(done, total)
-    if len(parts) > 1:
+    if len(files) > 1:
         new_safetensors.write_index(folder, total, {name: file for file, part in files.items() for name in part})
 
 

@@ -10,7 +10,7 @@ import torch
 from conf.model_facts import shapes
 from contract.faults import Fault
 from trainer.rehearsal import tiny_models
-from trainer.weights import released, released_tensors
+from trainer.weights import new_safetensors, released, released_tensors
 from trainer.weights.drawn import files
 
 TOKENS = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
@@ -46,7 +46,7 @@ def test_values_are_these_on_every_machine():
 def test_tensors_cut_into_files_are_those_of_one_file(tokenizer, tmp_path, monkeypatch):
     config = tiny_models.KINDS["llama"] | {"dtype": "bfloat16"}
     whole = released.read(draw(config, tokenizer, tmp_path / "whole"))
-    monkeypatch.setattr(files, "SHARD", 300_000)
+    monkeypatch.setattr(new_safetensors, "SHARD", 300_000)
     parts = released.read(draw(config, tokenizer, tmp_path / "parts"))
     assert len(whole.files()) == 1 < len(parts.files())
     assert released.checksums(whole, whole.tensors) == released.checksums(parts, whole.tensors)
