@@ -21,6 +21,7 @@ from tasks.gang.history import spent, timeline
 from tasks.pages import data_report
 from tasks.pages.markdown import digits, embedded, render
 from tasks.run import accounts
+from tasks.run.accounts import Usage
 from tasks.run.artifact import Artifact
 from tasks.run.outcomes import Outcomes
 from tasks.run.run_tracking import RunTracking
@@ -90,10 +91,10 @@ def publish(planned: Plan, outcomes: Outcomes, store: Store, tracking: RunTracki
     """Publish the page in Prefect, the table in the terminal, and the figures of the run in MLflow."""
     made, name = outcomes.made, tracking.name
     links = _links(planned.run, made, store, tracking)
-    text = page(name, planned, outcomes, links, store)
+    used = accounts.of_project(store, planned.run.track.project)
+    text = page(name, planned, outcomes, links, store, used)
     create_markdown_artifact(text, key=f"report-{planned.run.name}", description=name)
     tracking.describe(verdict(made))
-    used = accounts.of_project(store, planned.run.track.project)
     costs = {"project_gpu_hours_of_month": used.gpu_hours, "project_usd_of_month": used.usd}
     tracking.whole.metrics({f"cost/{key}": value for key, value in (spent | costs).items()})
     for metric, base, tuned in gains(made):
@@ -149,7 +150,7 @@ def result(outcomes: Outcomes, store: Store, tracking: RunTracking) -> Result:
     )
 
 
-def page(name: str, planned: Plan, outcomes: Outcomes, links: dict[str, str], store: Store) -> str:
+def page(name: str, planned: Plan, outcomes: Outcomes, links: dict[str, str], store: Store, used: Usage) -> str:
     """Return the report. `links` are addresses or paths by title."""
     made, image = outcomes.made, None
     for file in PICTURES:
@@ -172,7 +173,7 @@ def page(name: str, planned: Plan, outcomes: Outcomes, links: dict[str, str], st
         data_headline=data_report.headline,
         trained=_trained(planned.run),
         spent=_spent(planned, made),
-        account=account(planned.run, store),
+        account=account(planned.run, used),
         time=_time(planned, made),
         shares=spent.text(made["train"].result.get("seconds", {})) if "train" in made else "",
         degrees=display.degrees,
@@ -237,9 +238,8 @@ def _spent(planned: Plan, made: Made) -> list[tuple[str, str]]:
     return rows
 
 
-def account(run: Run, store: Store) -> tuple[str, str]:
-    """Return the owner, and the project with what it has used in this month."""
-    used = accounts.of_project(store, run.track.project)
+def account(run: Run, used: Usage) -> tuple[str, str]:
+    """Return the owner of a run, and the usage of its project in this month."""
     hours = f"{used.gpu_hours:.3g} GPU hours, {dollars(used.usd)} USD in {accounts.month_of()}"
     return accounts.owner(run), f"{run.track.project}: {used.runs} runs, {hours}"
 
