@@ -44,7 +44,7 @@ CHANGES = {
     "checkpoint": {"save_every": SAVED},
     "evaluate": {"tasks": []},
 }
-SHARED = ("download", "prepare", "convert")
+SHARED, OWN = ("download", "prepare", "convert"), ("train", "export")  # once in all; once for each training
 
 
 @dataclass
@@ -262,23 +262,24 @@ def _ended(services: Services, runs: list[str]) -> list[dict]:
     return wait_for(all_ended, WITHIN)
 
 
-def _tasks(services: Services, run: str) -> dict[str, str]:
+def _tasks(services: Services, run: str) -> list[tuple[str, str]]:
+    """Return stage and state of all tasks of a flow, in the order of their starts. A restarted flow has new tasks."""
     tasks = services.request("task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}, "limit": 200})
-    last = {task["name"]: task for task in sorted(tasks, key=lambda task: task["start_time"] or "")}
-    return {name: task["state_name"] for name, task in last.items()}
+    tasks.sort(key=lambda task: task["start_time"] or "")
+    return [(task["name"], task["state_name"]) for task in tasks]
 
 
 def _check(services: Services, ended: list[dict], killed: list[str]) -> list[str]:
     """List everything that is wrong."""
     problems = [f"{run['name']}: {run['state_name']}" for run in ended if run["state_name"] != "Completed"]
-    states = {run["id"]: _tasks(services, run["id"]) for run in ended}
-    stages = Counter((name, state) for run in states.values() for name, state in run.items())
-    services.stages = stages
-    for stage in SHARED:
-        if stages[stage, "Completed"] != 1:
+    tasks = {run["id"]: _tasks(services, run["id"]) for run in ended}
+    stages = services.stages = Counter(task for run in tasks.values() for task in run)
+    states = {run: dict(of_run) for run, of_run in tasks.items()}  # the last ones
+    for stage, count in {**dict.fromkeys(SHARED, 1), **dict.fromkeys(OWN, TRAININGS)}.items():
+        if stages[stage, "Completed"] != count:
             problems.append(f"{stage}: made {stages[stage, 'Completed']} times")
-    for stage in ("train", "export"):
-        if sum(stages[stage, state] for state in ("Completed", "Cached")) != len(ended):
+    for stage in OWN:
+        if any(run.get(stage) not in ("Completed", "Cached") for run in states.values()):
             problems.append(f"{stage}: not in all flows")
     for run in ended:
         if run["id"] in killed and run["run_count"] < 2:
