@@ -137,7 +137,7 @@ def test_pods_have_no_rights_and_secrets_are_never_values(tmp_path):
 
 
 def test_the_settings_of_gangs_are_overrides_of_a_configuration(tmp_path):
-    """What is in /etc/finetune/gang of the pods is what `finetune run NAME $(cat /etc/finetune/gang)` takes."""
+    """`finetune run NAME $(cat /etc/finetune/gang)` accepts that file of the pods."""
     text = of(rendered(tmp_path, EVERYTHING), "ConfigMap")["finetune-settings"]["data"]["gang"]
     run = load("glm47", text.split())
     wanted = EVERYTHING["gangs"]

@@ -1,4 +1,4 @@
-"""deploy/compose/compose.yaml: its schema, what it refers to, and how little its services may do."""
+"""deploy/compose/compose.yaml: its schema, its references, and the rights of its services."""
 
 import json
 import re

@@ -187,7 +187,7 @@ def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
 
 
 def adapted_model(run: Run) -> str:
-    """Return the name of the adapter's base. After model.merge_adapter that is no release, and no name of one."""
+    """Return the name of the adapter's base. With model.merge_adapter, the base differs from the release."""
     merged = run.model.merge_adapter
     return f"{run.model.source} with {merged} merged" if merged else str(run.model.source)
 

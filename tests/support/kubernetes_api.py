@@ -1,4 +1,4 @@
-"""A Kubernetes API server for tests: objects in memory, behind the HTTP interface that kubectl, helm and watches use.
+"""A Kubernetes API server for tests. It keeps objects in memory and answers kubectl, helm and watches over HTTP.
 
     with running(folder) as server: subprocess.run(["kubectl", ...], env=os.environ | {"KUBECONFIG": server.config()})
 

@@ -1,4 +1,4 @@
-"""Kubernetes' own types: what is wrong with an object, as the API server would say.
+"""Validation of objects by Kubernetes' own types, with messages like the API server's.
 
 The types come from two packages that are generated from the API's schemas: kubernetes_asyncio for Kubernetes' kinds,
 kubeflow_trainer_api for JobSet v1alpha2. Rules between fields that schemas cannot hold follow in _rules: names, labels,
