@@ -32,6 +32,12 @@ def test_everything_that_a_service_refers_to_is_declared():
         assert all("healthcheck" in SERVICES[one] for one in awaited), name
 
 
+def test_the_database_is_healthy_only_when_it_answers_by_tcp():
+    """While the image of PostgreSQL makes the databases, its server listens on a socket alone."""
+    test = SERVICES["postgres"]["healthcheck"]["test"]
+    assert test[test.index("-h") + 1] == "127.0.0.1"
+
+
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_service_is_confined(name: str):
     service = SERVICES[name]
