@@ -1,13 +1,15 @@
 """Serve two adapters of one base at once: whether each answer comes from its own adapter, tokens/s, memory.
 
     benchmarks/gpu/run adapters.py OUT                                  a packed Qwen3-MoE of real widths, 3 minutes
+    benchmarks/gpu/run adapters.py OUT --preset glm45-air-1xh100        all layers of a configuration's model
     python benchmarks/gpu/adapters.py OUT --size tiny --work FOLDER     a packed Qwen3 of 4 layers on a CPU
 
-The base has random weights, packed in int4 by the trainer's commands; --base bf16 serves it as released. Both adapters
-are drawn, of attention and, on a GPU, of all experts. trainer.serve has memory for one adapter, then for two. Each
-answers --requests questions at once: one adapter alone in both servers, then both together. OUT/adapters.txt has the
-tokens/s, the room for keys and values, and for each adapter how many answers are those that it gave alone. Exit code 1
-if an answer has more in common with the other adapter's than with its own.
+The base has random weights, packed in int4 by the trainer's commands; --base bf16 serves it as released. With --preset
+two layers are packed and the last one is copied until there are as many as in the release. Both adapters are drawn, of
+attention and, on a GPU without --preset, of all experts. trainer.serve has memory for one adapter, then for two. The
+base scores --rows rows. Each adapter answers --requests questions at once: one alone in both servers, then both
+together. OUT/adapters.txt has the tokens/s, the room for keys and values, and for each adapter how many answers are
+those that it gave alone. Exit code 1 if an answer has more in common with the other adapter's than with its own.
 """
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
@@ -31,20 +33,20 @@ import serving
 import whole_flow
 
 ROOT = Path(__file__).resolve().parents[2]
+INDEX = "model.safetensors.index.json"
 ATTENTION, RANK, PORT = ("q_proj", "k_proj", "v_proj", "o_proj"), 16, 8123
 NAMES = ("one", "two")
 PACKED = ("model.base=int4", "convert.to=packed", "train.precision=bf16", "evaluate.adapter=packed")
 CODES = ("export.checkpoint=base", "export.quantization=packed")
 
 
-def draw(model: Path, folder: Path, seed: int, experts: bool) -> None:
+def draw(config: dict, folder: Path, seed: int, experts: bool) -> None:
     """Write an adapter of random numbers for all layers of the model."""
     import torch
     from safetensors.torch import save_file
 
     from conf.model_facts import shapes
 
-    config = json.loads((model / "config.json").read_text())
     random, tensors = torch.Generator().manual_seed(seed), {}
 
     def add(module: str, width: int, out: int, count: int = 1) -> None:
@@ -67,17 +69,52 @@ def draw(model: Path, folder: Path, seed: int, experts: bool) -> None:
     (folder / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": RANK, "bias": "none"} | targets))
 
 
+def deepen(folder: Path, layers: int) -> None:
+    """Give the model in this folder so many layers: copies of its last one."""
+    from safetensors.torch import load_file, save_file
+
+    config, index = (json.loads((folder / name).read_text()) for name in ("config.json", INDEX))
+    last = config["num_hidden_layers"] - 1
+    prefix, places = f"model.layers.{last}.", index["weight_map"]
+    files = {file for name, file in places.items() if name.startswith(prefix)}
+    tensors = {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
+    copied = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+    def copy(layer: int) -> dict[str, str]:
+        file = f"layer-{layer}.safetensors"
+        save_file({f"model.layers.{layer}.{name}": tensor for name, tensor in copied.items()}, folder / file)
+        return {f"model.layers.{layer}.{name}": file for name in copied}
+
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(copy, range(last + 1, layers)):
+            places.update(found)
+    ignored = config.get("quantization_config", {}).get("ignore", [])
+    of_last = [name for name in ignored if f"layers.{last}." in name.replace("\\", "")]
+    for layer in range(last + 1, layers):
+        ignored += [re.sub(rf"(?<=layers)(\W+){last}(?=\W)", rf"\g<1>{layer}", name) for name in of_last]
+    (folder / INDEX).write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+
+
 def make(options: argparse.Namespace, work: Path, gpu: bool) -> Path:
     """Write base, data and adapters. Returns the folder that vLLM serves."""
+    from conf.load import load
+    from conf.planner.verdict import config_of
+    from trainer.trial import cut
+
+    whole = whole_flow.of_size("3gb") | {"num_hidden_layers": options.layers}
     if options.size == "tiny":
         from trainer.rehearsal import tiny_models
 
         tiny_models.make_model("qwen3", work / "model")
+        whole = json.loads((work / "model/config.json").read_text())
     else:
-        whole_flow.make_model(work / "model", whole_flow.of_size("3gb") | {"num_hidden_layers": options.layers})
+        if options.preset:
+            whole = config_of(load(options.preset))[0] | {"num_nextn_predict_layers": 0}
+        whole_flow.make_model(work / "model", cut(whole, 2) if options.preset else whole)
     whole_flow.make_data(work / "rows.jsonl")
     for seed, name in enumerate(NAMES):
-        draw(work / "model", work / name, seed, gpu and options.size != "tiny")
+        draw(whole, work / name, seed, gpu and options.size != "tiny" and not options.preset)
     kind = dict(length=1024 if gpu else 256, precision="bf16")
     (work / "serving.yaml").write_text(serving.CONF.format(work=work, steps=6, **kind))
     packed = PACKED if options.base == "int4" else ()
@@ -86,7 +123,10 @@ def make(options: argparse.Namespace, work: Path, gpu: bool) -> Path:
         keys = CODES if command == "export" else ()
         if bench.command(command, command, *packed[: 3 if keys else 4], *keys).code:
             sys.exit(f"{command} has failed: {options.out}/logs")
-    return work / "export/merged" if packed else work / "model"
+    model = work / "export/merged" if packed else work / "model"
+    if options.preset:
+        deepen(model, whole["num_hidden_layers"])
+    return model
 
 
 class Server:
@@ -119,6 +159,18 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.process.terminate()
         self.process.wait(60)
+
+    def score(self, rows: list[str]) -> float:
+        """Seconds in which the base scores all tokens of these rows, sent at once."""
+
+        def one(row: str) -> None:
+            content = {"model": "base", "prompt": row, "max_tokens": 1, "prompt_logprobs": 0}
+            httpx.post(f"http://127.0.0.1:{PORT}/v1/completions", json=content, timeout=300).raise_for_status()
+
+        began = time.monotonic()
+        with ThreadPoolExecutor(len(rows)) as pool:
+            [*pool.map(one, rows)]
+        return time.monotonic() - began
 
     def ask(self, names: list[str], questions: list[str], tokens: int) -> tuple[dict[str, list[str]], float]:
         """Answers of each adapter to all questions, sent at once, and tokens/s."""
@@ -176,17 +228,19 @@ def _measure(options: argparse.Namespace, work: Path) -> int:
     gpu = serving.gpus_here() > 0
     began = time.monotonic()
     model = make(options, work, gpu)
-    lines = [f"{options.size} {options.base} on {'a GPU' if gpu else 'a CPU'}: base {time.monotonic() - began:.0f} s"]
+    lines = [f"{options.preset or options.size} {options.base} on {'a GPU' if gpu else 'a CPU'}: base {time.monotonic() - began:.0f} s"]
     rows = [json.loads(line)["input"] for line in (work / "rows.jsonl").read_text().splitlines()]
-    questions = rows[: options.requests]
-    columns = ("memory for", "answers after s", "memory", "one alone, tokens/s", "both, tokens/s")
+    questions, scored = rows[: options.requests], rows[-options.rows :]
+    columns = ("memory for", "answers after s", "memory", f"scores {options.rows} rows in s")
+    columns += ("one alone, tokens/s", "both, tokens/s")
     lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     wrong = 0
     for room in (1, 2):
         with Server(model, work, options.out, room) as server:
             server.ask([NAMES[0]], questions[:4], 4)  # kernels are compiled
             alone, rate = server.ask([NAMES[0]], questions, options.tokens)
-            row = [f"{room}", f"{server.seconds:.0f}", server.memory(), f"{rate:,.0f}"]
+            seconds = server.score(scored)
+            row = [f"{room}", f"{server.seconds:.0f}", server.memory(), f"{seconds:.1f}", f"{rate:,.0f}"]
             if room == 2:
                 alone |= server.ask([NAMES[1]], questions, options.tokens)[0]
                 together, rate = server.ask([*NAMES], questions, options.tokens)
@@ -207,6 +261,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--size", choices=("tiny", "moe"), default="moe")
     parser.add_argument("--base", choices=("int4", "bf16"), default="int4")
+    parser.add_argument("--preset", metavar="NAME", help="serve all layers of this configuration's model instead")
+    parser.add_argument("--rows", type=int, default=64, help="that the base scores (64)")
     parser.add_argument("--layers", type=int, default=3, help="of the moe (3)")
     parser.add_argument("--requests", type=int, default=50, help="at once, to each adapter (50)")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer (64)")

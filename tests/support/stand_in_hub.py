@@ -23,6 +23,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -85,15 +86,17 @@ class Hub:
 
     def publish(self, repo: str, folder: Path, branch: str = "main", **traits: bool) -> str:
         """Commit the present content of the folder; the branch points to the commit. Traits: private, gated."""
-        files = {}
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        (self.state / "blobs").mkdir(parents=True, exist_ok=True)
+
+        def keep(path: Path) -> tuple[str, File]:
             data = path.read_bytes()
             blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-            kept = self.state / "blobs" / blob
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, kept)
             sha256 = hashlib.sha256(data).hexdigest() if path.suffix in LFS else None
-            files[path.relative_to(folder).as_posix()] = File(kept, len(data), blob, sha256)
+            kept = Path(shutil.copyfile(path, self.state / "blobs" / blob))
+            return path.relative_to(folder).as_posix(), File(kept, len(data), blob, sha256)
+
+        with ThreadPoolExecutor(8) as pool:  # models of benchmarks have many GB
+            files = dict(pool.map(keep, sorted(path for path in folder.rglob("*") if path.is_file())))
         listing = json.dumps({name: file.blob for name, file in files.items()})
         commit = hashlib.sha1(f"{repo} {listing}".encode()).hexdigest()
         entry = self.repos.setdefault(repo, Repo())
