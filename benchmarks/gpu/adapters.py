@@ -8,15 +8,14 @@ The base has random weights, packed in int4 by the trainer's commands; --base bf
 two layers are packed and the last one is copied until there are as many as in the release. Both adapters are drawn, of
 attention and, on a GPU without --preset, of all experts. trainer.serve has memory for one adapter, then for two. The
 base scores --rows rows. Each adapter answers --requests questions at once: one alone in both servers, then both
-together. OUT/adapters.txt has the tokens/s, the room for keys and values, and for each adapter how many answers are
-those that it gave alone. Exit code 1 if an answer has more in common with the other adapter's than with its own.
+together. OUT/adapters.txt has the tokens/s, the room for keys and values, and for each adapter how far its scores of
+the questions are from those that it gave alone. Exit code 1 if those of a request are nearer to the other adapter's.
 """
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -36,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 INDEX = "model.safetensors.index.json"
 ATTENTION, RANK, PORT = ("q_proj", "k_proj", "v_proj", "o_proj"), 16, 8123
 NAMES = ("one", "two")
+Scores = list[float]  # log-probabilities of the tokens of a question
 PACKED = ("model.base=int4", "convert.to=packed", "train.precision=bf16", "evaluate.adapter=packed")
 CODES = ("export.checkpoint=base", "export.quantization=packed")
 
@@ -160,32 +160,22 @@ class Server:
         self.process.terminate()
         self.process.wait(60)
 
-    def score(self, rows: list[str]) -> float:
-        """Seconds in which the base scores all tokens of these rows, sent at once."""
-
-        def one(row: str) -> None:
-            content = {"model": "base", "prompt": row, "max_tokens": 1, "prompt_logprobs": 0}
-            httpx.post(f"http://127.0.0.1:{PORT}/v1/completions", json=content, timeout=300).raise_for_status()
-
-        began = time.monotonic()
-        with ThreadPoolExecutor(len(rows)) as pool:
-            [*pool.map(one, rows)]
-        return time.monotonic() - began
-
-    def ask(self, names: list[str], questions: list[str], tokens: int) -> tuple[dict[str, list[str]], float]:
-        """Answers of each adapter to all questions, sent at once, and tokens/s."""
+    def ask(self, names: list[str], questions: list[str], tokens: int) -> tuple[dict[str, list[Scores]], float]:
+        """Have each adapter answer all questions, sent at once. Returns its scores of the questions, and tokens/s."""
         asked = [(name, question) for question in questions for name in names]
 
-        def one(request: tuple[str, str]) -> str:
+        def one(request: tuple[str, str]) -> Scores:
             content = {"model": request[0], "prompt": request[1], "max_tokens": tokens, "ignore_eos": True}
+            content["prompt_logprobs"] = 0
             answer = httpx.post(f"http://127.0.0.1:{PORT}/v1/completions", json=content, timeout=300)
-            return answer.raise_for_status().json()["choices"][0]["text"]
+            scored = answer.raise_for_status().json()["choices"][0]["prompt_logprobs"]
+            return [value["logprob"] for of_token in scored[1:] for value in of_token.values()]
 
         began = time.monotonic()
         with ThreadPoolExecutor(len(asked)) as pool:
-            answers = list(pool.map(one, asked))
+            scores = list(pool.map(one, asked))
         rate = len(asked) * tokens / (time.monotonic() - began)
-        return {name: answers[place :: len(names)] for place, name in enumerate(names)}, rate
+        return {name: scores[place :: len(names)] for place, name in enumerate(names)}, rate
 
     def memory(self) -> str:
         """Memory of the weights and room for keys and values by vLLM's log, and the host's memory of the server."""
@@ -197,21 +187,19 @@ class Server:
         return ", ".join([*found, f"{size / 2**30:.2f} GiB of the host"])
 
 
-def in_common(one: str, other: str) -> int:
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+def apart(one: Scores, other: Scores) -> float:
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
 
 
-def judge(alone: dict[str, list[str]], together: dict[str, list[str]]) -> tuple[list[str], int]:
-    """A line for each adapter, and the number of answers that are closer to the other's."""
+def judge(alone: dict[str, list[Scores]], together: dict[str, list[Scores]]) -> tuple[list[str], int]:
+    """A line for each adapter, and the number of requests whose scores are nearer to the other's."""
     lines, wrong = [], 0
     for name, other in zip(NAMES, reversed(NAMES), strict=True):
-        rows = [*zip(together[name], alone[name], alone[other], strict=True)]
-        swapped = sum(a != own and in_common(a, own) <= in_common(a, others) for a, own, others in rows)
-        equal = sum(answer == own for answer, own, _ in rows)
-        others = sum(answer == others for answer, _, others in rows)
-        lines.append(
-            f"{name}: {equal} of {len(rows)} answers as alone, {others} as the other's, {swapped} closer to it"
-        )
+        own = [*map(apart, together[name], alone[name])]
+        others = [*map(apart, together[name], alone[other])]
+        swapped = sum(a >= b / 2 for a, b in zip(own, others, strict=True))
+        text = f"at most {max(own):.3f} nats a token from itself alone, at least {min(others):.3f} from the other"
+        lines.append(f"{name}: {len(own) - swapped} of {len(own)} requests were its own: {text}")
         wrong += swapped
     return lines, wrong
 
@@ -228,7 +216,8 @@ def _measure(options: argparse.Namespace, work: Path) -> int:
     gpu = serving.gpus_here() > 0
     began = time.monotonic()
     model = make(options, work, gpu)
-    lines = [f"{options.preset or options.size} {options.base} on {'a GPU' if gpu else 'a CPU'}: base {time.monotonic() - began:.0f} s"]
+    what = f"{options.preset or options.size} {options.base} on {'a GPU' if gpu else 'a CPU'}"
+    lines = [f"{what}: base {time.monotonic() - began:.0f} s"]
     rows = [json.loads(line)["input"] for line in (work / "rows.jsonl").read_text().splitlines()]
     questions, scored = rows[: options.requests], rows[-options.rows :]
     columns = ("memory for", "answers after s", "memory", f"scores {options.rows} rows in s")
@@ -239,18 +228,20 @@ def _measure(options: argparse.Namespace, work: Path) -> int:
         with Server(model, work, options.out, room) as server:
             server.ask([NAMES[0]], questions[:4], 4)  # kernels are compiled
             alone, rate = server.ask([NAMES[0]], questions, options.tokens)
-            seconds = server.score(scored)
+            scoring = time.monotonic()
+            server.ask(["base"], scored, 1)
+            seconds = time.monotonic() - scoring
             row = [f"{room}", f"{server.seconds:.0f}", server.memory(), f"{seconds:.1f}", f"{rate:,.0f}"]
             if room == 2:
                 alone |= server.ask([NAMES[1]], questions, options.tokens)[0]
                 together, rate = server.ask([*NAMES], questions, options.tokens)
                 found, wrong = judge(alone, together)
                 lines.append(f"| {' | '.join([*row, f'{rate:,.0f}'])} |")
-                lines += ["", *found, f"the adapters alone: {sum(map(str.__eq__, *alone.values()))} answers equal"]
+                lines += ["", *found]
             else:
                 lines.append(f"| {' | '.join([*row, ''])} |")
             print(lines[-1], flush=True)
-    lines.append(f"WRONG: {wrong} answers" if wrong else "all right")
+    lines.append(f"WRONG: {wrong} requests" if wrong else "all right")
     (options.out / "adapters.txt").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
     return 1 if wrong else 0

@@ -25,7 +25,7 @@ from contract.faults import Fault
 from trainer.data import blend, prepared
 from trainer.startup import entry
 from trainer.startup.console import say
-from trainer.weights import file_sums
+from trainer.weights import digests, file_sums
 
 SCHEDULE = ("train.steps", "optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.decay")
 OF_BASE = ("digest", "precision", "mtp")
@@ -36,7 +36,8 @@ IN_BRIDGE: dict[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").r
 def record(run: Run) -> dict[str, Any]:
     """Description of this training, for the marks of its checkpoints."""
     record = {"version": identity.VERSION, "keys": identity.recorded(run), "base": _base(run), "tokens": _tokens(run)}
-    return record | {"magnitudes": "whole", "auxiliary_losses": _auxiliary_losses(run)}
+    facts = {"magnitudes": "whole", "shared_adapters": "once", "auxiliary_losses": _auxiliary_losses(run)}
+    return record | facts
 
 
 def verify(folder: Path) -> None:
@@ -79,6 +80,9 @@ def check(run: Run, folder: Path) -> None:
         lines.append(
             f"{text}, from which this version cannot resume; export it unchanged, or name another paths.output"
         )
+    if run.adapter.experts == "shared" and was.get("shared_adapters") != "once" and _adapts_experts(place):
+        text = f"{place} has a copy of the shared adapters for each expert, from which this version cannot resume"
+        lines.append(f"{text}; export it unchanged, or name another paths.output")
     changes = identity.changed(was["keys"], identity.recorded(run))
     lines += [_line(key, *values, place) for key, values in changes.items() if not identity.may_change(key)]
     now = _base(run)
@@ -183,6 +187,11 @@ def _ways_of_magnitudes(place: Path) -> int:
         return model["tensor_model_parallel_size"] if model["gated_linear_unit"] else 1
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return 1
+
+
+def _adapts_experts(place: Path) -> bool:
+    names = (digests.read(place) or {"digests": {}})["digests"]
+    return any(".experts." in name and ".adapter." in name for name in names)
 
 
 def _at(config: dict[str, Any], path: str) -> Any:

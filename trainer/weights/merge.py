@@ -90,16 +90,18 @@ class NewValue:
         return self.part.turn(rows).to(DTYPES[entry.dtype]).contiguous()
 
 
-def find_adapters(stored: Stored, registry, model: Model) -> dict[str, tuple[Adapter, ...]]:
+def find_adapters(stored: Stored, registry, model: Model, experts: int) -> dict[str, tuple[Adapter, ...]]:
     """Return the adapters by released name. A tensor with all experts of a layer has several, in order.
 
-    Every tensor of the adapters must belong to a released weight and fit it.
+    An adapter that the experts of a layer share is stored once and belongs to each of them. Every tensor of the adapters must belong to a released weight and fit it.
     """
     layers: dict[tuple[str, str], dict[str, Place]] = defaultdict(dict)
     unmatched = []
     for name, place in stored.weights.items():
         if match := ADAPTER.match(name):
-            layers[match["layer"], match["expert"]][match["role"]] = place
+            shared = ".experts." in match["layer"] and not match["expert"]
+            for expert in map(str, range(experts)) if shared else [match["expert"]]:
+                layers[match["layer"], expert][match["role"]] = place
         else:
             unmatched.append(name)
     alpha = _alpha(stored)

@@ -70,7 +70,7 @@ def alpha(model) -> float | None:
 def _sums(pieces: list[ShardedTensor]) -> dict[str, int]:
     names, numbers = [], []
     for piece in pieces:
-        depth = torch_dist.depth(piece.key)
+        depth = torch_dist.depth(piece.key, len(piece.global_shape))
         data = piece.data.reshape((1,) * piece.prepend_axis_num + tuple(piece.data.shape))
         numbers.append(digests.sums(data, piece.global_offset, depth).flatten())
         spans = zip(piece.global_offset[:depth], data.shape[:depth], strict=True)

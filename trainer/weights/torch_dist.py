@@ -246,21 +246,23 @@ def _check(stored: Stored, name: str, pieces: list[tuple[tuple[int, ...], torch.
         raise Fault(f"{stored.folder}: {name} is not the tensor that training had in memory: {cause}")
 
 
-def depth(key: str) -> int:
+def depth(key: str, dimensions: int) -> int:
     """Return the number of a stored tensor's first dimensions that are indices of layers and experts."""
-    return bool(STACKED_LAYERS.match(key)) + (".experts.experts." in key)
+    layers = bool(STACKED_LAYERS.match(key))
+    shared = ".adapter." in key and dimensions == layers + 2  # a matrix for all experts
+    return layers + (".experts.experts." in key and not shared)
 
 
 def name_of(key: str, index: tuple[int, ...]) -> str:
     """Return Megatron's name of the weight at this index of layer and expert."""
     name = key.replace(".experts.experts.", ".experts.")
-    if STACKED_LAYERS.match(key):
+    if layers := bool(STACKED_LAYERS.match(key)):
         name = STACKED_LAYERS.sub(rf"\g<stack>.{index[0]}.", name)
-    return name + str(index[-1]) if ".experts.experts." in key else name
+    return name + str(index[-1]) if len(index) > layers else name
 
 
 def _places(key: str, stored: TensorStorageMetadata):
-    count = depth(key)
+    count = depth(key, len(stored.size))
     chunks = defaultdict(list)
     for chunk in stored.chunks:
         spans = zip(chunk.offsets[:count], chunk.sizes[:count], strict=True)

@@ -181,7 +181,7 @@ def match(run: Run, folder: Path) -> Trained:
     trained = Trained(model, base_mark["digest"], sums, stored, config, registry=registry, copies=copies)
     torch_dist.require_all(stored)
     if any(".adapter." in name for name in stored.places | stored.digests):
-        trained.adapters.update(merge.find_adapters(stored, registry, model))
+        trained.adapters.update(merge.find_adapters(stored, registry, model, config.num_moe_experts or 0))
     else:
         computed = {name for name in model.weights if released.COMPUTED.search(name)}
         elsewhere = {*copies, *computed, *base_mark["left_out"]}

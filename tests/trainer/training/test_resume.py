@@ -14,6 +14,7 @@ from conf.schema import identity
 from contract import checkpoints
 from contract.faults import Fault
 from trainer.training import resume
+from trainer.weights import digests
 
 ROOT = Path(__file__).parents[3]
 KEYS = identity.recorded(load("tiny")).keys()
@@ -193,6 +194,19 @@ def test_a_checkpoint_without_a_record_is_compared_by_megatron_s_own_or_not_at_a
     checkpoints.mark(checkpoint(run), step=3)
     with pytest.raises(Fault, match=r'adapter.targets: .* was trained with \["linear_qkv"\]'):
         check(run)
+
+
+def test_a_checkpoint_with_copies_of_shared_adapters_is_refused(run):
+    shared = run.model_copy(update={"adapter": run.adapter.model_copy(update={"experts": "shared"})})
+    mark = {key: value for key, value in resume.record(shared).items() if key != "shared_adapters"}
+    checkpoints.mark(checkpoint(shared), step=3, training=mark)
+    check(shared)  # no experts
+    names = {"decoder.layers.1.mlp.experts.linear_fc1.adapter.linear_in.weight7": "0"}
+    digests.write(checkpoint(shared), {"digests": names})
+    with pytest.raises(Fault, match="a copy of the shared adapters for each expert"):
+        check(shared)
+    save(shared)
+    check(shared)
 
 
 def test_magnitudes_in_the_order_of_ranks_are_not_taken_for_whole_ones(tmp_path, run):

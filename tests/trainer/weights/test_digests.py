@@ -64,6 +64,7 @@ CASES = [
     ("qwen3-moe", "lora", "pp=2 gpus_per_node=2"),
     ("glm4-moe-mtp", "lora", "pp=2 vpp=2 gpus_per_node=2"),
     ("glm4-moe-mtp", "shared", "ep=2 gpus_per_node=2"),
+    ("glm4-moe-mtp", "shared", "tp=2 sp=true ep=2 etp=2 gpus_per_node=4"),
     ("glm4-moe-mtp", "none", ""),
     ("glm4-moe-mtp", "none", "tp=2 sp=true ep=2 gpus_per_node=2"),
     ("deepseek-v3", "none", "pp=2 ep=2 gpus_per_node=4"),
@@ -90,6 +91,9 @@ def test_what_is_saved_has_the_digests_of_what_is_in_memory(kind, adapter, layou
     torch_dist.require_all(stored)
     for place in stored.places.values():
         torch_dist.read(stored, place)  # raises what differs
+    if adapter == "shared":
+        of_experts = [place for name, place in stored.places.items() if ".experts." in name]
+        assert of_experts and all(len(place.chunks) <= 4 for place in of_experts), "one copy, not one for each expert"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])

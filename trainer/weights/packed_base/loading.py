@@ -95,7 +95,7 @@ def of_chunk(chunk: Any) -> dict[int, list[Part]]:
 
 
 def _part(tensor: ShardedTensor, whole: torch.Tensor, matrix: tuple[int, int]) -> Part:
-    depth = torch_dist.depth(tensor.key)
+    depth = torch_dist.depth(tensor.key, len(tensor.global_shape))
     assert tensor.prepend_axis_num == depth, f"{tensor.key} is not stacked like in a base"
     stride = whole.stride(0) if whole.ndim else 1
     start = int(tensor.data.storage_offset() - whole.storage_offset()) // max(1, stride)
