@@ -13,7 +13,7 @@ START and the rates of conversion and export were measured on one H200 with 9.6 
 and so is the rate of several processes, which is at most READ, the rate of the host's storage. CHECKED and UNPACKED are
 for a base without conversion (convert.to: none): rates of one core, measured on 256 MB of bf16 and on a matrix of
 DeepSeek-V3 in FP8 blocks. DESCRIBED is about the time for the 45,000 tensors of GLM-4.7. A packed base is checked and
-then packed, on all cores of a process. PACKED was measured on a core of a host without GPUs, with matrices of 1408 x
+then packed, by a process on each core. PACKED was measured on a core of a host without GPUs, with matrices of 1408 x
 4096 in bf16, including the loss of each (docs/measurements/quantised.md).
 
 Not covered: preparation, as its rows are not counted yet; copies to a store other than a folder; checkpoints' time.
@@ -46,6 +46,7 @@ PACKED = {"fp8": 0.23 * GB, "int4": 0.36 * GB, "nvfp4": 0.17 * GB, "mxfp4": 0.20
 CORES = 14  # of a process on a GPU host: a DGX H100 has 112 for 8 GPUs
 DESCRIBED = 20.0  # seconds in which a rank finds the released tensors of its weights
 CONVERTING = 3 * GB  # bytes of a process at most: its libraries and a shard of tensors
+PACKING = 1 * GB  # bytes of each process that packs, at most: codes and scales of a file
 FILE = 5 * GB  # bytes of a file of a release: one is read and one is written at a time
 RANK = int(1.9 * GB)  # resident memory of a training process on a GPU: 1.84 to 1.91 GB on an H100, with private pages
 OF_VLLM = 4 * GIB  # resident memory of a process of vLLM, without files that it maps
@@ -176,6 +177,7 @@ def _conversion(run: Run, facts: ModelFacts) -> StageNeed:
     cores = CORES * here.world
     seconds = START + released / min(CHECKED * cores, READ * hosts)
     if run.convert.to == "packed":
+        resident += PACKING * CORES * here.layout.gpus_per_node
         base = parameters.total(facts) * states.byte(run.train)
         packed = base / (PACKED[run.model.base] * cores) + (base / (UNPACKED * here.world) if facts.packed else 0.0)
         seconds += max(packed, (released + written) / (READ * hosts))

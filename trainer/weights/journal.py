@@ -24,11 +24,12 @@ def do(
     is_whole: Callable[[int, Entry], bool],
     make: Callable[[int], Entry],
     ahead: Callable[[int], None] = lambda number: None,
+    distance: int = 1,
 ) -> dict[int, Entry]:
     """Do every unit that is missing or no longer valid. Return all entries, on every rank.
 
     `sizes` has the size of each unit, by number. make() does one unit and returns its entry; ahead() is called for each
-    unit before the preceding one is done.
+    unit before the one at this distance before it is done.
     """
     rank, ranks = atomic_folder.rank(), atomic_folder.ranks()
     entries = atomic_folder.gather(_entries(folder, sizes))[0]  # rank 0's
@@ -38,10 +39,10 @@ def do(
         del entries[number]
     new_entries = {}
     own = share({number: size for number, size in sizes.items() if number not in entries}, ranks)[rank]
-    for number in own[:1]:
+    for number in own[:distance]:
         ahead(number)
-    for place, number in enumerate(own):
-        for following in own[place + 1 : place + 2]:
+    for place, number in enumerate(own, distance):
+        for following in own[place : place + 1]:
             ahead(following)
         new_entries[number] = make(number)
         write_atomically(folder / f"{number}.json", json.dumps(new_entries[number]), durable=False)

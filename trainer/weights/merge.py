@@ -93,7 +93,8 @@ class NewValue:
 def find_adapters(stored: Stored, registry, model: Model, experts: int) -> dict[str, tuple[Adapter, ...]]:
     """Return the adapters by released name. A tensor with all experts of a layer has several, in order.
 
-    An adapter that the experts of a layer share is stored once and belongs to each of them. Every tensor of the adapters must belong to a released weight and fit it.
+    An adapter that the experts of a layer share is stored once and belongs to each of them. Every tensor of the
+    adapters must belong to a released weight and fit it.
     """
     layers: dict[tuple[str, str], dict[str, Place]] = defaultdict(dict)
     unmatched = []
