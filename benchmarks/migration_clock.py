@@ -47,9 +47,10 @@ def follow(page: str, folder: Path) -> tuple[list[float], str]:
 
 
 def main() -> int:
-    names = sys.argv[1:] or [name.removesuffix(".md") for name in migration.pages() if name != "README.md"]
-    if unknown := sorted(set(names) - set(STACKS)):
-        print(f"unknown: {', '.join(unknown)}; known: {', '.join(STACKS)}", file=sys.stderr)
+    pages = [name.removesuffix(".md") for name in migration.pages() if name != "README.md"]
+    names = sys.argv[1:] or pages
+    if unknown := sorted(set(names) - set(pages)):
+        print(f"no page of {', '.join(unknown)}; pages: {', '.join(pages)}", file=sys.stderr)
         return 2
     print("| page | adopt, s | plan, s | run, s | exact before, after | model |\n|---|---|---|---|---|---|", flush=True)
     failed = 0

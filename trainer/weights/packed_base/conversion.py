@@ -118,7 +118,7 @@ def _is_of_transformer_engine(layer: Any) -> bool:
 
 @dataclass(frozen=True)
 class Work:
-    """What the processes need; they inherit it."""
+    """Input of the processes, which inherit it."""
 
     form: Format
     source: packing.Packing
