@@ -291,3 +291,11 @@ def test_no_tensor_of_a_release_is_dropped_without_a_word(bases, tmp_path):
     save_file(tensors | {"vision.mask": torch.tensor([True, False])}, base / "model.safetensors")
     with pytest.raises(Fault, match=r"base: tensors of a type that is not read \(1\): vision\.mask \(BOOL\)$"):
         checkpoints.read(base)
+
+
+def test_a_layout_that_is_not_read_is_one_line_with_the_remedy(bases, tmp_path):
+    source = described(bases / "dense", tmp_path / "source")
+    (source / "global_step5").mkdir()
+    (source / "global_step5/mp_rank_00_model_states.pt").touch()
+    with pytest.raises(Fault, match=r"source: its weights have DeepSpeed's own layout; run its zero_to_fp32\.py first$"):
+        checkpoints.read(source)
