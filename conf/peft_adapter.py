@@ -326,7 +326,9 @@ class _Reader:
         mapping = _object(self.config, "auto_mapping")
         for source in (self.config, mapping):
             of_parameters = _object(_object(source, "unsloth_fused_expert_lora"), "parameters")
-            order = (_object(of_parameters, parameter) or source).get("lora_B_layout")
+            order = source.get("lora_B_layout")
+            if of_parameters:
+                order = _object(of_parameters, parameter).get("lora_B_layout", "rank_major")
             if order is not None and order not in ORDERS:
                 raise self.refused(f"{CONFIG}: {parameter} has lora_B_layout {order}, which is not supported")
             if order is not None:
