@@ -46,6 +46,10 @@ OTHERS = ("layer_replication", "use_qalora", "alora_invocation_tokens", "megatro
 OTHERS += ("kasa_config", "monteclora_config", "velora_config", "lora_bias")
 REPLACES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # init_lora_weights that change the base's weights
 EXCHANGED_BEFORE = (0, 19)  # versions of PEFT
+ORDERS = {"rank_major": False, "grouped_by_expert": True}  # Unsloth's names: whether B is grouped
+# Families whose experts' B is grouped by expert in files of Unsloth that do not name the order.
+GROUPED = {"deepseek_v3", "ernie4_5_moe", "gemma4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "lfm2_moe", "mixtral"}
+GROUPED |= {"qwen3_5_moe", "qwen3_moe", "qwen3_next"}
 UNSAFE = (
     f"{PICKLED} is a pickle, which can run code when it is loaded; in its folder, "
     'python -c "import torch; from safetensors.torch import save_file; '
@@ -67,6 +71,7 @@ class Change:
     experts: int = 1  # in A and B
     half: int | None = None  # of B's rows: 0 = gate, 1 = up
     exchanged: bool = False  # A has the outputs of the weight, and B its inputs
+    grouped: bool = False  # B has the columns of one expert after another
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -119,6 +124,7 @@ class _Reader:
         tensors = family.tensors(family.facts(Keys(config_json.of_text(model))), names)
         self.adapter = Adapter(folder, safetensors_header.read(folder / WEIGHTS), tensors)
         self.names = {canonical(name): name for name in tensors}
+        self.model_type = str(model.get("model_type")).removesuffix("_text")
         self.tied = model.get("tie_word_embeddings", family.defaults.get("tie_word_embeddings"))
         self.embedding = family.embedded(tensors)
 
@@ -212,8 +218,11 @@ class _Reader:
             self._misfits(parts, a, b, f"the experts {short}")
         leaf, exchanged = fits[0]
         rank, scale = self._scale(f"{path}.{leaf}_proj", a[0] // count, parts["A"])
+        grouped = self._is_grouped(f"{leaf}_proj")
         for number in range(count):
-            change = Change(parts["A"], parts["B"], rank, scale, "", number, count, exchanged=exchanged)
+            change = Change(
+                parts["A"], parts["B"], rank, scale, "", number, count, exchanged=exchanged, grouped=grouped
+            )
             stacked = self.names.get(f"{short}.{leaf}_proj")
             if stacked:
                 self._put((stacked, number), change)
@@ -311,3 +320,22 @@ class _Reader:
         if len(numbers) < 2:
             return "auto_mapping" in self.config
         return tuple(map(int, numbers[:2])) < EXCHANGED_BEFORE
+
+    def _is_grouped(self, parameter: str) -> bool:
+        """Whether B of these experts has the columns of one expert after another, by the marks that Unsloth writes."""
+        mapping = _object(self.config, "auto_mapping")
+        for source in (self.config, mapping):
+            of_parameters = _object(_object(source, "unsloth_fused_expert_lora"), "parameters")
+            order = source.get("lora_B_layout")
+            if of_parameters:
+                order = _object(of_parameters, parameter).get("lora_B_layout", "rank_major")
+            if order is not None and order not in ORDERS:
+                raise self.refused(f"{CONFIG}: {parameter} has lora_B_layout {order}, which is not supported")
+            if order is not None:
+                return ORDERS[order]
+        return bool(mapping.get("unsloth_fixed")) and self.model_type in GROUPED
+
+
+def _object(source: dict[str, Any], key: str) -> dict[str, Any]:
+    value = source.get(key)
+    return value if isinstance(value, dict) else {}

@@ -18,6 +18,11 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json", ".distcp")
 DESCRIPTION = ".metadata"  # of a distributed checkpoint of torch, Megatron or FSDP, in the folder of its *.distcp
 STEP = re.compile(r"(?:iter_|step[=_-]?|checkpoint-)(\d+)")
+# Layouts of other stacks that are not read, by the names of their files.
+UNREAD = {
+    re.compile(r"(^|/)global_step\d+/.*\.pt$"): "DeepSpeed's own layout; run its zero_to_fp32.py first",
+    re.compile(r"(^|/)mp_rank_\d+(_\d+)*/|/\.zarray$"): "Megatron's older layout; save with --ckpt-format torch_dist",
+}
 # Models with vision have their layers in model.language_model; GPT-2's releases use two names.
 LAYERS = r"(?:language_model\.)?model\.(?:language_model\.)?layers|(?:transformer\.)?h|backbone\.layers"
 LAYER = re.compile(rf"({LAYERS})\.(\d{{1,6}})\.")
@@ -80,6 +85,11 @@ def newest_checkpoint(files: Iterable[str], source: str) -> str | None:
     if len(last) > 1:
         raise Fault(f"{source}: several checkpoints: {', '.join(last)}; keep one of them")
     return last[0] if last else None
+
+
+def unread(name: str) -> str | None:
+    """Return the layout of a file of weights that is not read, and what to do."""
+    return next((text for pattern, text in UNREAD.items() if pattern.search(name)), None)
 
 
 def index(path: Path, shown: str = "") -> dict[str, str]:

@@ -41,7 +41,7 @@ def unread(config: Mapping[str, Any], ignored: Collection[str] = ()) -> list[str
 
 def _unread(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, str]]:
     for key in family.stated:
-        if key not in config:
+        if key not in config and family.renamed.get(key) not in config:
             yield key, "absent, but the defaults of transformers and Megatron-Bridge differ; add it"
     for key in family.not_null:
         if key in config and config[key] is None:

@@ -23,8 +23,9 @@ class AdapterFile:
         """Return A and B of a weight, of shapes [rank, inputs] and [outputs, rank], in fp32."""
         a, b, rank = self.tensor(change.a), self.tensor(change.b), change.rank
         if change.expert is not None:
-            a = a[change.expert * rank : (change.expert + 1) * rank]
-            b = b.view(len(b), rank, change.experts)[:, :, change.expert]
+            own = slice(change.expert * rank, (change.expert + 1) * rank)
+            a = a[own]
+            b = b[:, own] if change.grouped else b.view(len(b), rank, change.experts)[:, :, change.expert]
         a, b = (b.t(), a.t()) if change.exchanged else (a, b)
         if change.half is not None:
             b = b.chunk(2)[change.half]

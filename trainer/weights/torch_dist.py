@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 from conf.model_files import weights
 from contract import regular_files
@@ -36,7 +37,9 @@ from trainer.weights import digests, file_sums
 from trainer.weights.mapped import mapped_piece
 from trainer.weights.released import enumerate_names
 
-NOT_WEIGHTS = re.compile(r"^(optimizer|rng_state|common_state|rerun_state_machine_state)\b|_extra_state")
+NOT_WEIGHTS = re.compile(
+    r"^((chained_\d+\.)?optimizer|rng_state|common_state|rerun_state_machine_state)\b|_extra_state"
+)
 RELEASED = "released"  # instead of a file name: pieces of a base without weights are in the release
 ALIGNED = 64  # bytes: pieces that begin at a multiple can be mapped, because torch.save aligns values to it
 STACKED_LAYERS = re.compile(r"^(?P<stack>(?:\w+\.)*layers)\.(?=\D)")
@@ -47,11 +50,14 @@ DESCRIBED = {
         *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint.planner": {"WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath", "PurePath"},
     "collections": {"OrderedDict"},
 }
+# megatron-core's classes before 0.19, by torch's class that each extends. They also hold the plan of the save.
+EXTENDED = {"MCoreMetadata": Metadata, "MCoreSavePlan": SavePlan}
 # Sections of a fused layer, which is cut over tensor-parallel ranks section by section, in the order of its rows.
 SECTIONS = ("query", "key", "value", "z", "x", "B", "C", "dt", "beta", "alpha")
 
@@ -109,6 +115,8 @@ class _Description(pickle.Unpickler):
     """Torch's description of a checkpoint. Anything else in the pickle is refused, as it could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if module == "megatron.core.dist_checkpointing.strategies.torch" and name in EXTENDED:
+            return EXTENDED[name]
         if name in DESCRIBED.get(module, ()) or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         ):

@@ -8,6 +8,7 @@ the values of some others and ignores the rest. The conversion of the weights do
     fixed       like assumed, for keys that sizes depend on: another value is always refused
     repeats     keys that transformers writes, and the key whose value they must repeat
     stated      keys that must be present, as the defaults of transformers and Megatron-Bridge differ
+    renamed     stated keys, and the name by which transformers 5 reads and writes each
     not_null    keys that cannot be null: transformers refuses null, or Megatron-Bridge ignores it
     rotations   kinds of rotary embeddings, and the keys of each
     any other   allowed if its value has no meaning (null, false, 0, 1, empty), or is text
@@ -63,6 +64,7 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     repeats: Mapping[str, str] = field(default_factory=dict)
     stated: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
     not_null: tuple[str, ...] = ()
     rotations: Mapping[str, Rotation] = field(default_factory=dict)  # empty: positions are learned
     # Those of layers with windows, if rope_parameters has an object for each kind of layer; empty: it has one for all.

@@ -68,6 +68,8 @@ def require_weights(source: str, chosen: Iterable[str], names: Iterable[str], un
     formats = {".safetensors", PIECE, *(PICKLES if unsafe_weights else ())}
     if any(_format(name) in formats and is_weights(name) for name in chosen):
         return
+    if unread := next(filter(None, map(weights_files.unread, names)), None):
+        raise Fault(f"{source}: its weights have {unread}")
     present = {_format(name) for name in names if not _never(name, True) or _format(name) in OTHER_FORMATS}
     pickles, others = sorted(present & PICKLES), sorted(present & OTHER_FORMATS)
     if pickles and not unsafe_weights:
@@ -128,6 +130,8 @@ def _format(name: str) -> str:
 
 def _never(name: str, trust_remote_code: bool) -> str | None:
     path = PurePosixPath(name)
+    if unread := weights_files.unread(name):
+        return unread
     if any(part.startswith(".") for part in path.parts if part != weights_files.DESCRIPTION):
         return "hidden"
     if _is_piece(name) and path.parent.name.startswith("optimizer"):

@@ -194,6 +194,13 @@ def test_what_releases_say_passes(name):
     assert unread(KINDS[kind]) == []
 
 
+def test_a_name_that_transformers_5_writes_is_read():
+    config = {key: value for key, value in KINDS["qwen3-moe"].items() if key != "num_experts"}
+    assert unread(config | {"num_local_experts": 4}) == []
+    assert unread(config)[0].startswith("num_experts is absent")
+    assert unread(config | {"num_local_experts": None})[0].startswith("num_local_experts is null")
+
+
 def test_what_releases_of_gpt2_say_passes():
     says = {"n_ctx": 1024, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "summary_type": "cls_index"}
     says |= {"summary_use_proj": True, "summary_proj_to_labels": True, "summary_first_dropout": 0.1, "n_inner": None}

@@ -1,4 +1,4 @@
-"""Answers of Megatron-Bridge and megatron-core for the same input, for tests/trainer/data. See conftest.as_bridge.
+"""Answers of functions that need Megatron-Bridge or megatron-core. See conftest.as_bridge.
 
 main(run) calls the function that request.json in run.paths.output names, there, and leaves its result in answer.json.
 """
@@ -56,6 +56,18 @@ def read_packed(path: str, pad_to: int, eos: int) -> list[dict]:
         row = data[i]
         data.validate_row(i, row["input_ids"], row["loss_mask"], row["seq_boundaries"][:-1])
     return [data[i] for i in range(len(data))]
+
+
+def adopted(source: str, out: str) -> str:
+    """Write a checkpoint of Megatron's as a model. Return why it is refused, if it is."""
+    from contract.faults import Fault
+    from trainer.weights.adopted import checkpoints, files
+
+    try:
+        files.write(Path(source), checkpoints.read(Path(source))[1], Path(out))
+    except Fault as refused:
+        return str(refused)
+    return ""
 
 
 def index(jsonl: str) -> list[dict]:

@@ -177,6 +177,21 @@ def test_incomplete_models_are_refused(served, model, tmp_path, spoil, words):
     assert not {*served.sent} & {*SHARDS}
 
 
+@pytest.mark.parametrize(
+    "name, remedy",
+    [
+        ("iter_0000010/mp_rank_00_001/model_optim_rng.pt", "--ckpt-format torch_dist"),
+        ("weights/decoder.final_layernorm.weight/.zarray", "--ckpt-format torch_dist"),
+        ("checkpoint-5/global_step5/mp_rank_00_model_states.pt", "zero_to_fp32"),
+    ],
+)
+def test_layouts_that_are_not_read_are_refused_with_the_remedy(name, remedy):
+    chosen, left_out = file_choice.choose([name, "config.json"], True, False)
+    assert remedy in left_out[name]
+    with pytest.raises(Fault, match=f"^org/toy: its weights have .*{remedy}"):
+        file_choice.require_weights("org/toy", chosen, [name, "config.json"], True)
+
+
 @pytest.mark.parametrize("name", ["../../escaped", "/etc/escaped", "a/../../b", "a\\b", "a//b", ""])
 def test_names_that_lead_out_of_the_folder(served, model, name):
     commit = served.publish("models/org/toy", model)

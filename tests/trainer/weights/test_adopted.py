@@ -129,6 +129,17 @@ def separate(tensors: dict) -> dict:
     return found
 
 
+def grouped(tensors: dict) -> dict:
+    """The experts of Unsloth before 2026.9.6."""
+    of_experts = [key for key in tensors if ".experts." in key and "lora_B" in key]
+    return tensors | {key: tensors[key].view(-1, 4, 4).transpose(1, 2).reshape(-1, 16) for key in of_experts}
+
+
+UNSLOTH = {"base_model_class": "Qwen3MoeForCausalLM", "unsloth_fixed": True}
+ORDER = {"lora_B_layout": "grouped_by_expert", "num_experts": 4}
+ORDER = {"lora_A_layout": "grouped_by_expert", "parameters": {"gate_up_proj": ORDER, "down_proj": ORDER}}
+
+
 def nested(tensors: dict) -> dict:
     """Names of a model with vision, wrapped by FSDP, with the adapter's name."""
     return {
@@ -145,6 +156,9 @@ def nested(tensors: dict) -> dict:
         (exchanged, {"peft_version": "0.18.1"}),
         (exchanged, {"peft_version": None}),
         (separate, {"target_parameters": None}),
+        (grouped, {"auto_mapping": UNSLOTH}),
+        (grouped, {"unsloth_fused_expert_lora": ORDER, "lora_B_layout": "grouped_by_expert"}),
+        (dict, {"auto_mapping": UNSLOTH | {"lora_B_layout": "rank_major"}}),
         (nested, {}),
         (lambda t: {key.removeprefix("base_model.model."): tensor for key, tensor in t.items()}, {}),
     ],
@@ -208,6 +222,14 @@ def test_an_adapter_that_is_not_exact_is_refused_by_name(bases, tmp_path, key, c
     with pytest.raises(Fault, match=f"^model.merge_adapter: {other}: .*({says})") as refused:
         merged.tensors(bases / "dense", other, checkpoints.read(bases / "dense")[1])
     assert "\n" not in str(refused.value)
+
+
+def test_an_unknown_order_of_experts_is_refused(bases, tmp_path):
+    written(bases / "moe", tmp_path / "adapter", **KINDS["experts"][1])
+    mixed = {"parameters": {"down_proj": {"lora_B_layout": "mixed"}}}
+    other = rewritten(tmp_path / "adapter", tmp_path / "other", dict, unsloth_fused_expert_lora=mixed)
+    with pytest.raises(Fault, match="down_proj has lora_B_layout mixed, which is not supported"):
+        peft_adapter.read(other, config_json.read(bases / "moe/config.json"))
 
 
 def test_a_pickle_is_refused_with_the_command_that_converts_it(bases, tmp_path):
@@ -291,3 +313,11 @@ def test_no_tensor_of_a_release_is_dropped_without_a_word(bases, tmp_path):
     save_file(tensors | {"vision.mask": torch.tensor([True, False])}, base / "model.safetensors")
     with pytest.raises(Fault, match=r"base: tensors of a type that is not read \(1\): vision\.mask \(BOOL\)$"):
         checkpoints.read(base)
+
+
+def test_a_layout_that_is_not_read_is_one_line_with_the_remedy(bases, tmp_path):
+    source = described(bases / "dense", tmp_path / "source")
+    (source / "global_step5").mkdir()
+    (source / "global_step5/mp_rank_00_model_states.pt").touch()
+    with pytest.raises(Fault, match=r"its weights have DeepSpeed's own layout; run its zero_to_fp32"):
+        checkpoints.read(source)

@@ -40,11 +40,12 @@ def read(folder: Path) -> tuple[str, dict[str, Made]]:
         return "a release", _of_release(folder)
     if found := [path for pattern in PICKLES for path in sorted(folder.glob(pattern))]:
         return "pickles", _named(folder, config, _of_pickles(found))
-    files = [path.relative_to(folder).as_posix() for path in folder.rglob(weights.DESCRIPTION)]
+    files = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
     newest = weights.newest_checkpoint(files, str(folder))
     if newest is None:
         text = f"no weights: neither safetensors nor a distributed checkpoint with {weights.DESCRIPTION}"
-        raise Fault(f"{folder}: {text}")
+        unread = next(filter(None, map(weights.unread, files)), None)
+        raise Fault(f"{folder}: {f'its weights have {unread}' if unread else text}")
     place = folder / newest
     stored = torch_dist.open_checkpoint(place)
     if any(OF_MEGATRON.match(name) for name in stored.places):

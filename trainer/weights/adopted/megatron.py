@@ -1,6 +1,7 @@
 """Tensors of Megatron's torch_dist checkpoint by the names of a release, by Megatron-Bridge's tables.
 
-Megatron-LM, Megatron-Bridge and NeMo 2 write the same tensors; NeMo's names begin with module.
+Megatron-LM, Megatron-Bridge and NeMo 2 write the same tensors; NeMo's names begin with module. Megatron-LM without
+Transformer Engine writes the norm before experts as that of their first layer.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false
@@ -21,11 +22,12 @@ from trainer.weights import merge, released, torch_dist
 from trainer.weights.adopted.files import NAMES, Made
 
 OF_MODULE = re.compile(r"^(module\.)+")
+NORM = re.compile(r"(?P<mlp>.+\.mlp)\.linear_fc1\.layer_norm_(?P<kind>weight|bias)")
 
 
 def tensors(folder: Path, config: dict, bridge: Any, stored: torch_dist.Stored) -> dict[str, Made]:
     """Return the tensors of Megatron's checkpoint, from the rows of its fused layers."""
-    stored = _without_module(stored)
+    stored = _renamed(stored)
     if adapted := [name for name in stored.places if ".adapter." in name]:
         text = f"has {len(adapted)} tensors of adapters, such as {adapted[0]}"
         raise Fault(f"{stored.folder}: {text}; export it with Megatron-Bridge, and use its adapter as model.adapter")
@@ -63,7 +65,10 @@ def _from_parts(parts, stored: torch_dist.Stored, provider, entry: Entry) -> tor
     return tensors[0] if parts[0].part.expert is None else torch.stack(tensors)
 
 
-def _without_module(stored: torch_dist.Stored) -> torch_dist.Stored:
-    """Return the checkpoint without the beginning of names that NeMo writes."""
+def _renamed(stored: torch_dist.Stored) -> torch_dist.Stored:
+    """Return the checkpoint by the names of Megatron-Bridge."""
     places = {OF_MODULE.sub("", name): place for name, place in stored.places.items()}
+    for name, match in [(name, NORM.fullmatch(name)) for name in places]:
+        if match and f"{match['mlp']}.router.weight" in places:
+            places[f"{match['mlp'].removesuffix('mlp')}pre_mlp_layernorm.{match['kind']}"] = places.pop(name)
     return replace(stored, places={name: replace(place, name=name) for name, place in places.items()})
