@@ -2,8 +2,8 @@
 
     benchmarks/gpu/run whole_flow.py OUT                                     about 5 minutes on one H200, 35 GB of disk
     benchmarks/gpu/run whole_flow.py OUT --auto                              its layout left to the plan
-    benchmarks/gpu/run whole_flow.py OUT --preset NAME --layers 8            a configuration of conf/, unchanged: 8 layers
-                                                                             of Qwen3.5-35B take 16 minutes and 70 GB
+    benchmarks/gpu/run whole_flow.py OUT --preset NAME --layers 8            a configuration of conf/, unchanged:
+                                                                             16 minutes for Qwen3.5-35B, 70 GB
     python benchmarks/gpu/whole_flow.py OUT --size tiny --work FOLDER        rehearses it on a CPU in 3 minutes
 
 The model is a Qwen3-MoE of 4.8 billion random weights in bf16 with a small tokenizer, the data are 1600 tickets packed

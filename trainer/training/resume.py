@@ -80,7 +80,8 @@ def check(run: Run, folder: Path) -> None:
         lines.append(
             f"{text}, from which this version cannot resume; export it unchanged, or name another paths.output"
         )
-    if run.adapter.experts == "shared" and was.get("shared_adapters") != "once" and _adapts_experts(place):
+    shared = run.adapter.experts == "shared" and run.moe.grouped_gemm
+    if shared and was.get("shared_adapters") != "once" and _adapts_experts(place):
         text = f"{place} has a copy of the shared adapters for each expert, from which this version cannot resume"
         lines.append(f"{text}; export it unchanged, or name another paths.output")
     changes = identity.changed(was["keys"], identity.recorded(run))

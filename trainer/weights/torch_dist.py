@@ -257,7 +257,7 @@ def _check(stored: Stored, name: str, pieces: list[tuple[tuple[int, ...], torch.
 def depth(key: str, dimensions: int) -> int:
     """Return the number of a stored tensor's first dimensions that are indices of layers and experts."""
     layers = bool(STACKED_LAYERS.match(key))
-    shared = ".adapter." in key and dimensions == layers + 2  # a matrix for all experts
+    shared = ".adapter.linear_" in key and dimensions == layers + 2  # a matrix for all experts
     return layers + (".experts.experts." in key and not shared)
 
 
