@@ -13,8 +13,9 @@ tokenizer; the data questions in words with their answers in figures.
 
 nvidia-smi is asked for the GPU's memory each second, and the processes for the stage that runs: OUT/memory.csv.
 OUT/whole_flow.txt has a row a stage with the most memory in it and before it, the time line, and what became of the
-run; OUT/flow.log all that was said. Exit code 1 where a stage has not ended well, two were on the GPU at once, training
-began before the base's evaluation was over, or the promotion gives no reason.
+run; OUT/flow.log all that was said, and OUT/logs.txt the end of each stage's logs. Exit code 1 where a stage has not
+ended well, two were on the GPU at once, training began before the base's evaluation was over, or the promotion gives
+no reason.
 """
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
@@ -355,14 +356,14 @@ def _watch(options: argparse.Namespace, work: Path, conf: str, environment: dict
     report = [head, "", *lines, "", *time_line(samples), "", *([f"WRONG: {line}" for line in wrong] or ["all right"])]
     (options.out / "whole_flow.txt").write_text("\n".join(report) + "\n")
     print("\n".join(report))
+    _keep_logs(work / "runs", options.out / "logs.txt")
     if wrong:
-        _keep_logs(work / "runs/work", options.out / "logs.txt")
         print(said[-6000:])
     return 1 if wrong else 0
 
 
 def _keep_logs(folder: Path, out: Path) -> None:
-    """Keep the end of the log of every stage that is not over."""
+    """Keep the end of the log of every stage."""
     with out.open("w") as file:
         for path in sorted([*folder.rglob("*.log"), *folder.rglob("log*.txt"), *folder.rglob("logs/*")]):
             if path.is_file():
