@@ -64,7 +64,8 @@ def convert(source: Source, stack: Stack, name: str, folder: Any, gpus: int | No
         _read(adopted, key, value, given, origins)
     for key, value in source.environment.items():
         _variable(adopted, key, value, given, origins)
-    usual = {target: value for target, value in stack.defaults.items() if target not in given}
+    defaults = {**stack.defaults, **stack.defaults_of(source)}
+    usual = {target: value for target, value in defaults.items() if target not in given}
     usual = _without_rivals(usual, given)
     settled = Settled(given) if stack.extends else settle(usual | given, gpus)
     for target, why in settled.unfit.items():

@@ -12,6 +12,7 @@ from flows.adopt.stack import Source
 
 KEYWORDS = {"then", "do", "else", "time", "exec", "nohup", "sudo", "set", "-x", "{", "("}
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+OUTPUT = re.compile(r"\d?>")  # >log, 2>&1
 VARIABLE = re.compile(r"\$\{(\w+)(?:\[@\]|\[\*\])?(?::?([-+=])([^{}]*))?\}|\$(\w+)")
 ARRAY = re.compile(r"\s*(?:export |declare -a )?\w+\+?=\(")
 MARK = re.compile(r"\\.|['\"()]")
@@ -173,8 +174,8 @@ def _command(words: list[str], number: int) -> Source | None:
     while place < len(words):
         word = words[place]
         place += 1
-        if word.startswith((">", "<", "2>")):
-            place += word in (">", ">>", "<", "2>")
+        if word.startswith("<") or OUTPUT.match(word):
+            place += word[-1] in "<>"
             continue
         if (override := re.fullmatch(r"\+{0,2}([A-Za-z_][\w.]*(?:\.[\w@/-]+)*)=(.*)", word, re.DOTALL)) and (
             not word.startswith("-")
@@ -183,7 +184,7 @@ def _command(words: list[str], number: int) -> Source | None:
         elif (word.startswith("--") and len(word) > 2) or re.fullmatch(r"-[a-zA-Z]", word):
             name, equals, value = word.lstrip("-").partition("=")
             values = [value] if equals else []
-            while not equals and place < len(words) and not _is_option(words[place]):
+            while not equals and place < len(words) and not (_is_option(words[place]) or OUTPUT.match(words[place])):
                 if word == "-m" and values:
                     break
                 values.append(words[place])

@@ -460,6 +460,49 @@ def test_dora_counts_wherever_it_stands(stack):
     assert yaml.safe_load(result.text)["adapter"]["kind"] == "dora"
 
 
+@pytest.mark.parametrize("end", ["2>&1 | tee log", "> log 2>&1 &", ">>log", "2> errors", "1>log"])
+@pytest.mark.parametrize("command", ["{0} {1}", 'CMD="{0}"\neval $CMD {1}'])
+def test_where_the_output_goes_is_no_value(command, end):
+    text = command.format("swift sft --model a --dataset d --max_length 8 --learning_rate 3e-4", end)
+    result = adopted.convert(*reading.sources(text, "here"), STACKS["ms-swift"], "draft", _folder())
+    assert "learning_rate" in result.understood and not result.unread
+
+
+FILES = {
+    "axolotl": "base_model: a\nmicro_batch_size: 1\nsequence_len: 8\ndatasets: [{path: json, data_files: [b.jsonl]}]\n",
+    "torchtune": "epochs: 1\ndataset: {_component_: torchtune.datasets.a, source: json, data_files: b.jsonl}\n",
+    "trl": """
+from datasets import load_dataset
+from trl import SFTConfig, SFTTrainer
+data = load_dataset("json", data_files={"test": "c.jsonl", "train": "b.jsonl"})
+SFTTrainer(model="a", args=SFTConfig(learning_rate=1e-4, max_length=8), train_dataset=data["train"])
+""",
+}
+
+
+@pytest.mark.parametrize("stack", FILES)
+def test_files_of_load_dataset_are_the_data(stack):
+    (source,) = reading.sources(FILES[stack], "here")
+    result = adopted.convert(source, STACKS[stack], "draft", _folder())
+    assert yaml.safe_load(result.text)["data"]["source"] == "b.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("command", "kind", "lr", "batch"),
+    [
+        ("megatron sft --micro_batch_size 1", "none", 1e-5, 16),
+        ("megatron sft --train_type lora", "lora", 1e-4, 16),
+        ("swift sft", "lora", 1e-4, 1),
+        ("swift sft --tuner_type full", "none", 1e-5, 1),
+    ],
+)
+def test_defaults_of_ms_swift_follow_its_command(command, kind, lr, batch):
+    (source,) = reading.sources(f"{command} --model a --dataset d --max_length 8", "here")
+    values = yaml.safe_load(adopted.convert(source, STACKS["ms-swift"], "draft", _folder()).text)
+    found = (values["adapter"]["kind"], float(values["optimizer"]["lr"]), values["train"]["global_batch"])
+    assert found == (kind, lr, batch)
+
+
 def test_values_of_commands_are_nulls_and_numbers_of_bits():
     text = "python -m verl.trainer.sft data.train_files=a model.path=b megatron.expert_tensor_parallel_size=null"
     (source,) = reading.sources(text, "here")

@@ -2,6 +2,7 @@
 
 from flows.adopt.concepts import is_on
 from flows.adopt.stack import HELD_OUT, Source, Stack, marks, refuse, unnumbered
+from flows.adopt.stacks import load_dataset
 from flows.adopt.stacks import transformers as hf
 
 
@@ -37,7 +38,8 @@ AXOLOTL = Stack(
         "loraplus_lr_ratio": "adapter.b_lr_ratio",
         "load_in_4bit": "four_bits",
         "load_in_8bit": "eight_bits",
-        "datasets[].path": "datasets",
+        "datasets[].path": load_dataset.NAME,
+        "datasets[].data_files": load_dataset.FILES,
         "datasets[].split": "data.split",
         "datasets[].name": "data.config",
         "datasets[].field_messages": "data.messages",

@@ -11,12 +11,24 @@ from flows.adopt.stacks.megatron_lm import DEGREES, MOE
 VERB = re.compile(r"(?:^|/| )(?:swift|megatron) (?:sft|pt|rlhf)\b|swift/cli/(?:_megatron/)?(?:sft|pt|rlhf)\.py")
 NAMES = ("tuner_type", "train_type", "lora_rank", "split_dataset_ratio", "max_length", "model", "dataset")
 
+OF_MEGATRON = ("tensor_model_parallel_size", "expert_model_parallel_size", "micro_batch_size", "train_iters")
+
 
 def _recognises(source: Source) -> int:
     if source.kind == "command":
         return 20 if VERB.search(" ".join(source.words)) else 0
     known = marks(source, *NAMES)
     return known * 2 if known > 3 else 0
+
+
+def _defaults(source: Source) -> dict[str, Any]:
+    """Return what differs if all weights are trained, and in Megatron-SWIFT, which trains all by default."""
+    keys = {underscored(key): value for key, value in source.keys.items()}
+    megatron = "megatron" in " ".join(source.words) or any(key in keys for key in OF_MEGATRON)
+    kinds = (str(keys[key]) for key in ("tuner_type", "train_type", "sft_type") if key in keys)
+    is_full = next(kinds, "full" if megatron else "lora") == "full"
+    found = {"kind": "full", "optimizer.lr": 1e-5} if is_full else {}
+    return found | ({"train.global_batch": 16} if megatron else {})
 
 
 def _datasets(value: Any) -> dict[str, Any]:
@@ -169,7 +181,9 @@ MS_SWIFT = Stack(
         "train.seed": 42,
         "data.validation": 0.0,
     },
+    defaults_of=_defaults,
     differences=(
+        "adapter.kind: megatron commands train all weights by default, swift commands a LoRA",
         "layout.etp: 1 in ms-swift and here",
         HELD_OUT,
     ),

@@ -4,6 +4,7 @@ from typing import Any
 
 from flows.adopt.concepts import is_on
 from flows.adopt.stack import HELD_OUT, Source, Stack, marks, refuse, unnumbered
+from flows.adopt.stacks import load_dataset
 from flows.adopt.stacks import transformers as hf
 
 # Data sets that torchtune names by a builder, with their Hub ids.
@@ -79,9 +80,11 @@ TORCHTUNE = Stack(
         "checkpointer.checkpoint_dir": ("model.source", _folder),
         "tokenizer.max_seq_len": "data.seq_length",
         "dataset._component_": ("data.source", _data),
-        "dataset.source": "datasets",
+        "dataset.source": load_dataset.NAME,
+        "dataset.data_files": load_dataset.FILES,
         "dataset[]._component_": ("data.source", _data),
-        "dataset[].source": "datasets",
+        "dataset[].source": load_dataset.NAME,
+        "dataset[].data_files": load_dataset.FILES,
         "dataset.packed": "data.packed",
         "dataset.split": ("data.split", lambda value: str(value) if str(value).isalnum() else _part()),
         "dataset.train_on_input": "prompts_in_loss",

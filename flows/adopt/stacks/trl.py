@@ -5,7 +5,7 @@ from typing import Any
 
 from flows.adopt.concepts import is_on
 from flows.adopt.stack import HELD_OUT, Source, Stack, marks, refuse
-from flows.adopt.stacks import launchers
+from flows.adopt.stacks import launchers, load_dataset
 from flows.adopt.stacks import transformers as hf
 
 CONFIGS = re.compile(r"(?:SFTConfig|DPOConfig|TrainingArguments|UnslothTrainingArguments)\.")
@@ -35,6 +35,7 @@ CALLS = {
     "load_dataset.1": "dataset_config",
     "load_dataset.name": "dataset_config",
     "load_dataset.split": "dataset_train_split",
+    "load_dataset.path": "dataset_name",
     "SFTTrainer.model": "model_name_or_path",
     "DPOTrainer.model": "model_name_or_path",
 }
@@ -78,7 +79,8 @@ KEYS = {
     "trust_remote_code": "model.trust_remote_code",
     "dtype": "precision",
     "torch_dtype": "precision",
-    "dataset_name": "datasets",
+    "dataset_name": load_dataset.NAME,
+    "load_dataset.data_files": load_dataset.FILES,
     "dataset_config": "data.config",
     "dataset_train_split": ("data.split", _split),
     "dataset_text_field": "data.text",
