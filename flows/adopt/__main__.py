@@ -58,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+YAML = re.compile(r"[\w./-]+\.ya?ml\b")  # names of files in a script
+
+
 def adopt(
     file: Path, stack: str | None = None, pick: int | None = None, gpus: int | None = None, name: str | None = None
 ) -> tuple[Adopted, list[str]]:
@@ -66,10 +69,12 @@ def adopt(
     found = reading.choose(reading.sources(text, str(file)), stack, pick)
     if not found:
         of = f"of {STACKS[stack].title}" if stack else "that is known"
+        other = next((f"; it names {match[0]}: adopt that file" for match in YAML.finditer(text)), "")
         titles = ", ".join(one.title for one in STACKS.values() if not one.extends)
         raise ConfigError(
             f"{file}: no training configuration {of}; it looked for YAML, JSON, commands in a shell script, Python "
             f"calls, pages with code blocks and guides, of {titles}; --from NAME forces one of {', '.join(STACKS)}"
+            f"{other}"
         )
     chosen, source = found[0]
     slug = re.sub(r"[^a-z0-9]+", "-", (name or file.stem).lower()).strip("-")[:60] or "adopted"

@@ -1,7 +1,7 @@
 """Reader of Python scripts: keyword arguments of calls and assigned attributes, from the syntax tree. Nothing is run.
 
 SFTConfig(learning_rate=2e-4) gives SFTConfig.learning_rate; cfg.train.train_iters = 100 gives cfg.train.train_iters.
-Names that the script sets to constants are replaced by their values.
+Names that the script sets to constants are replaced by their values, and arguments of argparse by their defaults.
 """
 
 import ast
@@ -26,7 +26,8 @@ def sources(text: str) -> list[Source] | None:
     imported = tuple(sorted(_imported(tree)))
     if not imported:
         return None
-    constants = _constants(tree.body, {})
+    options = _options(tree)
+    constants = _constants(tree.body, options)
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     found = [_source(tree.body, constants, "the script", imported, skip=functions)]
     for function in functions:
@@ -36,6 +37,8 @@ def sources(text: str) -> list[Source] | None:
             part.keys[IN_NAME] = int(gpus[1])
         found.append(part)
     found = [source for source in found if source.keys]
+    for source in found if options else []:
+        source.notes.append("arguments of the script have their default values here")
     if sum(len(source.keys) for source in found[1:]) and found[0].place == "the script":
         found.append(_joined(found, imported))
     return found
@@ -84,6 +87,21 @@ def _parameters(function: ast.FunctionDef) -> dict[str, Any]:
     return {one.arg: _value(value, {}) for one, value in named if _value(value, {}) is not None}
 
 
+def _options(tree: ast.Module) -> dict[str, Any]:
+    """Return the defaults of argparse's arguments, such as args.lr."""
+    named, defaults = {"args"}, dict[str, Any]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            if _name(node.value.func).endswith(".parse_args") and isinstance(node.targets[0], ast.Name):
+                named.add(node.targets[0].id)
+        elif isinstance(node, ast.Call) and _name(node.func).endswith(".add_argument"):
+            option = next((text for text in (_value(one, {}) for one in node.args) if str(text).startswith("--")), None)
+            default = next((_value(one.value, {}) for one in node.keywords if one.arg == "default"), None)
+            if option and default is not None:
+                defaults[option.lstrip("-").replace("-", "_")] = default
+    return {f"{name}.{option}": default for name in named for option, default in defaults.items()}
+
+
 def _constants(body: list[ast.stmt], known: dict[str, Any]) -> dict[str, Any]:
     known = {**known}
     for node in body:
@@ -96,8 +114,8 @@ def _constants(body: list[ast.stmt], known: dict[str, Any]) -> dict[str, Any]:
 
 def _value(node: ast.AST | None, constants: dict[str, Any]) -> Any:
     """Return a constant, or the source of an expression as text."""
-    if isinstance(node, ast.Name) and node.id in constants:
-        return constants[node.id]
+    if node is not None and (name := _name(node)) in constants:
+        return constants[name]
     if isinstance(node, ast.List | ast.Tuple):
         return [_value(item, constants) for item in node.elts]
     if node is None:
@@ -149,12 +167,14 @@ def _source(
 def _call(node: ast.Call, constants: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     name = _name(node.func)
     last = name.rpartition(".")[2]
+    if last == "add_argument":
+        return
     short = ".".join(name.split(".")[-2:]) if last.startswith("from_") else last
     if name in ("run.Config", "run.Partial") and node.args:  # NeMo-Run
         short = _name(node.args[0]).rpartition(".")[2]
     elif short:
         for number, argument in enumerate(node.args):
-            known = isinstance(argument, ast.Name) and isinstance(constants.get(argument.id), str)
+            known = isinstance(constants.get(_name(argument)), str)
             if known or isinstance(argument, ast.Constant):
                 yield f"{short}.{number}", _value(argument, constants)
     for keyword in node.keywords:

@@ -460,6 +460,35 @@ def test_dora_counts_wherever_it_stands(stack):
     assert yaml.safe_load(result.text)["adapter"]["kind"] == "dora"
 
 
+ARGUMENTS = """
+import argparse
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
+parser = argparse.ArgumentParser()
+parser.add_argument("-m", "--model-id", default="a")
+parser.add_argument("--lr", type=float, default=3e-4)
+options = parser.parse_args()
+model = AutoModelForCausalLM.from_pretrained(options.model_id, load_in_4bit=True)
+config = SFTConfig(learning_rate=options.lr, max_length=8, num_train_epochs=1)
+SFTTrainer(model, args=config, peft_config=LoraConfig(r=8))
+"""
+
+
+def test_arguments_of_a_script_have_their_defaults():
+    (source,) = reading.sources(ARGUMENTS, "here")
+    result = adopted.convert(source, STACKS["trl"], "draft", _folder())
+    values = yaml.safe_load(result.text)
+    assert values["model"] == {"source": "a", "base": "nvfp4"} and values["optimizer"]["lr"] == 3e-4
+    assert "TRL: arguments of the script have their default values here" in result.differences
+
+
+def test_a_command_that_reads_a_file_names_it(tmp_path, capsys):
+    (tmp_path / "run.sh").write_text("srun bash -c 'accelerate launch -m axolotl.cli.train conf/my.yml'\n")
+    assert command.main([str(tmp_path / "run.sh")]) == 2
+    assert "it names conf/my.yml: adopt that file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("end", ["2>&1 | tee log", "> log 2>&1 &", ">>log", "2> errors", "1>log"])
 @pytest.mark.parametrize("command", ["{0} {1}", 'CMD="{0}"\neval $CMD {1}'])
 def test_where_the_output_goes_is_no_value(command, end):

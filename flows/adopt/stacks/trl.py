@@ -29,6 +29,8 @@ CALLS = {
     "AutoModelForCausalLM.from_pretrained.trust_remote_code": "trust_remote_code",
     "AutoModelForCausalLM.from_pretrained.use_cache": "use_cache",
     "AutoTokenizer.from_pretrained.0": "tokenizer_name",
+    "AutoModelForCausalLM.from_pretrained.load_in_4bit": "load_in_4bit",
+    "AutoModelForCausalLM.from_pretrained.load_in_8bit": "load_in_8bit",
     "BitsAndBytesConfig.load_in_4bit": "load_in_4bit",
     "BitsAndBytesConfig.load_in_8bit": "load_in_8bit",
     "load_dataset.0": "dataset_name",
