@@ -28,6 +28,7 @@ from flows.adopt.adopted import Adopted
 from flows.adopt.registry import STACKS
 
 LONGEST = 100  # characters of a value in the report
+YAML = re.compile(r"[\w./-]+\.ya?ml\b")  # names of files in a script
 
 
 @arguments.reports_faults
@@ -58,9 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-YAML = re.compile(r"[\w./-]+\.ya?ml\b")  # names of files in a script
-
-
 def adopt(
     file: Path, stack: str | None = None, pick: int | None = None, gpus: int | None = None, name: str | None = None
 ) -> tuple[Adopted, list[str]]:
@@ -69,7 +67,8 @@ def adopt(
     found = reading.choose(reading.sources(text, str(file)), stack, pick)
     if not found:
         of = f"of {STACKS[stack].title}" if stack else "that is known"
-        other = next((f"; it names {match[0]}: adopt that file" for match in YAML.finditer(text)), "")
+        named = YAML.search(text)
+        other = f"; it names {named[0]}: adopt that file" if named else ""
         titles = ", ".join(one.title for one in STACKS.values() if not one.extends)
         raise ConfigError(
             f"{file}: no training configuration {of}; it looked for YAML, JSON, commands in a shell script, Python "

@@ -37,10 +37,10 @@ def sources(text: str) -> list[Source] | None:
             part.keys[IN_NAME] = int(gpus[1])
         found.append(part)
     found = [source for source in found if source.keys]
-    for source in found if options else []:
-        source.notes.append("arguments of the script have their default values here")
     if sum(len(source.keys) for source in found[1:]) and found[0].place == "the script":
         found.append(_joined(found, imported))
+    for source in found if options else []:
+        source.notes.append("arguments of the script have their default values here")
     return found
 
 

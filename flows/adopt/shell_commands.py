@@ -13,6 +13,7 @@ from flows.adopt.stack import Source
 KEYWORDS = {"then", "do", "else", "time", "exec", "nohup", "sudo", "set", "-x", "{", "("}
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 OUTPUT = re.compile(r"\d?>")  # >log, 2>&1
+FILE_NEXT = re.compile(r"\d?>>?|<")
 VARIABLE = re.compile(r"\$\{(\w+)(?:\[@\]|\[\*\])?(?::?([-+=])([^{}]*))?\}|\$(\w+)")
 ARRAY = re.compile(r"\s*(?:export |declare -a )?\w+\+?=\(")
 MARK = re.compile(r"\\.|['\"()]")
@@ -175,7 +176,7 @@ def _command(words: list[str], number: int) -> Source | None:
         word = words[place]
         place += 1
         if word.startswith("<") or OUTPUT.match(word):
-            place += word[-1] in "<>"
+            place += bool(FILE_NEXT.fullmatch(word))
             continue
         if (override := re.fullmatch(r"\+{0,2}([A-Za-z_][\w.]*(?:\.[\w@/-]+)*)=(.*)", word, re.DOTALL)) and (
             not word.startswith("-")

@@ -462,6 +462,7 @@ def test_dora_counts_wherever_it_stands(stack):
 
 ARGUMENTS = """
 import argparse
+from datasets import load_dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
@@ -469,15 +470,18 @@ parser = argparse.ArgumentParser()
 parser.add_argument("-m", "--model-id", default="a")
 parser.add_argument("--lr", type=float, default=3e-4)
 options = parser.parse_args()
-model = AutoModelForCausalLM.from_pretrained(options.model_id, load_in_4bit=True)
-config = SFTConfig(learning_rate=options.lr, max_length=8, num_train_epochs=1)
-SFTTrainer(model, args=config, peft_config=LoraConfig(r=8))
+rows = load_dataset("c")
+def main():
+    model = AutoModelForCausalLM.from_pretrained(options.model_id, load_in_4bit=True)
+    config = SFTConfig(learning_rate=options.lr, max_length=8, num_train_epochs=1)
+    SFTTrainer(model, args=config, peft_config=LoraConfig(r=8))
 """
 
 
 def test_arguments_of_a_script_have_their_defaults():
-    (source,) = reading.sources(ARGUMENTS, "here")
+    source = reading.sources(ARGUMENTS, "here")[-1]
     result = adopted.convert(source, STACKS["trl"], "draft", _folder())
+    assert source.place == "all functions"
     values = yaml.safe_load(result.text)
     assert values["model"] == {"source": "a", "base": "nvfp4"} and values["optimizer"]["lr"] == 3e-4
     assert "TRL: arguments of the script have their default values here" in result.differences
@@ -495,6 +499,12 @@ def test_where_the_output_goes_is_no_value(command, end):
     text = command.format("swift sft --model a --dataset d --max_length 8 --learning_rate 3e-4", end)
     result = adopted.convert(*reading.sources(text, "here"), STACKS["ms-swift"], "draft", _folder())
     assert "learning_rate" in result.understood and not result.unread
+
+
+def test_a_word_in_angle_brackets_is_not_an_input():
+    text = "swift sft <MODEL> --learning_rate 3e-4 --model a --dataset d --max_length 8"
+    (source,) = reading.sources(text, "here")
+    assert source.keys["learning_rate"] == "3e-4"
 
 
 FILES = {
@@ -523,6 +533,8 @@ def test_files_of_load_dataset_are_the_data(stack):
         ("megatron sft --train_type lora", "lora", 1e-4, 16),
         ("swift sft", "lora", 1e-4, 1),
         ("swift sft --tuner_type full", "none", 1e-5, 1),
+        ("python /megatron/swift/cli/sft.py", "lora", 1e-4, 1),
+        ("python swift/cli/_megatron/sft.py", "none", 1e-5, 16),
     ],
 )
 def test_defaults_of_ms_swift_follow_its_command(command, kind, lr, batch):

@@ -9,6 +9,7 @@ from flows.adopt.stacks import transformers as hf
 from flows.adopt.stacks.megatron_lm import DEGREES, MOE
 
 VERB = re.compile(r"(?:^|/| )(?:swift|megatron) (?:sft|pt|rlhf)\b|swift/cli/(?:_megatron/)?(?:sft|pt|rlhf)\.py")
+MEGATRON = re.compile(r"(?:^|/| )megatron (?:sft|pt|rlhf)\b|/_megatron/")
 NAMES = ("tuner_type", "train_type", "lora_rank", "split_dataset_ratio", "max_length", "model", "dataset")
 
 OF_MEGATRON = ("tensor_model_parallel_size", "expert_model_parallel_size", "micro_batch_size", "train_iters")
@@ -24,7 +25,7 @@ def _recognises(source: Source) -> int:
 def _defaults(source: Source) -> dict[str, Any]:
     """Return what differs if all weights are trained, and in Megatron-SWIFT, which trains all by default."""
     keys = {underscored(key): value for key, value in source.keys.items()}
-    megatron = "megatron" in " ".join(source.words) or any(key in keys for key in OF_MEGATRON)
+    megatron = MEGATRON.search(" ".join(source.words)) or any(key in keys for key in OF_MEGATRON)
     kinds = (str(keys[key]) for key in ("tuner_type", "train_type", "sft_type") if key in keys)
     is_full = next(kinds, "full" if megatron else "lora") == "full"
     found = {"kind": "full", "optimizer.lr": 1e-5} if is_full else {}
