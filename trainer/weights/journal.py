@@ -28,8 +28,8 @@ def do(
 ) -> dict[int, Entry]:
     """Do every unit that is missing or no longer valid. Return all entries, on every rank.
 
-    `sizes` has the size of each unit, by number. make() does one unit and returns its entry; ahead() is called for each
-    unit before the one at this distance before it is done.
+    `sizes` has the size of each unit, by number. make() does one unit and returns its entry. ahead() is called for a
+    unit before the units that precede it, as many as `distance`, are done.
     """
     rank, ranks = atomic_folder.rank(), atomic_folder.ranks()
     entries = atomic_folder.gather(_entries(folder, sizes))[0]  # rank 0's

@@ -1,7 +1,8 @@
 """A conversion or export that dies: kill.json in paths.output says of which rank, and after how many units or seconds,
 and of which journal the units are.
 
-Seconds count from the first unit on. Every unit that is begun is written down in begun.txt beside kill.json.
+If "process" is in it, the process that packs the first file dies instead. Seconds count from the first unit on. Every
+unit that is begun is written down in begun.txt beside kill.json.
 """
 
 import importlib
@@ -18,6 +19,7 @@ from trainer.weights.packed_base import conversion as packed
 
 SIZE = 2**14  # bytes, so that a tiny model has many units
 SLOWER = 0.005  # seconds a unit
+PACK = packed._packed
 
 
 def main(run: Run) -> None:
@@ -44,8 +46,14 @@ def main(run: Run) -> None:
         return do(noted, sizes, is_whole, make_and_die, **ahead)
 
     journal.do = do_and_die
+    if "process" in wish:
+        packed._packed = pack_or_die
     importlib.import_module(f"trainer.{wish['command']}").main(run)
     os._exit(0)  # no timer is waited for
+
+
+def pack_or_die(form, source, tensor, file: str):
+    return die() if file == packed._name(0) else PACK(form, source, tensor, file)
 
 
 def die() -> None:

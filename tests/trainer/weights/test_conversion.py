@@ -135,6 +135,14 @@ def test_a_killed_packing_takes_the_files_that_it_had_finished_and_makes_the_sam
         assert filecmp.cmp(file, base / "packed" / file.name, shallow=False), file.name
 
 
+def test_a_killed_process_that_packs_is_named_and_the_next_attempt_goes_on(converted, tmp_path):
+    asked = ["convert.to=packed", "model.base=int4"]
+    killed = converted("glm4-moe", "base", *asked, kill={"process": True})
+    assert killed.code == 2 and "packed: a process that packs was killed; the host may lack memory" in killed.output
+    assert not (tmp_path / "base").exists()
+    assert converted("glm4-moe", "base", *asked, kill={}).code == 0
+
+
 def test_a_killed_export_goes_on_with_any_number_of_processes(converted, tmp_path):
     assert converted("llama", "base").code == 0
     assert converted("llama", "base", "layout.gpus_per_node=2", command="export", kill={"units": 3}).code == -9

@@ -1,8 +1,8 @@
 """Conversion of a release to packed files (convert.to: packed); files.py describes them, packing.py makes the codes.
 
 Only the model determines how tensors are divided into files, in the model's order. The ranks share the files. Each rank
-has a process on each core, at most PROCESSES, that packs one file at a time: threads would wait for Python's lock, and
-packed 46 GB in 5 minutes on 64 cores. Weights are unpacked by the same code that writes an unpacked base. A finished
+has a process on each core, at most PROCESSES, that packs one file at a time. Threads needed 5 minutes for 46 GB on 64
+cores. Weights are unpacked by the same code that writes an unpacked base. A finished
 file has an entry in a journal, with its checksum and the error of each of its matrices relative to the release; a later
 attempt keeps the file.
 """
@@ -86,7 +86,7 @@ def write(run: Run, chunks: list, base: Path, journal_folder: Path) -> None:
             {number: sum(tensor.size for tensor in unit) for number, unit in enumerate(units)},
             lambda number, entry: _checksum(folder / _name(number)) == entry.get("sum"),
             make,
-            ahead,
+            ahead=ahead,
             distance=count,
         )
     finally:
