@@ -12,10 +12,10 @@ that the configuration gives: the model with so many of its layers, at their wid
 tokenizer; the data questions in words with their answers in figures.
 
 nvidia-smi is asked for the GPU's memory each second, and the processes for the stage that runs: OUT/memory.csv.
-OUT/whole_flow.txt has a row a stage with the most memory in it and before it, the time line, and what became of the
-run; OUT/flow.log all that was said, and OUT/logs.txt the end of each stage's logs. Exit code 1 where a stage has not
-ended well, two were on the GPU at once, training began before the base's evaluation was over, or the promotion gives
-no reason.
+OUT/whole_flow.txt has a row for each stage, with the most memory in it and before it, a time line, and the result of
+the run. OUT/flow.log has the output of the flow, and OUT/logs.txt the end of each stage's logs. Exit code 1 if a stage
+has not ended well, two were on the GPU at once, training began before the base's evaluation was over, or the promotion
+gives no reason.
 """
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false

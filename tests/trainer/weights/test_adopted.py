@@ -136,8 +136,8 @@ def grouped(tensors: dict) -> dict:
 
 
 UNSLOTH = {"base_model_class": "Qwen3MoeForCausalLM", "unsloth_fixed": True}
-ORDER = {"lora_B_layout": "grouped_by_expert", "num_experts": 4}
-ORDER = {"lora_A_layout": "grouped_by_expert", "parameters": {"gate_up_proj": ORDER, "down_proj": ORDER}}
+OF_B = {"lora_B_layout": "grouped_by_expert", "num_experts": 4}
+ORDER = {"lora_A_layout": "grouped_by_expert", "parameters": {"gate_up_proj": OF_B, "down_proj": OF_B}}
 
 
 def nested(tensors: dict) -> dict:
