@@ -6,11 +6,12 @@ Imports are most of the time that a new attempt needs until its first step. This
 on its standard input has the arguments of torchrun, the environment and the log; then it starts ranks as
 trainer/startup/torchrun.py does, except that they are forks. It ends if its standard input closes before.
 
-A process that has used a GPU cannot be forked. If the imports have opened the driver of a GPU, this process ends, and
-the next attempt starts as usual. A module that cannot be imported is left to the ranks.
+A process that has initialised CUDA cannot be forked. If an import has done so, this process ends, and the next attempt
+starts as usual. A module that cannot be imported is left to the ranks.
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -21,7 +22,8 @@ from pathlib import Path
 from trainer.patches import forked_ranks
 from trainer.startup import device
 
-GPU = "/dev/nvidia-uvm"  # open in processes that have initialised CUDA
+DRIVER = "libcuda.so.1"
+NOT_INITIALISED = 3  # CUDA_ERROR_NOT_INITIALIZED
 
 
 def main() -> None:
@@ -29,8 +31,8 @@ def main() -> None:
     for name in json.loads(Path(sys.argv[1]).read_text()):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    if _has_opened(GPU):
-        sys.exit(f"torchrun ahead: an import has opened {GPU}; the next attempt starts without this process")
+    if has_initialised_cuda():
+        sys.exit("torchrun ahead: an import has initialised CUDA; the next attempt starts without this process")
     gc.freeze()  # collections in the ranks would copy these pages
     if not (line := sys.stdin.readline()):
         return
@@ -46,9 +48,13 @@ def main() -> None:
     torchrun.main(start["arguments"])
 
 
-def _has_opened(device_file: str) -> bool:
-    folder = Path("/proc/self/fd")
-    return any(os.path.realpath(path) == device_file for path in folder.iterdir())
+def has_initialised_cuda() -> bool:
+    """Ask the driver. Open device files are no sign: torch also opens them to count GPUs."""
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError:
+        return False
+    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != NOT_INITIALISED
 
 
 if __name__ == "__main__":

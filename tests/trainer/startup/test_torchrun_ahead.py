@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from conf import network
+from trainer.startup import torchrun_ahead
 
 ROOT = Path(__file__).parents[3]
 RANK = """
@@ -77,3 +79,15 @@ def test_ranks_end_with_it(ahead, tmp_path):
 def test_it_ends_if_nobody_needs_it(ahead):
     ahead.stdin.close()
     assert ahead.wait(60) == 0
+
+
+@pytest.mark.parametrize(("code", "initialised"), [(0, True), (torchrun_ahead.NOT_INITIALISED, False)])
+def test_the_driver_says_whether_cuda_is_initialised(monkeypatch, code, initialised):
+    driver = SimpleNamespace(cuDeviceGetCount=lambda count: code)
+    monkeypatch.setattr(torchrun_ahead.ctypes, "CDLL", lambda name: driver)
+    assert torchrun_ahead.has_initialised_cuda() == initialised
+
+
+def test_a_host_without_a_driver_has_not_initialised_cuda(monkeypatch):
+    monkeypatch.setattr(torchrun_ahead, "DRIVER", "libno_such_driver.so.1")
+    assert not torchrun_ahead.has_initialised_cuda()
