@@ -198,14 +198,23 @@ def _case(made: World, fault: Fault, gang: str, steps: int) -> Case:
         return case
     watcher = threading.Thread(target=_notice, args=(Board(_store(), gang, attempt), case, began), daemon=True)
     watcher.start()
-    _, alive = psutil.wait_procs(before, 2 * SOON)
-    case.clean, case.orphans = time.monotonic() - began, len(alive)
+    with contextlib.suppress(TimeoutError):
+        wait_for(lambda: all(map(_gone, before)), 2 * SOON)
+    case.clean, case.orphans = time.monotonic() - began, sum(not _gone(process) for process in before)
     if fault.again:
         made.running.wait(2 * SOON)
         made.running = _start(made, steps)
     wait_for(lambda: _goes_on(made, case, wall) or made.running.poll() is not None, 300)
     watcher.join(2 * SOON)
     return case
+
+
+def _gone(process: psutil.Process) -> bool:
+    """Whether it has ended, even if no parent has asked for its exit code yet."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True
 
 
 def _notice(board: Board, case: Case, began: float) -> None:

@@ -41,7 +41,7 @@ class Gang:
     environment: dict[str, str]
     controller: subprocess.Popen | None = None
     greedy: subprocess.Popen | None = None
-    before: set[int] = field(default_factory=set)  # what ran when the fault came
+    before: set[int] = field(default_factory=set)  # ranks and their torchrun when the fault came; members may stay
     at: int = 0
     struck: float = 0.0
     attempt: int = 0
@@ -57,7 +57,9 @@ class Gang:
         return self.controller is None or self.controller.poll() is not None
 
     def strike(self, what: Callable[[], None]) -> None:
-        self.before, self.at, self.attempt = self.pids(), self.step(), self.attempts()
+        ranks = self.ranks()
+        self.before = {pid for rank in ranks for pid in (rank.pid, rank.ppid())}
+        self.at, self.attempt = self.step(), self.attempts()
         self.said = len(self.output())
         what()
         self.struck = time.time()
@@ -71,21 +73,22 @@ class Gang:
                     found.add(int(path.parent.name))
         return found - {self.controller.pid if self.controller else 0}
 
-    def processes(self, module: str, parent: str) -> list[psutil.Process]:
+    def children(self, *parents: str) -> list[psutil.Process]:
+        """Its processes whose parent has one of these words in its command."""
         found = []
         for pid in self.pids():
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
                 above = process.parent()
-                if module in process.cmdline() and above and parent in above.cmdline():
+                if above and {*parents} & {*above.cmdline()}:
                     found.append(process)
         return found
 
     def ranks(self) -> list[psutil.Process]:
-        return self.processes("trainer.train", "trainer.startup.torchrun")
+        return self.children("trainer.startup.torchrun", "trainer.startup.torchrun_ahead")
 
     def members(self) -> list[psutil.Process]:
-        return self.processes("tasks.gang.member", "tasks.run.guard")
+        return [process for process in self.children("tasks.run.guard") if "tasks.gang.member" in process.cmdline()]
 
     def lines(self) -> list[dict]:
         with contextlib.suppress(OSError, ValueError):

@@ -29,6 +29,7 @@ from tests.support.flow_world import end, wait_for
 ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent
 POOL = "finetune-nodes"
+TORCHRUNS = {"trainer.startup.torchrun", "trainer.startup.torchrun_ahead"}  # modules; ranks are their children
 NET = "10.213.0"
 BRIDGE = "gangbr"
 DISK = 64 << 20  # bytes of a host's own disk
@@ -150,7 +151,7 @@ class World:
     def ranks(self, host: int) -> list[psutil.Process]:
         """Children of torchrun, which may be its forks."""
         found = {p.pid: p for p in self.processes(host)}
-        torchruns = {pid for pid, p in found.items() if "trainer.startup.torchrun" in _line(p)}
+        torchruns = {pid for pid, p in found.items() if TORCHRUNS & {*_line(p)}}
         return [p for p in found.values() if _parent(p) in torchruns]
 
     def attempt(self) -> list[psutil.Process]:
@@ -161,8 +162,8 @@ class World:
 
     def training(self) -> list[psutil.Process]:
         """Every process of every gang on every host: what may not outlive it."""
-        marks = ("tasks.gang.member", "trainer.startup.torchrun", "trainer.train")
-        return [p for host in self.workers for p in self.processes(host) if any(mark in _line(p) for mark in marks)]
+        marks = {"tasks.gang.member", "trainer.train"} | TORCHRUNS
+        return [p for host in self.workers for p in self.processes(host) if marks & {*_line(p)}]
 
     def flow(self, *arguments: str, **environment: str) -> subprocess.Popen:
         """python -m flows.finetune, on this machine, to <folder>/flow.log."""
