@@ -8,21 +8,27 @@ All weights of a tiny model are trained in fp32 until it answers a ticket (train
 order. Then LoRA trains it to answer another question with both in the opposite order, on each base and with each seed.
 Each adapter of the unpacked base is then merged and exported in each format of export.quantization, and the export is
 read again as a model. With --model LoRA trains this model on rows of {"input", "output"}; the last 256 are held out.
+With --serve N vLLM reads the held-out rows of N seeds too: merged models, and adapters on the codes of their base. On
+a GPU each command is a process of its own, and the seeds of a base train at the same time.
 
 The output has for each base: its rounding error (trainer/weights/quantised/report.py); the loss of held-out rows in
 nats per token before and after LoRA, with mean and standard deviation over the seeds; and the difference from bf16,
 in standard errors over pairs of runs with the same seed. Each format of an export has a row too. With one seed there is
-no deviation and no error.
+no deviation and no error. "served" is the loss in vLLM; it is empty where trainer.evaluate refuses the format, and the
+reason is printed.
 
 Not covered: sampled answers; without --model, weights of real widths, which have other outliers.
 """
 
 import argparse
+import itertools
 import json
 import random
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -36,6 +42,7 @@ from trainer import convert, export, train
 from trainer.data import prepared
 from trainer.data.tickets import tickets
 from trainer.rehearsal import forked_ranks, tiny_models
+from trainer.startup import device
 from trainer.weights.quantised import report
 
 BASES = ("bf16", *FORMATS)
@@ -48,29 +55,52 @@ data: {seq_length: 96, template: "{input} {output}"}
 train: {steps: 1000, global_batch: 16, micro_batch: 16, precision: fp32, validate_batches: 16}
 optimizer: {lr: 1e-3}
 checkpoint: {save_every: 100000}
+evaluate: {tasks: [held_out], max_tokens: 1, parity_rows: 0}
 """
 WHOLE = "adapter.kind=none optimizer.lr=1e-3 optimizer.warmup_steps=20"
-LORA = "adapter.rank=16 adapter.alpha=32 optimizer.lr=2e-3 optimizer.warmup_steps=5"
+LORA = "adapter.rank=16 adapter.alpha=32 optimizer.warmup_steps=5"
 STILL = "optimizer.lr=1e-12 optimizer.warmup_steps=0"
+CODES = "export.checkpoint=base export.quantization=packed"
 
 
 class Bench:
     def __init__(self, folder: Path, keys: list[str]):
-        self.folder, self.keys, self.count = folder, keys, 0
+        self.folder, self.keys, self.counter = folder, keys, itertools.count(1)
+        self.gpu = device.has_gpu()
         (folder / "conf.yaml").write_text(CONF)
+
+    def _keys(self, model: str, *overrides: str, **places: Path) -> tuple[list[str], Path]:
+        """Keys of a command on this model, and the folder of its output."""
+        out = self.folder / f"{next(self.counter):03}"
+        usual = {"model": self.folder / model, "base": self.folder / f"{model}-base", "output": out, "export": out}
+        usual |= {"evaluation": out, "kernels": self.folder / "kernels", "logs": out.with_suffix(".logs")}
+        paths = [f"paths.{key}={place}" for key, place in (usual | places).items()]
+        given = dict(one.split("=", 1) for one in (*paths, *self.keys, *overrides))  # the last of a key counts
+        return [f"{key}={value}" for key, value in given.items()], out
 
     def call(self, command: Callable[[Run], Any], model: str, *overrides: str, **places: Path) -> Path:
         """Run a command of the trainer on this model, and return the folder of its output."""
-        self.count += 1
-        out = self.folder / f"{self.count:02}"
-        usual = {"model": self.folder / model, "base": self.folder / f"{model}-base", "output": out, "export": out}
-        paths = [f"paths.{key}={place}" for key, place in (usual | {"logs": out.with_suffix(".logs")} | places).items()]
-        given = dict(one.split("=", 1) for one in (*paths, *self.keys, *overrides))  # the last of a key counts
-        run = load(self.folder / "conf.yaml", [f"{key}={value}" for key, value in given.items()])
-        log = self.folder / f"{self.count:02}.log"
-        if forked_ranks.call(command, run, log):
+        keys, out = self._keys(model, *overrides, **places)
+        log = out.with_suffix(".log")
+        if self.gpu and command is not prepared.make:
+            line = [sys.executable, "-m", command.__module__, str(self.folder / "conf.yaml"), *keys]
+            with log.open("w") as file:
+                code = subprocess.run(line, stdout=file, stderr=file, cwd=Path(__file__).parents[1]).returncode
+        else:
+            code = forked_ranks.call(command, load(self.folder / "conf.yaml", keys), log)
+        if code:
             sys.exit(f"error: {command.__module__} failed:\n{log.read_text()[-3000:]}")
         return out
+
+    def serve(self, model: str, *overrides: str, **places: Path) -> float | None:
+        """The loss of held-out rows in vLLM. None if trainer.evaluate refuses the model or fails; it prints why."""
+        keys, out = self._keys(model, *overrides, data=self.folder / "then" / "data", **places)
+        command = [sys.executable, "-m", "trainer.evaluate", str(self.folder / "conf.yaml"), *keys]
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+        if ended.returncode:
+            print("not served:", *ended.stderr.strip().splitlines()[-3:], sep="\n", flush=True)
+            return None
+        return -json.loads((out / "results.json").read_text())["metrics"]["held_out/log_likelihood"]
 
     def train(self, model: str, data: str, steps: int, *overrides: str) -> tuple[Path, float]:
         """Train, and return the output's folder and the loss of held-out rows."""
@@ -94,7 +124,8 @@ def write(folder: Path, question: str, answer: str) -> None:
 def split(rows: list[str], folder: Path) -> None:
     folder.mkdir()
     (folder / "training.jsonl").write_text("".join(rows[:-HELD_OUT]))
-    (folder / "validation.jsonl").write_text("".join(rows[-HELD_OUT:]))
+    for name in ("validation", "test"):
+        (folder / f"{name}.jsonl").write_text("".join(rows[-HELD_OUT:]))
 
 
 def make_model(bench: Bench, kind: str, steps: int) -> None:
@@ -120,32 +151,62 @@ def take_model(bench: Bench, model: Path, file: Path) -> None:
 
 def measure(bench: Bench, options: argparse.Namespace) -> Iterator[dict]:
     """Yield a row of each base, and of each format of the exports of the first base."""
-    bench.call(convert.main, "model", *LORA.split())
+    of_lora = [*LORA.split(), f"optimizer.lr={options.lr}"]
+    bench.call(convert.main, "model", *of_lora)
     seeds, adapters = [f"train.seed={seed}" for seed in range(1, options.seeds + 1)], dict[str, Path]()
     for base in options.bases:
-        lora = [*LORA.split(), f"model.base={base}"]
+        lora = [*of_lora, f"model.base={base}"]
         out, before = bench.train("model", "first", 1, *lora, *STILL.split())
         error = json.loads((out / report.NAME).read_text().splitlines()[0])["error"] if base != "bf16" else 0.0
-        trained = {seed: bench.train("model", "then", options.steps, *lora, seed) for seed in seeds}
-        yield {"base": base, "error": error, "before": before, "losses": [loss for _, loss in trained.values()]}
-        adapters = adapters or {seed: out for seed, (out, _) in trained.items()}
+
+        def of_seed(seed: str, lora: list[str] = lora) -> tuple[Path, float]:
+            return bench.train("model", "then", options.steps, *lora, seed)
+
+        with ThreadPoolExecutor(len(seeds) if bench.gpu else 1) as pool:
+            trained = dict(zip(seeds, pool.map(of_seed, seeds), strict=True))
+        losses = [loss for _, loss in trained.values()]
+        folders = {seed: out for seed, (out, _) in trained.items()}
+        served = list(_served(bench, base, lora, {seed: folders[seed] for seed in seeds[: options.serve]}))
+        yield {"base": base, "error": error, "before": before, "losses": losses, "served": served}
+        adapters = adapters or folders
     for form in options.exports:
-        lora = [*LORA.split(), f"model.base={options.bases[0]}", f"export.quantization={form}"]
-        losses = []
+        lora = [*of_lora, f"model.base={options.bases[0]}", f"export.quantization={form}"]
+        losses, served = [], []
         for seed, adapter in adapters.items():
             made = bench.call(export.main, "model", *lora, seed, output=adapter)
             shipped = f"{form}-{made.name}"
             (made / "merged").rename(bench.folder / shipped)
-            bench.call(convert.main, shipped, *LORA.split())
-            losses.append(bench.train(shipped, "then", 1, *LORA.split(), *STILL.split())[1])
-        yield {"base": f"export {form}", "losses": losses}
+            if len(served) < options.serve:
+                served.append(bench.serve("model", *lora, served=bench.folder / shipped))
+            bench.call(convert.main, shipped, *of_lora)
+            losses.append(bench.train(shipped, "then", 1, *of_lora, *STILL.split())[1])
+        yield {"base": f"export {form}", "losses": losses, "served": served}
+
+
+def _served(bench: Bench, base: str, lora: list[str], adapters: dict[str, Path]) -> Iterator[float | None]:
+    """Yield the loss in vLLM of each adapter: merged, or on the codes of its base."""
+    if not adapters:
+        return
+    if base == "bf16":
+        for seed, adapter in adapters.items():
+            made = bench.call(export.main, "model", *lora, seed, output=adapter)
+            yield bench.serve("model", *lora, seed, served=made / "merged")
+        return
+    lora += ["convert.to=packed", "evaluate.adapter=packed"]
+    packed = bench.folder / f"packed-{base}"
+    bench.call(convert.main, "model", *lora, base=packed)
+    codes = bench.call(export.main, "model", *lora, *CODES.split(), base=packed)
+    for seed, adapter in adapters.items():
+        keys = [*lora, seed, "export.formats=[adapter]"]
+        made = bench.call(export.main, "model", *keys, base=packed, output=adapter)
+        yield bench.serve(f"{codes.name}/merged", *lora, seed, export=made)
 
 
 def table(rows: list[dict]) -> list[str]:
     plain = rows[0]["losses"]
     lines = [
-        "| base | error | before, nats | after LoRA, nats | compared with bf16 | standard errors |",
-        "|" + "---|" * 6,
+        "| base | error | before, nats | after LoRA, nats | compared with bf16 | standard errors | served |",
+        "|" + "---|" * 7,
     ]
     for row in rows:
         pairs = [mine - other for mine, other in zip(row["losses"], plain, strict=True)]
@@ -156,9 +217,14 @@ def table(rows: list[dict]) -> list[str]:
             f"{100 * row['error']:.2f} %" if "error" in row else "",
             f"{row['before']:.4f}" if "before" in row else "",
         )
-        after = f"{mean(row['losses']):.4f}" + (f" ± {_deviation(row['losses']):.4f}" if len(pairs) > 1 else "")
-        lines.append(f"| {row['base']} | {error} | {before} | {after} | {compared} | {errors} |")
+        served = [loss for loss in row.get("served", []) if loss is not None]
+        shown = [error, before, _shown(row["losses"]), compared, errors, _shown(served) if served else ""]
+        lines.append(f"| {' | '.join([row['base'], *shown])} |")
     return lines
+
+
+def _shown(losses: list[float]) -> str:
+    return f"{mean(losses):.4f}" + (f" ± {_deviation(losses):.4f}" if len(losses) > 1 else "")
 
 
 def _deviation(numbers: list[float]) -> float:
@@ -173,10 +239,12 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, metavar="FILE", help="its rows, JSON lines with input and output")
     parser.add_argument("--pretrain", type=int, default=400, metavar="N", help="steps of the whole model (400)")
     parser.add_argument("--steps", type=int, default=60, metavar="N", help="steps of LoRA (60)")
+    parser.add_argument("--lr", type=float, default=2e-3, help="of LoRA (2e-3)")
     parser.add_argument("--seeds", type=int, default=5, metavar="N")
     parser.add_argument("--bases", nargs="*", default=list(BASES), metavar="BASE", help="the first is compared with")
     parser.add_argument("--exports", nargs="*", default=list(EXPORTS), metavar="FORMAT", help="of the first base")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys of all runs")
+    parser.add_argument("--serve", type=int, default=0, metavar="N", help="seeds whose models vLLM reads too")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--short", action="store_true", help="as --pretrain 100 --steps 20 --seeds 1")
     options = parser.parse_args()
@@ -184,7 +252,8 @@ def main() -> None:
         parser.error("--model and --rows are given together")
     if options.short:
         options.pretrain, options.steps, options.seeds = 100, 20, 1
-    forked_ranks.import_all()
+    if not device.has_gpu():
+        forked_ranks.import_all()
     rows = list[dict]()
     with workspace("packed-quality") as folder:
         bench = Bench(folder, options.set)
