@@ -55,7 +55,7 @@ data: {seq_length: 96, template: "{input} {output}"}
 train: {steps: 1000, global_batch: 16, micro_batch: 16, precision: fp32, validate_batches: 16}
 optimizer: {lr: 1e-3}
 checkpoint: {save_every: 100000}
-evaluate: {tasks: [held_out], max_tokens: 1, parity_rows: 0}
+evaluate: {tasks: [held_out], rows: 256, max_tokens: 1, parity_rows: 0}
 """
 WHOLE = "adapter.kind=none optimizer.lr=1e-3 optimizer.warmup_steps=20"
 LORA = "adapter.rank=16 adapter.alpha=32 optimizer.warmup_steps=5"
@@ -101,6 +101,13 @@ class Bench:
             print("not served:", *ended.stderr.strip().splitlines()[-3:], sep="\n", flush=True)
             return None
         return -json.loads((out / "results.json").read_text())["metrics"]["held_out/log_likelihood"]
+
+    def each(self, work: Callable[[str], Any], seeds: list[str]) -> list[Any]:
+        """Do the work for each seed: at the same time on a GPU, in turn on a CPU, where threads cannot fork ranks."""
+        if not self.gpu:
+            return [*map(work, seeds)]
+        with ThreadPoolExecutor(len(seeds)) as pool:
+            return [*pool.map(work, seeds)]
 
     def train(self, model: str, data: str, steps: int, *overrides: str) -> tuple[Path, float]:
         """Train, and return the output's folder and the loss of held-out rows."""
@@ -162,8 +169,7 @@ def measure(bench: Bench, options: argparse.Namespace) -> Iterator[dict]:
         def of_seed(seed: str, lora: list[str] = lora) -> tuple[Path, float]:
             return bench.train("model", "then", options.steps, *lora, seed)
 
-        with ThreadPoolExecutor(len(seeds) if bench.gpu else 1) as pool:
-            trained = dict(zip(seeds, pool.map(of_seed, seeds), strict=True))
+        trained = dict(zip(seeds, bench.each(of_seed, seeds), strict=True))
         losses = [loss for _, loss in trained.values()]
         folders = {seed: out for seed, (out, _) in trained.items()}
         served = list(_served(bench, base, lora, {seed: folders[seed] for seed in seeds[: options.serve]}))
