@@ -8,8 +8,8 @@ All weights of a tiny model are trained in fp32 until it answers a ticket (train
 order. Then LoRA trains it to answer another question with both in the opposite order, on each base and with each seed.
 Each adapter of the unpacked base is then merged and exported in each format of export.quantization, and the export is
 read again as a model. With --model LoRA trains this model on rows of {"input", "output"}; the last 256 are held out.
-With --serve N vLLM reads the held-out rows of N seeds too: merged models, and adapters on the codes of their base. On
-a GPU each command is a process of its own, and the seeds of a base train at the same time.
+With --serve N vLLM reads the held-out rows of N seeds too: merged models, and adapters on the codes of their base.
+On a GPU all seeds of a base train at the same time.
 
 The output has for each base: its rounding error (trainer/weights/quantised/report.py); the loss of held-out rows in
 nats per token before and after LoRA, with mean and standard deviation over the seeds; and the difference from bf16,
@@ -82,10 +82,8 @@ class Bench:
         """Run a command of the trainer on this model, and return the folder of its output."""
         keys, out = self._keys(model, *overrides, **places)
         log = out.with_suffix(".log")
-        if self.gpu and command is not prepared.make:
-            line = [sys.executable, "-m", command.__module__, str(self.folder / "conf.yaml"), *keys]
-            with log.open("w") as file:
-                code = subprocess.run(line, stdout=file, stderr=file, cwd=Path(__file__).parents[1]).returncode
+        if self.gpu and command is not prepared.make:  # a process that has CUDA cannot be forked
+            code = self._run(command.__module__, keys, log)
         else:
             code = forked_ranks.call(command, load(self.folder / "conf.yaml", keys), log)
         if code:
@@ -95,12 +93,16 @@ class Bench:
     def serve(self, model: str, *overrides: str, **places: Path) -> float | None:
         """The loss of held-out rows in vLLM. None if trainer.evaluate refuses the model or fails; it prints why."""
         keys, out = self._keys(model, *overrides, data=self.folder / "then" / "data", **places)
-        command = [sys.executable, "-m", "trainer.evaluate", str(self.folder / "conf.yaml"), *keys]
-        ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
-        if ended.returncode:
-            print("not served:", *ended.stderr.strip().splitlines()[-3:], sep="\n", flush=True)
+        log = out.with_suffix(".log")
+        if self._run("trainer.evaluate", keys, log):
+            print("not served:", *log.read_text().splitlines()[-3:], sep="\n", flush=True)
             return None
         return -json.loads((out / "results.json").read_text())["metrics"]["held_out/log_likelihood"]
+
+    def _run(self, module: str, keys: list[str], log: Path) -> int:
+        command = [sys.executable, "-m", module, str(self.folder / "conf.yaml"), *keys]
+        with log.open("w") as file:
+            return subprocess.run(command, stdout=file, stderr=file, cwd=Path(__file__).parents[1]).returncode
 
     def each(self, work: Callable[[str], Any], seeds: list[str]) -> list[Any]:
         """Do the work for each seed: at the same time on a GPU, in turn on a CPU, where threads cannot fork ranks."""

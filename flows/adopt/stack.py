@@ -41,9 +41,7 @@ class Stack:
     differences: tuple[str, ...] = ()  # sentences that hold for each file
     extends: str = ""  # a configuration in conf/ that has the training; only keys that differ are written
     spelled: Callable[[str], str] = str  # the key of the table for a key of a file
-    defaults_of: Callable[[Source], Mapping[str, Any]] = (
-        lambda _: {}
-    )  # defaults that depend on other keys or the command
+    defaults_of: Callable[[Source], Mapping[str, Any]] = lambda _: {}  # those that depend on keys or the command
 
     def reason(self, key: str) -> str | None:
         return next((why for pattern, why in self.left_out.items() if fnmatchcase(key, pattern)), None)

@@ -49,7 +49,10 @@ def main() -> None:
 
 
 def has_initialised_cuda() -> bool:
-    """Ask the driver. Open device files are no sign: torch also opens them to count GPUs."""
+    """Whether this process has initialised CUDA, by the driver's answer.
+
+    The driver's device files may be open without that: torch opens them when it counts GPUs.
+    """
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:

@@ -11,7 +11,6 @@ from flows.adopt.stacks.megatron_lm import DEGREES, MOE
 VERB = re.compile(r"(?:^|/| )(?:swift|megatron) (?:sft|pt|rlhf)\b|swift/cli/(?:_megatron/)?(?:sft|pt|rlhf)\.py")
 MEGATRON = re.compile(r"(?:^|/| )megatron (?:sft|pt|rlhf)\b|/_megatron/")
 NAMES = ("tuner_type", "train_type", "lora_rank", "split_dataset_ratio", "max_length", "model", "dataset")
-
 OF_MEGATRON = ("tensor_model_parallel_size", "expert_model_parallel_size", "micro_batch_size", "train_iters")
 
 

@@ -1,8 +1,8 @@
 """A conversion or export that dies: kill.json in paths.output says of which rank, and after how many units or seconds,
 and of which journal the units are.
 
-If "process" is in it, the process that packs the first file dies instead. Seconds count from the first unit on. Every
-unit that is begun is written down in begun.txt beside kill.json.
+If "process" is in it, the process that packs the first file dies instead. Seconds count from the first unit on.
+begun.txt, beside kill.json, lists the units that were started.
 """
 
 import importlib

@@ -2,9 +2,8 @@
 
 Only the model determines how tensors are divided into files, in the model's order. The ranks share the files. Each rank
 has a process on each core, at most PROCESSES, that packs one file at a time. Threads needed 5 minutes for 46 GB on 64
-cores. Weights are unpacked by the same code that writes an unpacked base. A finished
-file has an entry in a journal, with its checksum and the error of each of its matrices relative to the release; a later
-attempt keeps the file.
+cores. Weights are unpacked by the same code that writes an unpacked base. A finished file has an entry in a journal,
+with its checksum and the error of each of its matrices relative to the release. A later attempt keeps the file.
 """
 
 import itertools
