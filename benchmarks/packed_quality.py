@@ -203,7 +203,8 @@ def _served(bench: Bench, base: str, lora: list[str], adapters: dict[str, Path])
     lora += ["convert.to=packed", "evaluate.adapter=packed"]
     packed = bench.folder / f"packed-{base}"
     bench.call(convert.main, "model", *lora, base=packed)
-    codes = bench.call(export.main, "model", *lora, *CODES.split(), base=packed)
+    unused = bench.folder / "unused"  # there is no training behind the codes
+    codes = bench.call(export.main, "model", *lora, *CODES.split(), base=packed, output=unused)
     for seed, adapter in adapters.items():
         keys = [*lora, seed, "export.formats=[adapter]"]
         made = bench.call(export.main, "model", *keys, base=packed, output=adapter)

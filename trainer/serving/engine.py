@@ -18,7 +18,6 @@ from typing import Any
 
 import yaml
 
-from conf import network
 from conf.model_files import config_json, quantization
 from conf.rules.serving import FP8, rounding
 from conf.schema.run import Run
@@ -45,8 +44,7 @@ def prepare(kernels: Path, online: bool) -> None:
     """Set the environment of vLLM. It keeps compiled kernels in the folder `kernels`."""
     os.environ.update(ENVIRONMENT["always"])
     os.environ.update({} if online else ENVIRONMENT["offline"])
-    # Gloo would take the interface of the host's name. If that does not answer, vLLM waits without end.
-    os.environ.update({} if hosts.is_one_of_several() else ENVIRONMENT["one_host"] | network.sockets())
+    os.environ.update({} if hosts.is_one_of_several() else ENVIRONMENT["one_host"])
     on_gpu = ENVIRONMENT["gpu"] | start_up.environment(kernels.absolute())
     for name, value in (ENVIRONMENT["cpu"] if vllm_cpu.is_installed() else on_gpu).items():
         os.environ.setdefault(name, value)

@@ -9,7 +9,7 @@ import pytest
 from conf.load import load
 from contract.faults import Fault
 from trainer.rehearsal import tiny_models
-from trainer.serving import engine, start_up
+from trainer.serving import start_up
 
 
 def configured(tmp_path: Path, *overrides: str, **config: int):
@@ -24,15 +24,6 @@ def test_graphs_are_captured_where_they_save_more_than_they_take(length, eager, 
     settings = start_up.settings(run, 512, "bf16", cpu=False)
     assert settings.get("enforce_eager", False) == eager
     assert settings.get("optimization_level", 2) == (0 if eager else 2)
-
-
-@pytest.mark.parametrize(("attempt", "interface"), [({}, "lo"), ({"GANG_ATTEMPT": "a-1"}, "eth7")])
-def test_an_engine_on_one_host_listens_on_the_loopback_interface_only(monkeypatch, tmp_path, attempt, interface):
-    monkeypatch.setattr(engine.os, "environ", {"GLOO_SOCKET_IFNAME": "eth7"} | attempt)
-    monkeypatch.setattr(engine, "import_transformers", lambda: None)
-    monkeypatch.setattr(engine.store_address, "install", lambda: None)
-    engine.prepare(tmp_path, online=False)
-    assert engine.os.environ["GLOO_SOCKET_IFNAME"] == interface
 
 
 def test_a_cpu_has_no_graphs_and_a_large_vocabulary_leaves_room_for_its_log_probabilities(tmp_path):
