@@ -31,7 +31,7 @@ def settings(run: Run, length: int, precision: str, cpu: bool) -> dict[str, Any]
     values: dict[str, Any] = {"max_model_len": length, "max_num_seqs": sequences}
     if cpu:
         return values | {"enforce_eager": True}
-    if is_eager(run.evaluate, sequences):
+    if is_eager(run.evaluate):
         values |= {"enforce_eager": True, "optimization_level": 0}  # level 0 also skips measuring kernels
     tokens = memory.tokens_of_a_step(facts_from_hf(_config(run)), BYTES[precision], sequences)
     return values | {"max_num_batched_tokens": tokens, "gpu_memory_utilization": memory.UTILIZATION}

@@ -12,7 +12,7 @@ answers, so it is only suggested, never chosen.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 from conf.model_facts import ModelFacts
@@ -87,11 +87,8 @@ def of(run: Run, facts: ModelFacts, gpu: Gpu, tp: int, hosts: int = 1) -> Servin
         adapter=None if evaluate.adapter == "merged" else run.adapter,
         sequences=sequences,
         tokens=tokens_of_a_step(facts, byte, sequences),
+        eager=is_eager(evaluate),
     )
-    found = Serving(way, row(run), memory(facts, way, gpu))
-    if not is_eager(evaluate, found.at_once):
-        return found
-    way = replace(way, eager=True)
     return Serving(way, row(run), memory(facts, way, gpu))
 
 
@@ -111,11 +108,15 @@ def rows_together(evaluate: Evaluate) -> int:
     return min(SEQUENCES, evaluate.rows or SEQUENCES)
 
 
-def is_eager(evaluate: Evaluate, at_once: int) -> bool:
-    """Whether vLLM skips compiling and graphs, which bring no gain for few tokens."""
+def is_eager(evaluate: Evaluate) -> bool:
+    """Whether vLLM skips compiling and graphs, which bring no gain for few tokens.
+
+    The cache is taken to hold all rows that are computed together. How many it holds is not known before the data are
+    read: a row can have data.seq_length tokens, but a packed one has far fewer.
+    """
     if evaluate.eager is not None or evaluate.rows is None:
         return bool(evaluate.eager)
-    return ceil(evaluate.rows / max(at_once, 1)) * evaluate.max_tokens < WORTH_GRAPHS
+    return ceil(evaluate.rows / rows_together(evaluate)) * evaluate.max_tokens < WORTH_GRAPHS
 
 
 def spreads_experts(run: Run, facts: ModelFacts, tp: int) -> bool:

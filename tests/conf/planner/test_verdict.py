@@ -162,7 +162,7 @@ def test_hosts_of_an_evaluation_are_chosen_with_the_plan():
     assert (spread.hosts, spread.gpus, spread.memory) == (over_all.layout.nodes, 8, 24e9)
     assert (spread.seconds or 0) < (needs["convert"].seconds or 0)
     said = list(display.lines(planned))
-    assert any(line.startswith("serving  2 x 8 h100 in bf16, compiled: each 45.5 GB weights") for line in said)
+    assert any(line.startswith("serving  2 x 8 h100 in bf16, eager: each 45.5 GB weights") for line in said)
     one = load("glm47-as-documented", ["evaluate.quantization=fp8"])
     assert settle(one, facts, H100).evaluate.nodes == 1
 
@@ -180,8 +180,8 @@ def test_a_model_that_no_host_of_the_run_serves_is_refused_in_words():
     run = load("glm47-as-documented", ["evaluate.nodes=1"])
     planned = plan(run, known("glm47"), H100)
     assert planned.legal and planned.unserved.startswith(
-        "93.5 GB on each of 8 h100, 88.3 of them weights, and 17.1 GB are"
+        "91.6 GB on each of 8 h100, 88.3 of them weights, and 15.1 GB are"
     )
-    assert sum("also refused: evaluation: 93.5 GB" in line for line in display.lines(planned)) == 1
+    assert sum("also refused: evaluation: 91.6 GB" in line for line in display.lines(planned)) == 1
     without = plan(load("glm47-as-documented", ["evaluate.nodes=1", "evaluate.tasks=[]"]), known("glm47"), H100)
     assert without.unserved == "" and all("evaluate" not in need.stage for need in without.needs)

@@ -152,7 +152,7 @@ def gpu_build(monkeypatch):
 
 def test_an_evaluation_that_does_not_fit_is_refused_and_a_gate_lets_it_pass(folder, gpu_build):
     refused = why(plan.unserved, plan.settle(of(folder, "evaluate.nodes=1")), None)
-    assert refused.startswith(f"plan: vLLM cannot serve {folder}: 93.5 GB on each of 8 h100, 88.3 of them weights")
+    assert refused.startswith(f"plan: vLLM cannot serve {folder}: 91.6 GB on each of 8 h100, 88.3 of them weights")
     assert refused.endswith("promotes nothing; hardware.gate=warn continues nevertheless") and "\n" not in refused
     assert why(plan.unserved, plan.settle(of(folder, "evaluate.nodes=1", "hardware.gate=warn")), None) == ""
     assert why(plan.unserved, plan.settle(of(folder)), None) == ""
