@@ -324,7 +324,8 @@ def go(gang: Gang, run: Run, lookout: Lookout, kept: Kept | None) -> dict[int, s
     lookout.say(state="go", order=tuple(order), master=(first.address, first.master_port), key=secrets.token_hex(32))
     if apart:
         gang.say(f"{len(apart)} of {len(nodes)} hosts do not share {gang.folder}: the store has copies of their files")
-        Collector(gang.copies, lookout, run, gang.folder / "files" / gang.job.followed, gang.say)
+        followed = [gang.folder / "files" / name for name in gang.job.followed]
+        Collector(gang.copies, lookout, run, followed, gang.say)
     return {k: names[k] for k in order}
 
 

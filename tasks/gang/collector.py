@@ -2,7 +2,8 @@
 
 The first member reports each checkpoint that all ranks have written. Members copy one checkpoint at a time: their parts
 are then of the same one, also if copying takes longer than the interval between checkpoints, which skips some.
-Metrics of the training, or the progress of an evaluation, are copied into the controller's folder while they grow.
+The metrics and the journal of a training, or the progress of an evaluation, are copied into the controller's folder
+while they grow. The journal there has the phases of all attempts, on whichever host each of them was.
 """
 
 import threading
@@ -13,8 +14,10 @@ from pathlib import Path
 from conf.schema.run import Run
 from contract.amounts import size
 from contract.files import write_atomically
+from contract.signs_of_life import JOURNAL
 from tasks.gang.controller_link import Lookout
 from tasks.gang.copies import Copies
+from tasks.gang.history import spent
 from tasks.gang.history.logs import Log
 from tasks.gang.messages import Member
 
@@ -25,10 +28,12 @@ REPORTED = 30.0  # seconds between lines about files that hosts fetch, or a stor
 class Collector:
     """Thread that works until the attempt is closed. It may block for as long as the store does."""
 
-    def __init__(self, copies: Copies, lookout: Lookout, run: Run, followed: Path, say: Callable[[str], None]):
-        self._copies, self._lookout, self._run, self._followed, self._say = copies, lookout, run, followed, say
+    def __init__(self, copies: Copies, lookout: Lookout, run: Run, followed: list[Path], say: Callable[[str], None]):
+        self._copies, self._lookout, self._run, self._say = copies, lookout, run, say
         first = lookout.word.order[0]
-        self._log = Log(lookout.board, f"{first}/{followed.name}", "") if first in lookout.word.apart else None
+        files = followed if first in lookout.word.apart else []
+        self._logs = {path: Log(lookout.board, f"{first}/{path.name}", "") for path in files}
+        self._journal: str | None = ""  # the first host's, until it has the start of this attempt
         self._began, self._reported, self._abandoned = 0.0, time.monotonic(), 0
         threading.Thread(target=self._collect, daemon=True, name="copies").start()
 
@@ -67,15 +72,25 @@ class Collector:
             self._say(line)
 
     def _follow(self) -> None:
-        if self._log is None:
-            return
-        is_new = self._log.piece == 0
-        lines = "".join(f"{line}\n" for line in self._log.lines())
-        if lines and is_new:
-            write_atomically(self._followed, lines, durable=False)
-        elif lines:
-            with self._followed.open("a") as file:
-                file.write(lines)
+        for path, log in self._logs.items():
+            is_new = log.piece == 0
+            lines = "".join(f"{line}\n" for line in log.lines())
+            if path.name == JOURNAL and self._journal is not None:
+                self._begin_journal(path, lines)
+            elif lines and is_new:
+                write_atomically(path, lines, durable=False)
+            elif lines:
+                with path.open("a") as file:
+                    file.write(lines)
+
+    def _begin_journal(self, path: Path, lines: str) -> None:
+        """Add this attempt to the journal of earlier ones, of which the first host may not know."""
+        self._journal = (self._journal or "") + lines
+        attempt = self._lookout.board.attempt
+        if own := spent.since(self._journal, attempt):
+            before = path.read_text("utf-8", "replace") if path.exists() else ""
+            write_atomically(path, before.removesuffix(spent.since(before, attempt)) + own, durable=False)
+            self._journal = None
 
     def _complete(self, step: int) -> None:
         """Record the checkpoint, and remove those that the run no longer needs."""

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from contract import checkpoints
 from contract.files import is_partial
-from contract.signs_of_life import JOURNAL
 from tasks.gang.copies import CHECKPOINTS, METRICS, Copies, encoded, part
 from tasks.gang.member_link import Link
 from tasks.store import open_store
@@ -24,12 +23,12 @@ TICK = 0.5
 AGAIN, LONGEST = 2.0, 60.0  # seconds until the next try, if the store does not answer; they double
 QUIET = 2.0  # seconds without a request after which a failed attempt has copied everything
 OF_RANK = re.compile(r"__(\d+)_\d+\.distcp")  # files of torch.distributed.checkpoint
-SMALL = (METRICS, JOURNAL, "parity*.json", "tensorboard/*")
+SMALL = (METRICS, "parity*.json", "tensorboard/*")
 
 
 class Copier:
-    def __init__(self, link: Link, output: Path, ranks: range, first: bool):
-        self._link, self._output, self._ranks, self._first = link, output, ranks, first
+    def __init__(self, link: Link, output: Path, ranks: range, first: bool, followed: tuple[str, ...]):
+        self._link, self._output, self._ranks, self._first, self._followed = link, output, ranks, first, followed
         self._copies = Copies(open_store(link.board.store.uri), link.board.gang)
         self._linked = output.with_name(f"copies-{link.node}")
         shutil.rmtree(self._linked, ignore_errors=True)
@@ -40,8 +39,8 @@ class Copier:
         self._thread.start()
 
     def logs(self) -> dict[str, Path]:
-        """Files that the controller reads while they grow: the metrics, which it follows like a log."""
-        return {METRICS: self._output / METRICS} if self._first else {}
+        """Files that the controller follows like logs while they grow."""
+        return {name: self._output / name for name in self._followed} if self._first else {}
 
     def finish(self, all_saved: bool, stop: Callable[[], bool]) -> None:
         """Finish the copies: of the last checkpoint after a finished training, else of the requested one."""

@@ -17,7 +17,6 @@ from typing import Any
 
 from contract import checkpoints
 from contract.files import write_atomically
-from contract.signs_of_life import JOURNAL
 from tasks.gang.board import Board
 from tasks.store import File, Store
 
@@ -99,11 +98,9 @@ class Copies:
         return sorted({*kept, *([] if best is None else [best])})
 
     def fetch_small(self, step: int, output: Path) -> None:
-        """Write the metrics until this step, and the other small files; a journal of phases only if it is missing."""
+        """Write the metrics until this step, and the other small files."""
         folder = f"{self._folder}/{step}"
         for name in self.store.keys(folder):
-            if name == JOURNAL and (output / JOURNAL).exists():
-                continue  # this host's own is longer
             if not name.startswith(f"{CHECKPOINTS}/") and (entry := self.store.read(f"{folder}/{name}")):
                 lines = entry[0].splitlines(keepends=True)
                 data = b"".join(line for line in lines if _is_until(line, step)) if name == METRICS else entry[0]

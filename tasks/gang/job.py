@@ -9,7 +9,7 @@ from typing import ClassVar
 from conf.rules import gpus, schedule
 from conf.rules.reinforcement import as_training
 from conf.schema.run import Run
-from contract import checkpoints
+from contract import checkpoints, signs_of_life
 from contract.output_marks import JOURNAL, PARTIAL, REFERENCE
 from tasks.gang.messages import Task
 
@@ -23,7 +23,7 @@ class Job(ABC):
     command: ClassVar[str]  # of the trainer
     advice: ClassVar[str] = ""  # keys that give more memory, if the plan knows none
     stays: ClassVar[bool] = False  # its hosts may stay after a failure and continue at once
-    followed: ClassVar[str] = ""  # file of its output that the flow reads while it grows
+    followed: ClassVar[tuple[str, ...]] = ()  # files of its output that the flow reads while they grow
 
     @classmethod
     def of(cls, run: Run, share: gpus.Share) -> "Job":
@@ -72,7 +72,7 @@ class Job(ABC):
 class Training(Job):
     command: ClassVar[str] = "train"
     stays: ClassVar[bool] = True
-    followed: ClassVar[str] = "metrics.jsonl"
+    followed: ClassVar[tuple[str, ...]] = ("metrics.jsonl", signs_of_life.JOURNAL)
 
     def sharing(self) -> str:
         needs = {"model.adapter": self.run.model.adapter, "export.every": self.run.export.every}
@@ -127,7 +127,7 @@ class Evaluation(Job):
     asked: Run  # with the layout of training
 
     command: ClassVar[str] = "evaluate"
-    followed: ClassVar[str] = "progress.jsonl"
+    followed: ClassVar[tuple[str, ...]] = ("progress.jsonl",)
     advice: ClassVar[str] = "evaluate.nodes, evaluate.gpus and evaluate.quantization decide what a GPU has to hold"
 
     @classmethod

@@ -245,7 +245,7 @@ def _own_files(link: Link, run: Run, task: Task, place: int, ending: Ending) -> 
         time.sleep(TICK)
     ranks = range(place * task.ranks, (place + 1) * task.ranks)
     if job is Training:
-        return run, Copier(link, output, ranks, place == 0)
+        return run, Copier(link, output, ranks, place == 0, job.followed)
     return run, Results(link, output, place == 0, job.followed)
 
 

@@ -21,12 +21,12 @@ AGAIN = 2.0  # seconds until the next try, if the store does not answer
 class Results:
     """Member's side, with the methods of Copier."""
 
-    def __init__(self, link: Link, output: Path, first: bool, followed: str):
+    def __init__(self, link: Link, output: Path, first: bool, followed: tuple[str, ...]):
         self._link, self._output, self._first, self._followed = link, output, first, followed
         shutil.rmtree(output, ignore_errors=True)  # of an earlier attempt
 
     def logs(self) -> dict[str, Path]:
-        return {self._followed: self._output / self._followed} if self._first else {}
+        return {name: self._output / name for name in self._followed} if self._first else {}
 
     def finish(self, is_done: bool, stop: Callable[[], bool]) -> None:
         while is_done and self._first and not stop():

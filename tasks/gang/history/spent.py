@@ -50,18 +50,28 @@ def read(output: Path) -> list[list[Line]]:
     starts: list[list[Line]] = []
     path = output / signs_of_life.JOURNAL
     for text in path.read_text("utf-8", "replace").splitlines() if path.exists() else ():
-        try:
-            line = json.loads(text)
-            complete = {"time", "step", "seconds"} <= line.keys()
-        except (ValueError, AttributeError):
-            continue
-        if not complete:
-            continue
+        line = _line(text)
         if "start" in line:
             starts.append([])
-        if starts:
+        if starts and line:
             starts[-1].append(line)
     return starts
+
+
+def since(journal: str, attempt: int) -> str:
+    """Return the text of a gang's journal from the start of this attempt; empty if it has not started."""
+    lines = journal.splitlines(keepends=True)
+    places = (place for place, text in enumerate(lines) if _line(text).get("attempt") == attempt)
+    return "".join(lines[next(places, len(lines)) :])
+
+
+def _line(text: str) -> Line:
+    """Return a line of the journal; empty if it is unreadable."""
+    try:
+        line = json.loads(text)
+        return line if {"time", "step", "seconds"} <= line.keys() else {}
+    except (ValueError, AttributeError):
+        return {}
 
 
 def of(attempts: Sequence[Attempt], starts: Sequence[list[Line]], gpus: int) -> Spent:

@@ -19,6 +19,7 @@ from tasks.gang.board import Board
 from tasks.gang.collector import Collector
 from tasks.gang.copier import Copier
 from tasks.gang.copies import METRICS, Copies, decoded, encoded, part
+from tasks.gang.history import spent
 from tasks.gang.messages import Member, Word
 from tasks.gang.results import Results
 from tasks.run import artifact
@@ -56,7 +57,7 @@ class Host:
         self.said |= news
 
     def copier(self) -> Copier:
-        return Copier(cast(Any, self.link), self.output, RANKS[self.name], self.first)
+        return Copier(cast(Any, self.link), self.output, RANKS[self.name], self.first, (METRICS,))
 
     def save(self, step: int, **facts: Any) -> None:
         folder = checkpoints.step_folder(self.output / "checkpoints", step)
@@ -113,22 +114,6 @@ def test_a_new_host_gets_the_parts_of_all(store, tmp_path):
     assert (new / "checkpoints/latest_train_state.pt").read_bytes() == b"state"
     lines = [json.loads(line)["step"] for line in (new / METRICS).read_text().splitlines()]
     assert max(lines) == 20
-
-
-def test_a_new_host_gets_the_journal_of_phases_and_another_keeps_its_own(store, tmp_path):
-    """The journal accounts for all attempts (tasks/gang/history/spent.py), and a resumed host's own is longer."""
-    hosts = [Host(tmp_path, store, name) for name in RANKS]
-    (hosts[0].output / JOURNAL).write_text("first\n")
-    for host in hosts:
-        host.copier()
-    copied(store, hosts, 10)
-    for name, own, expected in ("new", "", "first\n"), ("resumed", "first\nlost\n", "first\nlost\n"):
-        output = tmp_path / name
-        output.mkdir()
-        if own:
-            (output / JOURNAL).write_text(own)
-        own_files.resume(load("tiny", [f"paths.output={output}"]), Copies(store, GANG), 10, True, lambda *_: None)
-        assert (output / JOURNAL).read_text() == expected
 
 
 def test_a_copy_with_a_flipped_bit_is_named_and_no_longer_used(store, tmp_path):
@@ -243,10 +228,11 @@ class Gang:
     """A controller's view of two members, and its lines."""
 
     def __init__(self, store: Store, folder: Path, *overrides: str):
-        self.board, self.lines = Board(store, GANG, 1), list[str]()
+        self.board, self.lines = Board(store, GANG, 2), list[str]()
         self.word = Word("controller", "go", order=(1, 0), apart=(0, 1))
         self.nodes = {k: Member(str(k), f"host{k}", "running") for k in (0, 1)}
-        Collector(Copies(store, GANG), cast(Any, self), load("tiny", [*overrides]), folder / METRICS, self.lines.append)
+        run, followed = load("tiny", [*overrides]), [folder / METRICS, folder / JOURNAL]
+        Collector(Copies(store, GANG), cast(Any, self), run, followed, self.lines.append)
 
     def say(self, **news: Any) -> None:
         self.word = replace(self.word, **news)
@@ -309,11 +295,29 @@ def test_metrics_are_followed(gang, store, tmp_path):
     wait_for(lambda: (tmp_path / METRICS).read_text() == "1\n2\n30\n4\n")
 
 
+def test_the_journal_has_the_phases_of_all_attempts(gang, store, tmp_path):
+    """The first host may know only the attempts that ran there, and the flow's host some phases of this one."""
+
+    def phases(*steps: int, **start: int) -> str:
+        lines = [{"time": 1.0, "step": step, "seconds": {"training": 1.0}} for step in steps]
+        return "".join(json.dumps(line | (start if line is lines[0] else {})) + "\n" for line in lines)
+
+    first, second = phases(0, 1, 2, start=0, attempt=1), phases(2, 3, start=2, attempt=2)
+    (tmp_path / JOURNAL).write_text(first + phases(2, start=2, attempt=2))  # before the flow was started again
+    gang.board.write(f"logs/1/{JOURNAL}.00000", phases(0, start=0, attempt=1).encode())
+    time.sleep(0.1)
+    gang.board.write(f"logs/1/{JOURNAL}.00001", second.encode())
+    wait_for(lambda: (tmp_path / JOURNAL).read_text() == first + second)
+    gang.board.write(f"logs/1/{JOURNAL}.00002", phases(4).encode())
+    wait_for(lambda: (tmp_path / JOURNAL).read_text() == first + second + phases(4))
+    assert [len(lines) for lines in spent.read(tmp_path)] == [3, 3]
+
+
 def test_answers_reach_the_flow(store, tmp_path):
     """Of the first host; those of an earlier attempt on the same host are not its answers."""
     hosts = [Host(tmp_path, store, name) for name in RANKS]
     (hosts[0].output / "results.json").write_text("old")
-    made = [Results(cast(Any, host.link), host.output, host.first, "progress.jsonl") for host in hosts]
+    made = [Results(cast(Any, host.link), host.output, host.first, ("progress.jsonl",)) for host in hosts]
     for host, name in zip(hosts, ("results.json", "log.txt"), strict=True):
         assert not (host.output / "results.json").exists()
         host.output.mkdir(exist_ok=True)
