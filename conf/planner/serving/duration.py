@@ -5,7 +5,8 @@
 START and COMPILE were measured on an H200 with tiny models in bf16 (November 2026): 51 s until the first answer,
 including 34 s for compiling, the profile of graphs and their capture; 52 s with 9.6 GB of weights. Everything else is
 computed. A step of decoding reads all weights of a GPU and the cache of its rows, because many rows together use most
-experts. A prompt takes 2 FLOPs per weight and token. Rows count with their full length.
+experts. A prompt takes 2 FLOPs per weight and token. Rows count with their full length; packed rows are far shorter, so
+they are taken to be answered together, as many as vLLM computes at once.
 
 Not covered: storage that several hosts read at once, an existing compile cache.
 """
@@ -31,13 +32,14 @@ ROWS = 1000  # assumption if evaluate.rows is null, as the data are not counted 
 def duration(run: Run, facts: ModelFacts, gpu: Gpu, serving: Serving) -> float:
     way, tasks = serving.way, max(1, len(run.evaluate.tasks))
     rows = run.evaluate.rows or ROWS
-    at_once = max(1, min(serving.at_once, rows, SEQUENCES))
+    at_once = max(1, min(SEQUENCES if run.data.packed else serving.at_once, rows))
     bytes_read = parameters.total(facts) * (way.codes.bytes if way.codes else way.byte)
     low = "fp8" if way.quantized and "fp8" in gpu.tflops else "fp32" if way.byte == 4 else "bf16"
     share = GEMM["current" if low == "fp8" else low]
     flops = gpu.flops(low) * share * way.tp  # stages of a pipeline wait for one another
     prompts = 2 * parameters.active(facts) * rows * serving.row / flops
-    read = (serving.memory.weights + at_once * serving.row * serving.memory.token) / (gpu.hbm * HBM)
+    cached = min(at_once * serving.row, serving.memory.cached) * serving.memory.token
+    read = (serving.memory.weights + cached) / (gpu.hbm * HBM)
     waits = facts.layers * ((2 * LATENCY if way.tp > 1 else 0) + LAYER[way.eager])
     step = way.hosts * read + waits
     answers = prompts + ceil(rows / at_once) * run.evaluate.max_tokens * step
