@@ -130,6 +130,9 @@ def _time_lines(plan: Plan) -> Iterator[str]:
     rate = f"{time.tokens_per_second:.0f} tokens/s/GPU with padding, {time.tflops:.0f} TFLOP/s/GPU"
     yield f"step     {time.likely:.3g} s likely, {time.low:.3g} to {time.high:.3g}; {rate}"
     waits = ", ".join(f"{dim} {seconds:.2g} s" for dim, (_, seconds) in time.communication.items() if seconds)
+    if better := plan.unpacked:
+        keys = f"train.micro_batch={better.train.micro_batch}: {better.seconds:.3g} s a step, unpacked or packed"
+        yield f"packing  these packs are slower than unpacked rows with {keys}"
     yield f"waits    {waits or 'for no other GPU'}; {time.bubble:.0%} of a step for the pipeline"
     cost = "" if time.cost is None else f" at {plan.gpu.price:g} per GPU and hour"
     yield f"run      {length(plan)}{cost}"
@@ -379,6 +382,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "picture": picture.as_dict(plan),
         "time": dict(vars(time)) if time else None,
         "goodput": vars(found) | {"effective": found.effective} if (found := _goodput(plan)) else None,
+        "unpacked": plan.unpacked and _candidate_dict(plan.unpacked, gpu),
         "faster": plan.faster and _candidate_dict(plan.faster, gpu),
         "cheapest": plan.cheapest and dict(vars(plan.cheapest)),
         "stage_needs": [dict(vars(need)) for need in plan.needs],

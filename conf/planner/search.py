@@ -2,9 +2,10 @@
 
     search(run, facts, gpu, gpus) -> Found          all layouts
     fastest(run, facts, gpu, gpus) -> Candidate     the fastest with room; layouts that cannot be faster are not tried
+    larger(run, facts, gpu, below) -> Candidate     the fastest larger micro batch with room, at the same layout
     changes(before, after) -> str                   the keys in which two runs differ, as overrides of a command line
 
-The search tries all degrees that divide the GPUs, micro batches of 1 to 8, and no, selective and full recompute, on
+The search tries all degrees that divide the GPUs, micro batches of 1 to 8, or up to 32 short sequences, and no, selective and full recompute, on
 16 GPUs at most also of a part of the layers. It sets sp if tp > 1, as sp costs nothing. A layout that does not fit
 otherwise is tried with half of the optimizer or all of it on the host, if that is legal (conf/rules/precision.py) and
 makes enough room. FP8, the global batch, the model and the trained weights stay the same. Stages share the layers
@@ -36,6 +37,7 @@ Memo = dict[Any, Any]  # values that the layouts of one search share
 TIGHT = 0.1  # difference between plans and measured runs
 FEWEST_TOKENS = 1024
 MICRO_BATCHES = (1, 2, 4, 8)
+SHORT, OF_SHORT = (16, 32), 2**14  # micro batches of short sequences, and most tokens of such a micro batch
 PARTS, PARTED = (0.5, 0.75), 16  # of a stage's layers that full recompute can be limited to, and most GPUs for it
 VIRTUAL = (None, 2, 4)
 OFFLOADS = (0.5, 1.0)
@@ -274,7 +276,7 @@ def _trains(
     firsts = {int(of_stage * part) for part in PARTS} if layout.world <= PARTED and not simple else set[int]()
     some = [_recompute("full", first=first) for first in sorted(firsts) if 0 < first < of_stage]
     choices = (_recompute("none"), _recompute("selective", tuple(modules)), *some, _recompute("full"))
-    sizes = (1,) if run.data.packed else sorted({1, run.train.micro_batch}) if simple else MICRO_BATCHES
+    sizes = sorted({1, run.train.micro_batch}) if simple else _sizes(run)
     for choice, micro_batch in product(choices, sizes):
         microbatches, rest = divmod(run.train.global_batch, micro_batch * dp)
         if rest:
@@ -291,6 +293,27 @@ def _trains(
             if key not in memo:
                 memo[key] = run.train.model_copy(update={**choice, **kept, "micro_batch": micro_batch})
             yield memo[key]
+
+
+def _sizes(run: Run) -> list[int]:
+    """Return the micro batches to try."""
+    return [*MICRO_BATCHES, *(size for size in SHORT if size * run.data.seq_length <= OF_SHORT)]
+
+
+def larger(run: Run, facts: ModelFacts, gpu: Gpu, below: float) -> Candidate | None:
+    """Return the fastest larger micro batch that leaves room and takes less than `below` seconds a step, if any."""
+    memo: Memo = {}
+    best: Candidate | None = None
+    for size in _sizes(run):
+        tried = run.changed(train={"micro_batch": size})
+        if size <= run.train.micro_batch or problems(tried, facts, suggest=False):
+            continue
+        found = _candidate(tried, fullest(tried, facts, gpu, memo))
+        if found.over > 0 or found.tight:
+            break
+        if (seconds := step(tried, facts, gpu, memo).seconds) < below:
+            best, below = replace(found, seconds=seconds), seconds
+    return best
 
 
 def changes(before: Run, after: Run) -> str:

@@ -27,7 +27,7 @@ from conf.model_facts import MODELS, ModelFacts, facts_from_hf
 from conf.model_files import config_json, quantization
 from conf.planner.hardware import GB, Gpu, unsupported
 from conf.planner.memory import StageMemory, asking, memory
-from conf.planner.search import TIGHT, Candidate, Found, changes, fastest, search
+from conf.planner.search import TIGHT, Candidate, Found, changes, fastest, larger, search
 from conf.planner.serving import layout as served
 from conf.planner.serving import rollout as answering
 from conf.planner.serving.layout import Serving
@@ -84,6 +84,7 @@ class Plan:
     noise: str = ""  # warning about too few held-out rows to show a gain
     serving: Serving | None = None  # the layout of the evaluation, on GPUs that can serve the model
     faster: Candidate | None = None  # the fastest layout with room, if it is faster than this one
+    unpacked: Candidate | None = None  # a larger micro batch, with which unpacked rows are faster than these packs
     compared: bool = False  # whether a faster layout was searched
     cheapest: Offer | None = None  # for all stages, if it was searched and any hardware is known to fit
     unserved: str = ""  # why vLLM cannot serve the model, or cannot do so on hosts of the run
@@ -127,6 +128,8 @@ def plan(run: Run, facts: ModelFacts, gpu: Gpu, teacher: ModelFacts | None = Non
     asked = evaluation["serving"], answers["rollout"], reference["asking"]
     needs = tuple(stage_needs(run, facts, gpu, stages, time, *asked))
     whole = {"cut": grid(run.layout, run.train), "stages": stages, "time": time, "needs": needs}
+    if run.data.packed and time:
+        whole["unpacked"] = larger(run, facts, gpu, time.likely / NOTEWORTHY)
     whole["steps"], whole["cpu_step"] = schedule.last_step(run), None if gpu.cuda else on_cpu(run, facts, gpu)
     legal = Plan(run, facts, gpu, (), **whole, **evaluation, **answers, **reference)
     return legal if legal.fits else replace(legal, **_instead(run, facts, gpu, suits))

@@ -187,5 +187,3 @@ def _broken_sequences(run: Run, moe: bool) -> Iterator[Broken]:
     for key in ("first_stage_layers", "last_stage_layers"):
         if layout.pp == 1 and getattr(layout, key):
             yield Broken(key, f"layout.{key}", f"{getattr(layout, key)} needs pp > 1", [None])
-    if run.data.packed and run.train.micro_batch > 1:
-        yield Broken("packed rows", "train.micro_batch", f"{run.train.micro_batch}, but packed data needs 1", [1])

@@ -299,5 +299,7 @@ def with_layout(found: Choices, run: Run, how: str) -> None:
         found.put("train.recompute", run.train.recompute, "saves memory for activations; chosen with the layout")
         if run.train.recompute_modules:
             found.put("train.recompute_modules", [*run.train.recompute_modules], "modules that are cheap to recompute")
+        if run.train.recompute_first:
+            found.put("train.recompute_first", run.train.recompute_first, "layers of a stage; the others have room")
     if run.optimizer.offload:
         found.put("optimizer.offload", run.optimizer.offload, "share on the host, as GPUs have no room for all of it")

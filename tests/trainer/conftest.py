@@ -110,14 +110,14 @@ def short_rows(work):
 def configure(work):
     """configure(model, *overrides) -> Run
 
-    Rows go two at a time, unless told or packed: of a step of a tiny model, most is Python around its tensors.
+    Rows go two at a time, unless told: of a step of a tiny model, most is Python around its tensors.
     """
 
     def configure(model: str, *overrides: str):
         if not (work / model).exists():
             tiny_models.make_model(model, work / model, dtype="float32")
         paths = [f"paths.model={work / model}", f"paths.base={work / model}-base", f"paths.data={work / 'data'}"]
-        given = [*paths, f"train.micro_batch={1 if 'data.packed=true' in overrides else 2}"]
+        given = [*paths, "train.micro_batch=2"]
         mine = {override.split("=")[0] for override in overrides}
         return load(work / "conf.yaml", [one for one in given if one.split("=")[0] not in mine] + list(overrides))
 

@@ -32,13 +32,15 @@ def make_config(run: Run, bridge, resume_step: int | None):
     from trainer.megatron.parameter_groups import parameter_groups
     from trainer.megatron.sequences import make_dataset
     from trainer.patches import batch_ramp as ramp
-    from trainer.patches import packed_positions, wide_heads
+    from trainer.patches import joined_packs, packed_positions, wide_heads
     from trainer.patches.gradients import chunked_losses, token_count
 
     train, optimizer, checkpoint = run.train, run.optimizer, run.checkpoint
     precision.prepare(run, resume_step is not None)
     if run.data.packed:
         packed_positions.install()
+    if run.data.packed and train.micro_batch > 1:
+        joined_packs.install()
     if chunked_loss.is_chunked(run):
         chunked_losses.install()
     if device.has_gpu():

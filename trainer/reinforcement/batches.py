@@ -33,8 +33,9 @@ class Form:
     @classmethod
     def of(cls, run: Run) -> "Form":
         groups = run.layout.pp if run.layout.vpp else 1
-        multiple = packing_multiple(run.layout) if run.data.packed else 0
-        return cls(run.train.micro_batch, run.data.seq_length, multiple, groups)
+        if run.data.packed:  # a micro batch is one row, as long as its packs
+            return cls(1, run.train.micro_batch * run.data.seq_length, packing_multiple(run.layout), groups)
+        return cls(run.train.micro_batch, run.data.seq_length, 0, groups)
 
 
 def micro_batches(sequences: Sequence[Scored], form: Form, rank: int, ranks: int) -> list[dict[str, torch.Tensor]]:

@@ -96,7 +96,9 @@ class PackingCost(Callback):
         rows = self.run.train.micro_batch * objectives.sequences(self.run.train)
         extra = batches[-1:] * (-len(batches) % (self.run.layout.pp if self.run.layout.vpp else 1))
         batches = [*batches, *extra]  # interleaved stages work in groups
-        outputs = forward_only(context, _step, batches, rows=rows, length=self.run.data.seq_length)
+        length = self.run.data.seq_length
+        rows, length = (1, rows * length) if self.run.data.packed else (rows, length)  # packs are joined
+        outputs = forward_only(context, _step, batches, rows=rows, length=length)
         return outputs[: len(batches) - len(extra)]
 
 

@@ -170,7 +170,6 @@ ALONE = [
     (run(8, cp=2, tp=4, sp=True, seq_length=4100), "data.seq_length: 4100 is not a multiple of 8"),
     (run(8, vpp=2), "layout.vpp: 2 stages per pipeline rank need pp > 1"),
     (run(8, last_stage_layers=2), "layout.last_stage_layers: 2 needs pp > 1"),
-    (run(8, packed=True, micro_batch=2), "train.micro_batch: 2, but packed data needs 1; nearest legal: 1"),
 ]
 # Broken on this model only.
 OF_MODEL = [

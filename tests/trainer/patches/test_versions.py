@@ -36,6 +36,7 @@ LIGHT = {
     "gradients/split": "install",
     "gradients/token_count": "install",
     "import_fixes": "install",
+    "joined_packs": "install",
     "lazy_bridge": "install",
     "null_tokenizer": "install",
     "offloading": "keep_counting",
