@@ -38,10 +38,11 @@ CHANGES = {
         f"{TWO} layout.pp=2 layout.last_stage_layers=1 train.recompute=selective train.recompute_modules=[layernorm]",
         f"{TWO} layout.pp=2 layout.vpp=2 train.cuda_graphs=true train.overlap_tp=true",  # both on GPUs alone
         f"{TWO} layout.cp=2 checkpoint.save_every=1 export.every=1 model.ignore_config=[other]",
+        "train.micro_batch=1 checkpoint.background=false",
+        "train.micro_batch=4 log.packing_cost=true",
         "log.every=2 log.layer_norms=true log.noise_scale=true log.peak_tflops=1.0 log.profile_every=2",
     ],
     "dense": ["train.recompute=full train.recompute_layers=2"],
-    "dense experts": ["train.micro_batch=1 checkpoint.background=false", "train.micro_batch=4 log.packing_cost=true"],
     "experts packed": [
         f"{TWO} layout.ep=2 moe.dispatcher=allgather",
         f"{TWO} layout.tp=2 layout.sp=true layout.etp=2",
@@ -52,7 +53,7 @@ ALL = [(model, change) for models, changes in CHANGES.items() for model in model
 # What the default run tries: several keys at once.
 FAST = [
     ("experts", "train.micro_batch=1 train.recompute=full optimizer.distributed=false adapter.lean=false"),
-    ("packed", f"{TWO} layout.cp=2 log.every=2 checkpoint.save_every=1 train.verify_every=0"),
+    ("packed", f"{TWO} layout.cp=2 train.micro_batch=1 log.every=2 checkpoint.save_every=1 train.verify_every=0"),
 ]
 NOT_READ = ("hardware", "reinforce", "evaluate", "gang", "slurm", "kubernetes", "promote", "track", "paths")
 OF_CONVERSION = {"model.compare", "convert.hosts"}

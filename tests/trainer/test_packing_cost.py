@@ -18,7 +18,7 @@ CUTS = {
     "ep2": [TWO, "layout.ep=2"],
     "pp2": [TWO, "layout.pp=2"],
     "cp2": [TWO, "layout.cp=2"],
-    "packed rows": ["data.packed=true"],
+    "packed rows": ["data.packed=true", "train.micro_batch=2"],
 }
 
 

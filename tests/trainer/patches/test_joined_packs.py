@@ -31,3 +31,19 @@ def test_rows_end_in_joined_packs_where_they_ended_apart():
     assert found["cu_seqlens_q"].tolist() == [[0, 1, 3, 3, 5, 5, 5]] * 2
     assert found["cu_seqlens_q_padded"].tolist() == [[0, 2, 4, 4, 8, 8, 8]] * 2
     assert found["max_seqlen_q"].tolist() == [[4], [4]] and found["attention_mask"] is None
+
+
+def test_a_resume_of_joined_packs_continues_bitwise_with_the_same_validations(configure, ranks, base, work):
+    base(DENSE)
+    keys = ["data.packed=true", "train.micro_batch=2", "train.global_batch=2", "train.steps=4"]
+    keys += ["checkpoint.save_every=2", "train.validate_every=2", "train.validate_batches=1"]
+    whole = ranks("train", configure(DENSE, f"paths.output={work}/joined", *keys))
+    cut = configure(DENSE, f"paths.output={work}/joined-killed", *keys)
+    assert ranks("train", cut, kill_at=3).code == -9
+    resumed = ranks("train", cut)
+    assert whole.code == resumed.code == 0, whole.output + resumed.output
+    found, expected = (
+        [(line["kind"], line["step"], line["lm_loss"]) for line in one.metrics if "lm_loss" in line]
+        for one in (resumed, whole)
+    )
+    assert found == expected and [step for kind, step, _ in found if kind == "train"] == [1, 2, 3, 4]

@@ -5,7 +5,7 @@ import torch
 
 BOUND = 1e-4
 BOTH = ("train.global_batch=8", "train.micro_batch=2", "moe.aux_loss_coeff=0", "optimizer.decay=constant")
-PACKED = ("data.packed=true", "train.micro_batch=1")
+PACKED = ("data.packed=true",)
 SP = "layout.tp=2 layout.sp=true"
 CASES = [
     pytest.param(loss, cut, settings, marks=() if (loss, cut, settings) in QUICK else pytest.mark.slow)
