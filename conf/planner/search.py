@@ -5,11 +5,11 @@
     larger(run, facts, gpu, below) -> Candidate     the fastest larger micro batch with room, at the same layout
     changes(before, after) -> str                   the keys in which two runs differ, as overrides of a command line
 
-The search tries all degrees that divide the GPUs, micro batches of 1 to 8, or up to 32 short sequences, and no, selective and full recompute, on
-16 GPUs at most also of a part of the layers. It sets sp if tp > 1, as sp costs nothing. A layout that does not fit
-otherwise is tried with half of the optimizer or all of it on the host, if that is legal (conf/rules/precision.py) and
-makes enough room. FP8, the global batch, the model and the trained weights stay the same. Stages share the layers
-evenly, or the last one has fewer, as it also computes the loss.
+The search tries all degrees that divide the GPUs, micro batches of 1 to 8 sequences, or of up to 32 short ones, and no,
+selective and full recompute, on 16 GPUs at most also of a part of the layers. It sets sp if tp > 1, as sp costs
+nothing. A layout that does not fit otherwise is tried with half of the optimizer or all of it on the host, if that is
+legal (conf/rules/precision.py) and makes enough room. FP8, the global batch, the model and the trained weights stay the
+same. Stages share the layers evenly, or the last one has fewer, as it also computes the loss.
 
 Some layouts are never best and are not tried: tp or etp over the network, cp that leaves a rank less than 1024 tokens,
 and more than 4 virtual stages.

@@ -41,7 +41,7 @@ class Train(Section):
     global_batch: Annotated[Count, bears("train")]
     """sequences per step, over all ranks; with dpo, rows of two sequences"""
     micro_batch: Annotated[Count, NOWHERE] = 1
-    """sequences per forward pass of a rank, joined to one if packed; with dpo, rows of two sequences; 1 = least memory"""
+    """sequences per forward pass of a rank, joined if packed; with dpo, rows of two sequences; 1 = least memory"""
     ramp_from: Annotated[Count | None, bears("train", absent=None)] = None
     """sequences of the first steps, for texts; they grow to global_batch; null = no ramp"""
     ramp_by: Annotated[Count | None, bears("train", absent=None)] = None

@@ -348,7 +348,7 @@ FEW = "data.packed=false adapter.targets=[linear_qkv,linear_proj]"
 WIDE = "data.packed=false data.seq_length=4096 train.global_batch=8 train.micro_batch=2"
 FULL_LLAMA = "layout.pp=1 layout.vpp=null"
 TWO = "layout.gpus_per_node=2"
-NEXT = "layout.gpus_per_node=1 layout.ep=1 train.global_batch=4"
+NEXT = "layout.gpus_per_node=1 layout.ep=1 train.global_batch=4 train.micro_batch=1"
 
 
 # GB of the device after python -m trainer.trial, November 2026, on one and two H100: docs/measurements/plans.md.
@@ -385,7 +385,7 @@ NEXT = "layout.gpus_per_node=1 layout.ep=1 train.global_batch=4"
         ("qwen3-next-80b-4xh100", 16, f"{NEXT} data.seq_length=8192 train.recompute_first=null", 62.11),
         (GPT2, None, "train.cuda_graphs=true", 75.94),
         (GPT2, None, "train.cuda_graphs=true train.fp8=delayed", 71.05),
-        ("qwen3-30b-a3b-8xh100", None, f"{TWO} layout.ep=2", 64.76),
+        ("qwen3-30b-a3b-8xh100", None, f"{TWO} layout.ep=2 train.micro_batch=1", 64.76),
         ("glm45-air-8xh100", 20, f"{TWO} layout.ep=2", 65.87),
         ("llama31-8b-full-8xh100", 16, f"{FULL_LLAMA} {TWO} layout.tp=2 layout.sp=true", 52.66),
         ("llama31-70b-8xh100", 20, f"{FULL_LLAMA} {TWO} layout.tp=2 layout.sp=true", 29.23),

@@ -192,7 +192,7 @@ GPT2_TWO = f"{GPT2} optimizer.distributed=true layout.gpus_per_node=2 train.glob
         ("glm47", "glm47", 6, "h200", f"{SLICE} train.recompute=none train.micro_batch=2", 2.109),
         ("glm47", "glm47", 6, "h200", f"{SLICE} train.recompute=none train.micro_batch=4", 2.033),
         ("glm47-2xh200", "glm47", 92, "h200", "train.global_batch=4 moe.force_balance=true", 6.93),
-        ("qwen3-30b-a3b-1xh200", "qwen3-30b-a3b", 8, "h200", "moe.force_balance=true", 1.057),
+        ("qwen3-30b-a3b-1xh200", "qwen3-30b-a3b", 8, "h200", "train.micro_batch=1 moe.force_balance=true", 1.057),
         (
             "qwen3-30b-a3b-1xh100",
             "qwen3-30b-a3b",
@@ -206,7 +206,7 @@ GPT2_TWO = f"{GPT2} optimizer.distributed=true layout.gpus_per_node=2 train.glob
             "qwen3-next-80b",
             16,
             "h100",
-            "layout.gpus_per_node=1 layout.ep=1 train.global_batch=4 moe.force_balance=true train.recompute_first=null",
+            "layout.gpus_per_node=1 layout.ep=1 train.global_batch=4 train.micro_batch=1 moe.force_balance=true",
             2.026,
         ),
         ("qwen35-35b-1xh100", "qwen35-35b-a3b", 40, "h200", "moe.force_balance=true train.recompute_first=null", 7.163),
