@@ -11,14 +11,14 @@ from trainer.rehearsal import tiny_models
 slow = pytest.mark.slow
 TWO = "layout.gpus_per_node=2"
 SHARED = ["train.steps=1", "optimizer.lr=1e-12", "train.validate_every=1"]
-SHARED += ["train.global_batch=2", "train.micro_batch=1", "train.validate_batches=8"]  # all 16 rows for validation
+SHARED += ["train.global_batch=2", "train.validate_batches=8"]  # all 16 rows for validation
 CUTS = {
     "alone": [],
     "tp2": [TWO, "layout.tp=2", "layout.sp=true"],
-    "ep2": [TWO, "layout.ep=2"],
+    "ep2": [TWO, "layout.ep=2", "train.micro_batch=1"],
     "pp2": [TWO, "layout.pp=2"],
     "cp2": [TWO, "layout.cp=2"],
-    "packed rows": ["data.packed=true", "train.micro_batch=2"],
+    "packed rows": ["data.packed=true"],
 }
 
 

@@ -103,11 +103,11 @@ def test_fewer_gpus_hold_it():
 
 def test_a_run_that_fits_nowhere_is_told_a_format_with_which_it_does():
     """In bf16 GLM-4.7 does not fit on four H200, and in FP8 not on two; what does is said with the keys of a layout."""
-    merged = "evaluate.adapter=merged"
+    merged, stages = "evaluate.adapter=merged", "layout.pp=2 layout.vpp=2 layout.ep=1"
     for name, base, instead, layout, keys in (
-        ("glm47-4xh200", "bf16", "fp8", "this layout", []),
-        ("glm47-2xh200", "fp8", "nvfp4", "layout.pp=2 layout.vpp=2 layout.ep=1", [merged]),
-        ("glm47-2xh200", "fp8", "nvfp4", "layout.pp=2 layout.vpp=2 layout.ep=1", []),  # vLLM serves the codes
+        ("glm47-4xh200", "bf16", "fp8", "train.micro_batch=2", []),
+        ("glm47-2xh200", "fp8", "nvfp4", f"{stages} train.micro_batch=2", [merged]),
+        ("glm47-2xh200", "fp8", "nvfp4", f"{stages} train.micro_batch=2", []),  # vLLM serves the codes
     ):
         run = load(name, [f"model.base={base}", *keys])
         planned = verdict.plan(run, FACTS, hardware.of(run))

@@ -37,6 +37,7 @@ def test_a_resume_of_joined_packs_continues_bitwise_with_the_same_validations(co
     base(DENSE)
     keys = ["data.packed=true", "train.micro_batch=2", "train.global_batch=2", "train.steps=4"]
     keys += ["checkpoint.save_every=2", "train.validate_every=2", "train.validate_batches=1"]
+    keys += ["layout.gpus_per_node=2", "layout.pp=2"]
     whole = ranks("train", configure(DENSE, f"paths.output={work}/joined", *keys))
     cut = configure(DENSE, f"paths.output={work}/joined-killed", *keys)
     assert ranks("train", cut, kill_at=3).code == -9
