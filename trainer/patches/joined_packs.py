@@ -43,15 +43,23 @@ def install() -> None:
 
 
 def joined(batch: dict[str, Any], packs: int) -> dict[str, Any]:
-    """Join every `packs` neighbouring packs of a batch to one row."""
+    """Join every `packs` neighbouring packs of a batch to one row.
+
+    A pack's lists of ends are filled up with the last end. In the joined lists such ends come last, as in those of one
+    pack.
+    """
     rows = {name: batch[name].view(-1, packs * batch[name].size(1)) for name in OF_TOKENS}
-    rows |= {name: _ends(batch[name], packs) for name in ENDS if name in batch}
     rows |= {name: batch[name].view(-1, packs).amax(1, keepdim=True) for name in LONGEST}
-    return batch | rows
+    ends = {name: _ends(batch[name], packs) for name in ENDS if name in batch}
+    places = ends.get("cu_seqlens_q_padded", ends["cu_seqlens_q"])
+    filling = places.diff(dim=1, prepend=places[:, :1] - 1) == 0
+    order = filling.sort(dim=1, stable=True).indices
+    of_rows = {name: torch.where(filling, one[:, -1:], one).gather(1, order) for name, one in ends.items()}
+    return batch | rows | of_rows
 
 
 def _ends(of_packs: torch.Tensor, packs: int) -> torch.Tensor:
-    """Return the ends of the rows of joined packs. A list is filled up with its last end, so some rows are empty."""
+    """Return the ends of the rows of joined packs."""
     ends = of_packs.view(-1, packs, of_packs.size(1))
     last = ends[:, :, -1:]
     ends = ends + last.cumsum(1, dtype=last.dtype) - last

@@ -17,7 +17,7 @@ SLOW = [(kind, cut) for kind in (DENSE, EXPERTS, DELTA, MAMBA) for cut in CUTS i
 def test_joined_packs_have_the_losses_and_gradients_of_packs_one_by_one(kind, cut, compare):
     found = compare(kind, "none", cut, True, both=("train.global_batch=8",), settings=("train.micro_batch=4",))
     assert found["gradient"]["difference"] <= BOUND, found["gradient"]
-    assert found["loss"] <= 2e-6 and found["same_routes"], found
+    assert found["loss"] <= 1e-5 and found["same_routes"], found  # of three steps; delta nets with cp: 3e-6
 
 
 def test_rows_end_in_joined_packs_where_they_ended_apart():
@@ -28,8 +28,8 @@ def test_rows_end_in_joined_packs_where_they_ended_apart():
     batch |= dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), torch.tensor([[2], [4], [2], [4]]))
     found = joined(batch, 2)
     assert found["tokens"].tolist() == [[*range(8)], [*range(8, 16)]]
-    assert found["cu_seqlens_q"].tolist() == [[0, 1, 3, 3, 5, 5, 5]] * 2
-    assert found["cu_seqlens_q_padded"].tolist() == [[0, 2, 4, 4, 8, 8, 8]] * 2
+    assert found["cu_seqlens_q"].tolist() == [[0, 1, 3, 5, 5, 5, 5]] * 2
+    assert found["cu_seqlens_q_padded"].tolist() == [[0, 2, 4, 8, 8, 8, 8]] * 2
     assert found["max_seqlen_q"].tolist() == [[4], [4]] and found["attention_mask"] is None
 
 
