@@ -98,8 +98,9 @@ bench-libraries: $(STAMP) ## compare libraries with our code; docs/adr/ has the 
 	$(PYTHON) -m benchmarks.libraries
 
 N ?= 5
-faults: $(STAMP) ## kill, stop and cut off hosts of gangs on this machine, N times each; APART=1: a disk for each host
-	$(PYTHON) -m benchmarks.gang_faults $(N) $(SHORTLY) $(if $(APART),--apart)
+EVERY ?= 5
+faults: $(STAMP) ## kill, stop and cut off hosts of gangs on this machine, N times each; APART=1: a disk for each host; MINUTES=60: one training, random faults
+	$(PYTHON) -m benchmarks.gang_faults $(N) $(SHORTLY) $(if $(APART),--apart) $(if $(MINUTES),--minutes $(MINUTES) --every $(EVERY))
 
 recovery: $(STAMP) ## measure the time from a killed rank or a lost host to the next step, N times; compare with torchrun
 	$(PYTHON) -m benchmarks.recovery $(N)

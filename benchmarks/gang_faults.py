@@ -3,6 +3,7 @@
     python -m benchmarks.gang_faults [N] [--only NAME ...] [--seed N] [--keep FOLDER]      N times each; make faults N=1
     python -m benchmarks.gang_faults --short      FEW of them, once each: 4 minutes      make faults SHORT=1
     python -m benchmarks.gang_faults --apart      a disk for each host: only the store is shared     make faults APART=1
+    python -m benchmarks.gang_faults --minutes 60 [--every 5]      one training for an hour      make faults MINUTES=60
 
 Each gang uses three of four hosts (tests/tasks/gang/world.py) and trains a tiny GLM-4-MoE with a checkpoint every 10
 steps. A run suffers the same fault (tests/tasks/gang/harm.py) repeatedly, each time after a later checkpoint, and must
@@ -11,6 +12,12 @@ is left on any host, and until the next step; the number of repeated steps; and 
 passes if each time is below 30 s, at most one checkpoint interval is lost (with --apart, no step before the newest
 checkpoint in the store), no process is left, and the run ends with every step once and the losses of an undisturbed
 run. Otherwise the exit code is 1. Each fault takes about a minute on 2 cores.
+
+With --minutes, one training with a spare host suffers all kinds of faults in random order at fixed intervals, the
+first after half an interval, and is cancelled after that time. The table has a line for each fault, then the product's
+seconds by category since the first step (tasks/gang/history/spent.py). At least GOOD of them must be effective, and
+their sum must be the time by this benchmark's clock. Every step must be there once. A repeated step must have the same
+loss again, and the steps of the first two intervals must have those of an undisturbed run.
 """
 
 # pyright: reportOptionalMemberAccess=false
@@ -28,8 +35,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -37,20 +45,27 @@ import psutil
 from benchmarks.workspace import workspace
 from tasks.gang.board import Board, newest_attempt
 from tasks.gang.copies import Copies
+from tasks.gang.history import spent, timeline
 from tasks.store import Store, open_store
 from tests.support.flow_world import wait_for
 from tests.tasks.gang.conftest import same
 from tests.tasks.gang.harm import FAULTS, Fault, mended
-from tests.tasks.gang.world import World, missing, world
+from tests.tasks.gang.world import NEWEST, World, missing, world
 
 HOSTS, NODES = 4, 3
 INTERVAL = 10  # steps between checkpoints
+LONGER = 25  # with --minutes
 FIRST, LAST = INTERVAL + 1, 2 * INTERVAL + 4  # range of steps after a resume in which a fault occurs
 TAIL = 15  # steps of a run after the last fault
-SCHEDULE = 2000  # train.steps of all runs, which train.stop_after ends, so their losses are comparable
+SCHEDULE = 20000  # train.steps of all runs, which train.stop_after ends, so their losses are comparable
 SOON = 30.0  # seconds
 RUN_WITHIN = 900.0
+GOOD = 0.9  # least share of effective time
+EXACT = 0.01  # of the wall time, for the sum of the seconds by category
+BEGAN_AGAIN = "began again, which it need not have"
 FEW = ("rank SIGKILL", "host removed")  # a defect of one process, and a lost machine
+
+Start = Callable[[], subprocess.Popen]  # starts the flow
 
 
 @dataclass
@@ -58,6 +73,7 @@ class Case:
     """One occurrence of a fault."""
 
     at: int = 0  # step
+    interval: int = INTERVAL
     saved: int | None = None  # newest checkpoint in the store, if hosts have a disk each
     noticed: float | None = None
     clean: float | None = None
@@ -70,7 +86,7 @@ class Case:
         for what in ("noticed", "clean"):
             if (seconds := getattr(self, what)) and seconds > SOON:
                 yield f"{what} after {seconds:.0f} s"
-        if self.lost > (INTERVAL if self.saved is None else self.at - self.saved):
+        if self.lost > (self.interval if self.saved is None else self.at - self.saved):
             yield f"{self.lost} steps lost"
         if self.orphans:
             yield f"{self.orphans} processes left"
@@ -106,6 +122,7 @@ HEAD = (
     "| fault | times, in runs | ends right | noticed: median, longest | clean | next step | steps lost, most "
     "| attempts | processes left | difference of losses |\n" + "|---" * 10 + "|"
 )
+HEAD_OF_TIMED = "| minute | fault | noticed | clean | next step | steps lost | right |\n" + "|---" * 7 + "|"
 
 
 def main() -> int:
@@ -119,17 +136,23 @@ def main() -> int:
     rows: list[Row] = []
     with workspace("faults") as folder, world(folder, HOSTS, options.apart) as made:
         os.environ.update(made.environment)
+        if options.minutes:
+            return _timed_run(made, faults, options)
         expected = _undisturbed(made, max(_steps(fault, options.times) for fault in faults.values()))
         for name, fault in faults.items():
             rows.append(Row(name))
             while len(rows[-1].cases) < options.times and not rows[-1].wrong:
                 _one_run(made, fault, rows[-1], options.times - len(rows[-1].cases), expected)
-            if rows[-1].wrong:
-                keep = Path(options.keep or tempfile.gettempdir()) / f"fault-{name.replace(' ', '-')}.log"
-                shutil.copy(made.folder / "flow.log", keep)
-                print(f"{name}: {'; '.join(rows[-1].wrong)}; its log: {keep}", flush=True)
+            _keep_log(made, rows[-1], options)
     print("", HEAD, *rows, sep="\n", flush=True)
     return 1 if any(row.wrong for row in rows) else 0
+
+
+def _keep_log(made: World, row: Row, options: argparse.Namespace) -> None:
+    if row.wrong:
+        keep = Path(options.keep or tempfile.gettempdir()) / f"fault-{row.fault.replace(' ', '-')}.log"
+        shutil.copy(made.folder / "flow.log", keep)
+        print(f"{row.fault}: {'; '.join(row.wrong)}; its log: {keep}", flush=True)
 
 
 def _steps(fault: Fault, times: int) -> int:
@@ -138,23 +161,19 @@ def _steps(fault: Fault, times: int) -> int:
 
 def _undisturbed(made: World, steps: int) -> dict[int, float]:
     began = time.monotonic()
+    (made.folder / "flow.log").unlink(missing_ok=True)
     flow = _start(made, steps)
     gang = _gang(made, flow)
     assert flow.wait(RUN_WITHIN) == 0, (made.folder / "flow.log").read_text()
     print(f"undisturbed: {steps} steps in {time.monotonic() - began:.0f} s", flush=True)
-    return _losses(gang)
+    return _losses(_published(gang))
 
 
 def _one_run(made: World, fault: Fault, row: Row, times: int, expected: dict[int, float]) -> None:
     steps = _steps(fault, times)
-    (made.folder / "flow.log").unlink(missing_ok=True)
-    for failed in [*made.folder.glob("runs/work/train-*"), *made.folder.glob("disk*/runs/work/train-*")]:
-        shutil.rmtree(failed)
-    for gang in {name.partition("/")[0] for name in _store().keys("gangs") if name.startswith("train-")}:
-        Copies(_store(), gang).forget()
-    made.running = _start(made, steps)
     row.runs += 1
-    try:
+    start = partial(_start, made, steps)
+    with _flow(made, start, row):
         gang = _gang(made, made.running)
         first, base = newest_attempt(_store(), gang), 0
         for _ in range(times):
@@ -163,7 +182,7 @@ def _one_run(made: World, fault: Fault, row: Row, times: int, expected: dict[int
             if made.running.poll() is not None or not made.training():
                 break  # the run ended before all faults: another run gets the remaining ones
             time.sleep(random.uniform(0, 0.5))
-            case = _case(made, fault, gang, steps)
+            case = _case(made, fault, gang, start)
             row.cases.append(case)
             row.wrong += case.wrong()
             print(f"{row.fault} {len(row.cases)}: {case}", flush=True)
@@ -174,8 +193,21 @@ def _one_run(made: World, fault: Fault, row: Row, times: int, expected: dict[int
         attempts = newest_attempt(_store(), gang) - first + 1
         row.attempts += attempts
         if fault.goes_on and attempts > 1:
-            row.wrong.append("began again, which it need not have")
-        _compare(row, _losses(gang), {step: expected[step] for step in range(1, steps + 1)})
+            row.wrong.append(BEGAN_AGAIN)
+        _compare(row, _losses(_published(gang)), {step: expected[step] for step in range(1, steps + 1)})
+
+
+@contextlib.contextmanager
+def _flow(made: World, start: Start, row: Row) -> Iterator[None]:
+    """Start the flow for a new training. After the block, nothing of it may run. Errors are added to the row."""
+    (made.folder / "flow.log").unlink(missing_ok=True)
+    for failed in [*made.folder.glob("runs/work/train-*"), *made.folder.glob("disk*/runs/work/train-*")]:
+        shutil.rmtree(failed)
+    for gang in {name.partition("/")[0] for name in _store().keys("gangs") if name.startswith("train-")}:
+        Copies(_store(), gang).forget()
+    made.running = start()
+    try:
+        yield
     except (TimeoutError, subprocess.TimeoutExpired, AssertionError, LookupError, psutil.Error) as error:
         row.wrong.append(f"{type(error).__name__}: {error}")
     finally:
@@ -188,8 +220,67 @@ def _one_run(made: World, fault: Fault, row: Row, times: int, expected: dict[int
         row.wrong.append(f"{len(left)} processes left after the end")
 
 
-def _case(made: World, fault: Fault, gang: str, steps: int) -> Case:
-    case, attempt, before = Case(), newest_attempt(_store(), gang), made.attempt()
+def _timed_run(made: World, faults: dict[str, Fault], options: argparse.Namespace) -> int:
+    row, table = Row("random faults"), []
+    names: list[str] = []
+    seen: dict[int, float] = {}
+    start = partial(_start, made, SCHEDULE, LONGER, HOSTS - NODES)
+    with _flow(made, start, row):
+        gang = _gang(made, made.running)
+        wait_for(lambda: made.step() > 0, RUN_WITHIN)
+        began, before = time.time(), _seconds(gang)
+        for number in range(int(options.minutes / options.every)):
+            names = names or random.sample([*faults], len(faults))
+            name, fault = names[-1], faults[names.pop()]
+            time.sleep(max(0.0, began + (number + 0.5) * 60 * options.every - time.time()))
+            minute, attempt = (time.time() - began) / 60, newest_attempt(_store(), gang)
+            seen |= _losses(made.lines())
+            row.cases.append(case := _case(made, fault, gang, start, LONGER))
+            print(f"minute {minute:.1f}, {name}: {case}", flush=True)
+            mended()
+            wrong = [*case.wrong()]
+            if fault.goes_on and newest_attempt(_store(), gang) > attempt:
+                wrong.append(BEGAN_AGAIN)
+            row.wrong += [f"{name}: {what}" for what in wrong]
+            seconds = [f"{value:.1f}" if value else "" for value in (case.noticed, case.clean, case.resumed)]
+            cells = [f"{minute:.1f}", name, *seconds, case.lost, "; ".join(wrong) or "yes"]
+            table.append("| " + " | ".join(map(str, cells)) + " |")
+        time.sleep(max(0.0, began + 60 * options.minutes - time.time()))
+        after, wall = _seconds(gang), time.time() - began
+        print("", HEAD_OF_TIMED, *table, "", sep="\n")
+        print(_share(row, {name: after[name] - before[name] for name in after}, wall), flush=True)
+        made.running.terminate()
+        made.running.wait(SOON)
+        found = _losses(made.lines())
+        if sorted(found) != [*range(1, len(found) + 1)]:
+            row.wrong.append(f"{len(found)} steps up to step {max(found)}")
+        _keep_log(made, row, options)
+        expected = _undisturbed(made, row.cases[:2][-1].at) | seen
+        _compare(row, {step: found[step] for step in expected}, expected)
+        print(f"{len(expected)} of {len(found)} losses compared: {row.difference:.0e} relative difference", flush=True)
+    print("; ".join(row.wrong) or "passed", flush=True)
+    return 1 if row.wrong else 0
+
+
+def _seconds(gang: str) -> dict[str, float]:
+    """Seconds of the training so far, by category."""
+    work = Path(os.environ["FINETUNE_RUNS"]) / "work" / gang
+    return spent.of(timeline.attempts(work), spent.read(work / "files"), NODES).seconds
+
+
+def _share(row: Row, seconds: dict[str, float], wall: float) -> str:
+    """Return the share of effective time, and the seconds by category."""
+    counted, effective = sum(seconds.values()), sum(seconds[name] for name in spent.EFFECTIVE) / wall
+    if abs(counted - wall) > EXACT * wall:
+        row.wrong.append(f"categories sum to {counted:.1f} s of {wall:.1f} s")
+    if effective < GOOD:
+        row.wrong.append(f"{effective:.1%} effective")
+    listed = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
+    return f"{effective:.1%} effective of {wall:.1f} s; categories sum to {counted:.1f} s: {listed}"
+
+
+def _case(made: World, fault: Fault, gang: str, start: Start, interval: int = INTERVAL) -> Case:
+    case, attempt, before = Case(interval=interval), newest_attempt(_store(), gang), made.attempt()
     case.saved = Copies(_store(), gang).newest() if made.apart else None
     fault.do(made)
     began, wall = time.monotonic(), time.time()
@@ -203,7 +294,7 @@ def _case(made: World, fault: Fault, gang: str, steps: int) -> Case:
     case.clean, case.orphans = time.monotonic() - began, sum(not _gone(process) for process in before)
     if fault.again:
         made.running.wait(2 * SOON)
-        made.running = _start(made, steps)
+        made.running = start()
     wait_for(lambda: _goes_on(made, case, wall) or made.running.poll() is not None, 300)
     watcher.join(2 * SOON)
     return case
@@ -228,7 +319,7 @@ def _notice(board: Board, case: Case, began: float) -> None:
 
 
 def _goes_on(made: World, case: Case, wall: float) -> bool:
-    lines = made.lines()
+    lines = made.lines(NEWEST)
     starts = [line for line in lines if line["kind"] == "start" and line["time"] > wall]
     steps = [line for line in lines if starts and line["kind"] == "train" and line["time"] > starts[-1]["time"]]
     if not steps:
@@ -247,11 +338,12 @@ def _compare(row: Row, found: dict[int, float], expected: dict[int, float]) -> N
         row.wrong.append("other losses")
 
 
-def _start(made: World, steps: int):
+def _start(made: World, steps: int, interval: int = INTERVAL, spares: int = 0) -> subprocess.Popen:
     fixed = [
         f"layout.nodes={NODES}",
         f"train.steps={SCHEDULE}",
-        f"checkpoint.save_every={INTERVAL}",
+        f"checkpoint.save_every={interval}",
+        f"gang.spares={spares}",
         "evaluate.tasks=[]",
     ]
     return made.flow("--from", "train", "--until", "train", *fixed, f"train.stop_after={steps}")
@@ -268,10 +360,13 @@ def _gang(made: World, flow) -> str:
     return f"train-{found[-1]}"
 
 
-def _losses(gang: str) -> dict[int, float]:
-    """Losses of the artifact in the store."""
+def _published(gang: str) -> list[dict]:
+    """Metrics of the artifact in the store."""
     found = _store().read(f"{gang.replace('-', '/', 1)}/files/metrics.jsonl")
-    lines = [json.loads(line) for line in found[0].splitlines()] if found else []
+    return [json.loads(line) for line in found[0].splitlines()] if found else []
+
+
+def _losses(lines: list[dict]) -> dict[int, float]:
     steps = [line for line in lines if line["kind"] == "train"]
     assert len(steps) == len({line["step"] for line in steps}), "a step twice"
     return {line["step"]: line["lm_loss"] for line in steps}
@@ -287,6 +382,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=FAULTS)
     parser.add_argument("--short", action="store_true", help=f"as 1 --only {' '.join(map(repr, FEW))}")
     parser.add_argument("--apart", action="store_true", help="a disk for each host, and the faults that need this")
+    parser.add_argument("--minutes", type=float, help="one training of this time, with random faults")
+    parser.add_argument("--every", metavar="MINUTES", type=float, default=5, help="with --minutes: between two faults")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", metavar="FOLDER", help="for logs of runs that went wrong; default: temporary files'")
     options = parser.parse_args()

@@ -29,7 +29,8 @@ class Fault:
 
 
 def busy(made: World) -> list[int]:
-    return [host for host in made.workers if made.members(host)]
+    """Hosts that train, without a spare one."""
+    return [host for host in made.workers if made.ranks(host)]
 
 
 def signal_rank(made: World, number: int) -> None:

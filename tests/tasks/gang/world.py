@@ -32,6 +32,7 @@ POOL = "finetune-nodes"
 TORCHRUNS = {"trainer.startup.torchrun", "trainer.startup.torchrun_ahead"}  # modules; ranks are their children
 NET = "10.213.0"
 BRIDGE = "gangbr"
+NEWEST = 100  # lines of metrics that have the current step
 DISK = 64 << 20  # bytes of a host's own disk
 DISK_APART = 256 << 20
 CONF = """
@@ -206,16 +207,16 @@ class World:
 
         wait_for(answers, 120)
 
-    def lines(self) -> list[dict]:
-        """Of the metrics of the training under way, or of the one that ended last."""
+    def lines(self, newest: int = 0) -> list[dict]:
+        """Of the metrics of the training under way, or of the one that ended last; only the newest, or all."""
         runs = Path(self.environment["FINETUNE_RUNS"])
         for path in runs.glob("work/train-*/files/metrics.jsonl"):
             with contextlib.suppress(OSError, ValueError):
-                return [json.loads(line) for line in path.read_text().splitlines()]
+                return [json.loads(line) for line in path.read_text().splitlines()[-newest:]]
         return []
 
     def step(self) -> int:
-        return max((line["step"] for line in self.lines() if line["kind"] == "train"), default=0)
+        return max((line["step"] for line in self.lines(NEWEST) if line["kind"] == "train"), default=0)
 
 
 @contextlib.contextmanager
