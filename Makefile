@@ -99,7 +99,7 @@ bench-libraries: $(STAMP) ## compare libraries with our code; docs/adr/ has the 
 
 N ?= 5
 EVERY ?= 5
-faults: $(STAMP) ## kill, stop and cut off hosts of gangs on this machine, N times each; APART=1: a disk for each host; MINUTES=60: one training, random faults
+faults: $(STAMP) ## kill, stop and cut off hosts of gangs on this machine, N times each; APART=1: a disk for each host; MINUTES=60: one training
 	$(PYTHON) -m benchmarks.gang_faults $(N) $(SHORTLY) $(if $(APART),--apart) $(if $(MINUTES),--minutes $(MINUTES) --every $(EVERY))
 
 recovery: $(STAMP) ## measure the time from a killed rank or a lost host to the next step, N times; compare with torchrun
