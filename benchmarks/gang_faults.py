@@ -222,7 +222,7 @@ def _flow(made: World, start: Start, row: Row) -> Iterator[None]:
 
 def _timed_run(made: World, faults: dict[str, Fault], options: argparse.Namespace) -> int:
     row, share = Row("random faults"), ""
-    seen: dict[int, float] = {}  # losses before each fault
+    seen: dict[int, float] = {}  # the first loss of each step, before any repetition
     found: dict[int, float] = {}
     start = partial(_start, made, SCHEDULE, LONGER, HOSTS - NODES)
     print(HEAD_OF_TIMED, flush=True)
@@ -234,7 +234,7 @@ def _timed_run(made: World, faults: dict[str, Fault], options: argparse.Namespac
         for number in range(int(options.minutes / options.every)):
             names = names or random.sample([*faults], len(faults))
             time.sleep(max(0.0, began + (number + 0.5) * 60 * options.every - time.time()))
-            seen |= _losses(made.lines())
+            seen = _losses(made.lines()) | seen
             _timed_case(made, names[-1], faults[names.pop()], gang, start, row, (time.time() - began) / 60)
         time.sleep(max(0.0, began + 60 * options.minutes - time.time()))
         after, wall = _seconds(gang), time.time() - began
@@ -247,10 +247,10 @@ def _timed_run(made: World, faults: dict[str, Fault], options: argparse.Namespac
     if found:
         if sorted(found) != [*range(1, len(found) + 1)]:
             row.wrong.append(f"{len(found)} steps up to step {max(found)}")
-        known = _undisturbed(made, row.cases[:2][-1].at) | seen
+        known = seen | _undisturbed(made, row.cases[:2][-1].at)
         expected = {step: known[step] for step in found if step in known}  # the end may precede a repetition
         _compare(row, {step: found[step] for step in expected}, expected)
-        print(f"{len(expected)} losses compared: relative difference at most {row.difference:.0e}")
+        print(f"{len(expected)} losses compared: relative difference at most {row.difference:.0e}", flush=True)
     print("; ".join(row.wrong) or "passed", flush=True)
     return 1 if row.wrong else 0
 
