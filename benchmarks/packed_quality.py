@@ -14,8 +14,8 @@ On a GPU all seeds of a base train at the same time.
 The output has for each base: its rounding error (trainer/weights/quantised/report.py); the loss of held-out rows in
 nats per token before and after LoRA, with mean and standard deviation over the seeds; and the difference from bf16,
 in standard errors over pairs of runs with the same seed. Each format of an export has a row too. With one seed there is
-no deviation and no error. "served" is the loss in vLLM; it is empty where trainer.evaluate refuses the format, and the
-reason is printed.
+no deviation and no error. "served" is the loss in vLLM; it is empty where the trainer refuses to export or to serve the
+format, and the reason is printed.
 
 Not covered: sampled answers; without --model, weights of real widths, which have other outliers.
 """
@@ -87,7 +87,7 @@ class Bench:
         else:
             code = forked_ranks.call(command, load(self.folder / "conf.yaml", keys), log)
         if code:
-            sys.exit(f"error: {command.__module__} failed:\n{log.read_text()[-3000:]}")
+            raise RuntimeError(f"{command.__module__} failed:\n{log.read_text()[-3000:]}")
         return out
 
     def serve(self, model: str, *overrides: str, **places: Path) -> float | None:
@@ -172,9 +172,12 @@ def measure(bench: Bench, options: argparse.Namespace) -> Iterator[dict]:
             return bench.train("model", "then", options.steps, *lora, seed)
 
         trained = dict(zip(seeds, bench.each(of_seed, seeds), strict=True))
-        losses = [loss for _, loss in trained.values()]
+        losses, served = [loss for _, loss in trained.values()], list[float | None]()
         folders = {seed: out for seed, (out, _) in trained.items()}
-        served = list(_served(bench, base, lora, {seed: folders[seed] for seed in seeds[: options.serve]}))
+        try:
+            served += _served(bench, base, lora, {seed: folders[seed] for seed in seeds[: options.serve]})
+        except RuntimeError as refused:  # codes of this model that vLLM's format does not have
+            print(f"not served: {refused}", flush=True)
         yield {"base": base, "error": error, "before": before, "losses": losses, "served": served}
         adapters = adapters or folders
     for form in options.exports:
