@@ -101,7 +101,8 @@ def test_a_base_without_weights_is_compared_with_its_release(way, cost, configur
     more = [f"paths.base={tmp_path / 'base'}", f"convert.to={way}", "model.base=int4"]
     assert ranks("convert", configure("glm4-moe", *more)).code == 0
     measured = line(cost("glm4-moe", *more, *CUTS["tp2"], to="other"))
-    assert {**measured, "time": 0, "seconds": 0} == pytest.approx({**expected, "time": 0, "seconds": 0}, rel=1e-4)
+    figures = expected.keys() - {"kind", "rows", "time", "seconds"}
+    assert {key: measured[key] for key in figures} == pytest.approx({key: expected[key] for key in figures}, rel=1e-4)
 
 
 def test_without_the_unpacked_base_only_the_packed_loss_is_measured(cost, base):
