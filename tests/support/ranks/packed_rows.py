@@ -5,6 +5,7 @@ logit, and the numbers of rows whose logits change if the other rows of the pack
 """
 
 import json
+import os
 from itertools import accumulate, chain
 
 import torch
@@ -22,6 +23,8 @@ Rows = list[list[int]]
 
 
 def main(run: Run) -> None:
+    # On some CPUs, MKL rounds a product by its number of rows, which differs for an expert with the other rows' tokens.
+    os.environ["MKL_CBWR"] = "AVX2,STRICT"
     packed_positions.install()
     _, provider, model = logits.built(run)
     model[0].eval()

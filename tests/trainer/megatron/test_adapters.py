@@ -55,7 +55,7 @@ def trained(rows, configure, base, ranks, work):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
 def test_each_step_is_that_of_a_plain_peft_loop_from_the_same_adapter(kind, trained, ranks, tmp_path):
-    ours = trained(kind, "steps")
+    ours = trained(kind, "steps", "train.seed=2")  # with some seeds a route is a tie that rounding decides
     exported = ranks("export", ours.run)
     assert exported.code == 0, exported.output[-3000:]
     adapter = Path(ours.run.paths.export) / "adapter"
