@@ -6,7 +6,6 @@ import pytest
 
 from trainer.rehearsal.tiny_models import KINDS
 
-
 PACKED = ("data.packed=true", "train.micro_batch=1", "model.mtp=false")
 
 
