@@ -14,8 +14,8 @@ On a GPU all seeds of a base train at the same time.
 The output has for each base: its rounding error (trainer/weights/quantised/report.py); the loss of held-out rows in
 nats per token before and after LoRA, with mean and standard deviation over the seeds; and the difference from bf16,
 in standard errors over pairs of runs with the same seed. Each format of an export has a row too. With one seed there is
-no deviation and no error. "served" is the loss in vLLM; it is empty where the trainer refuses to export or to serve the
-format, and the reason is printed.
+no deviation and no error. "served" is the loss in vLLM. It is empty if the trainer refuses to export or serve the
+format. The reason is printed.
 
 Not covered: sampled answers; without --model, weights of real widths, which have other outliers.
 """
@@ -206,7 +206,7 @@ def _served(bench: Bench, base: str, lora: list[str], adapters: dict[str, Path])
     lora += ["convert.to=packed", "evaluate.adapter=packed"]
     packed = bench.folder / f"packed-{base}"
     bench.call(convert.main, "model", *lora, base=packed)
-    unused = bench.folder / "unused"  # there is no training behind the codes
+    unused = bench.folder / "unused"  # the export of codes needs no training
     codes = bench.call(export.main, "model", *lora, *CODES.split(), base=packed, output=unused)
     for seed, adapter in adapters.items():
         keys = [*lora, seed, "export.formats=[adapter]"]

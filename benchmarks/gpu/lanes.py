@@ -1,20 +1,20 @@
-"""Run lists of commands side by side, each list on its own GPUs of this host. They go on when the shell has ended.
+"""Run several lists of commands at the same time, each list on its own GPUs of this host.
 
-    benchmarks/gpu/run lanes.py FOLDER PLAN.yaml         starts the lanes and returns
-    benchmarks/gpu/run lanes.py FOLDER                   says how far they are, with the last lines of each log
-    benchmarks/gpu/run lanes.py FOLDER --pack FILE       the same, and packs all results below 4 MB into FILE (.tar.xz)
+    benchmarks/gpu/run lanes.py FOLDER PLAN.yaml         starts the lists and returns; they continue in the background
+    benchmarks/gpu/run lanes.py FOLDER                   prints the state of each command and the end of its log
+    benchmarks/gpu/run lanes.py FOLDER --pack FILE       also packs all results below 4 MB into FILE (.tar.xz)
 
-A plan has a list of commands for each lane, and a lane is named by its GPUs; "" has none:
+A plan has a lane for each list. The name of a lane is the GPUs that it uses, or "" for none:
 
     "0":
     - {name: qwen35, seconds: 1000, run: whole_flow.py OUT --preset qwen35-35b-1xh100}
     "0,1":
     - {name: gang, seconds: 300, run: gang.py OUT}
 
-Each command is what benchmarks/gpu/run takes. OUT is FOLDER/NAME, which also gets its output, as log. A command that
-takes longer than its seconds is ended with all its processes. The commands run in a copy of this tree, FOLDER/tree,
-because a host that is rented by the minute may get the next tree meanwhile. Every 5 seconds FOLDER/machine.csv gets a
-line with disk and memory in use, and memory and load of each GPU.
+A command has the arguments of benchmarks/gpu/run. OUT becomes FOLDER/NAME, which also gets the command's output in the
+file log. A command that takes longer than its seconds is stopped with all its processes. The commands run in
+FOLDER/tree, a copy of this project, so this folder may change while they run. FOLDER must not exist. Every 5 seconds
+FOLDER/machine.csv gets a line with the used disk and memory, and the memory and load of each GPU.
 """
 
 import argparse
@@ -39,7 +39,7 @@ GPUS = ["nvidia-smi", "--query-gpu=memory.used,utilization.gpu", "--format=csv,n
 
 
 def start(folder: Path, plan: Path) -> None:
-    """Copy tree and plan, and start the lanes in a session of their own."""
+    """Copy the project and the plan, and start a background process for the lanes."""
     folder.mkdir(parents=True)
     shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(".*", "__pycache__"))
     shutil.copy(plan, folder / "plan.yaml")
@@ -83,7 +83,7 @@ def lane(folder: Path, gpus: str, steps: list[dict]) -> None:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a command with all its processes: first the command, which may have something to write."""
+    """Stop a command with all its processes. They have GRACE seconds to write their results."""
     below = psutil.Process(process.pid).children(recursive=True)
     for number in (signal.SIGTERM, signal.SIGKILL):
         for one in [*below, psutil.Process(process.pid)]:

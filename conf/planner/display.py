@@ -131,8 +131,8 @@ def _time_lines(plan: Plan) -> Iterator[str]:
     yield f"step     {time.likely:.3g} s likely, {time.low:.3g} to {time.high:.3g}; {rate}"
     waits = ", ".join(f"{dim} {seconds:.2g} s" for dim, (_, seconds) in time.communication.items() if seconds)
     if better := plan.unpacked:
-        keys = f"train.micro_batch={better.train.micro_batch}: {better.seconds:.3g} s a step, unpacked or packed"
-        yield f"packing  these packs are slower than unpacked rows with {keys}"
+        keys = f"train.micro_batch={better.train.micro_batch}, which takes {better.seconds:.3g} s a step, packed or not"
+        yield f"packing  slower than unpacked rows with {keys}"
     yield f"waits    {waits or 'for no other GPU'}; {time.bubble:.0%} of a step for the pipeline"
     cost = "" if time.cost is None else f" at {plan.gpu.price:g} per GPU and hour"
     yield f"run      {length(plan)}{cost}"

@@ -3,7 +3,7 @@
 The first member reports each checkpoint that all ranks have written. Members copy one checkpoint at a time: their parts
 are then of the same one, also if copying takes longer than the interval between checkpoints, which skips some.
 The metrics and the journal of a training, or the progress of an evaluation, are copied into the controller's folder
-while they grow. The journal there has the phases of all attempts, on whichever host each of them was.
+while they grow. The journal in that folder has the phases of all attempts, although their first hosts may differ.
 """
 
 import threading
@@ -84,7 +84,7 @@ class Collector:
                     file.write(lines)
 
     def _begin_journal(self, path: Path, lines: str) -> None:
-        """Add this attempt to the journal of earlier ones, of which the first host may not know."""
+        """Append this attempt's phases to those of earlier attempts, which the first host may lack."""
         self._journal = (self._journal or "") + lines
         attempt = self._lookout.board.attempt
         if own := spent.since(self._journal, attempt):

@@ -69,6 +69,15 @@ def plain(run, folder: Path) -> dict:
     return json.loads((folder / "found.json").read_text())
 
 
+def test_stages_exchange_unjoined_sequences_of_texts_also_with_data_packed(drawn, ranks):
+    """Texts fill their sequences in any case. Only packs of rows are joined (trainer/patches/joined_packs.py)."""
+    few = ["train.stop_after=2", "train.validate_every=0", "data.packed=true"]
+    alone = ranks("train", drawn("packed", {}, *few))
+    stages = ranks("train", drawn("packed-stages", {}, *few, "layout.gpus_per_node=2", "layout.pp=2"))
+    assert alone.code == stages.code == 0, stages.output[-2000:]
+    assert losses(stages) == pytest.approx(losses(alone), rel=1e-5)
+
+
 @pytest.mark.slow
 def test_the_loss_of_each_step_is_that_of_a_plain_loop(drawn, ranks, tmp_path):
     run = drawn("fifty", {}, "train.steps=50", "train.validate_every=50")

@@ -37,10 +37,11 @@ def make_config(run: Run, bridge, resume_step: int | None):
 
     train, optimizer, checkpoint = run.train, run.optimizer, run.checkpoint
     precision.prepare(run, resume_step is not None)
+    dataset = make_dataset(run)
+    if train.micro_batch > 1 and getattr(dataset, "enable_offline_packing", False):  # rows, not texts
+        joined_packs.install(train.micro_batch)
     if run.data.packed:
         packed_positions.install()
-    if run.data.packed and train.micro_batch > 1:
-        joined_packs.install()
     if chunked_loss.is_chunked(run):
         chunked_losses.install()
     if device.has_gpu():
@@ -93,7 +94,7 @@ def make_config(run: Run, bridge, resume_step: int | None):
             use_distributed_optimizer=optimizer.distributed,
             average_in_collective=False,  # with a loss per token the division is last
         ),
-        dataset=make_dataset(run),
+        dataset=dataset,
         tokenizer=config.TokenizerConfig(
             tokenizer_type="HuggingFaceTokenizer",
             tokenizer_model=run.paths.model,

@@ -23,18 +23,17 @@ ENDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_p
 LONGEST = ("max_seqlen_q", "max_seqlen_kv")
 
 
-def install() -> None:
-    """Join the packs of each micro batch. A second call has no effect."""
+def install(packs: int) -> None:
+    """Join each `packs` packs, those of a micro batch. A second call has no effect."""
     versions.check(__name__)
     from megatron.bridge.data.packing.gpt_sft import GPTSFTPackedDataset
     from megatron.bridge.training import config, eval, train
-    from megatron.core.num_microbatches_calculator import get_micro_batch_size
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     if hasattr(GPTSFTPackedDataset, "packs_apart"):
         return
     GPTSFTPackedDataset.packs_apart = collate = GPTSFTPackedDataset.collate_fn
-    GPTSFTPackedDataset.collate_fn = lambda self, packs: joined(collate(self, packs), get_micro_batch_size())
+    GPTSFTPackedDataset.collate_fn = lambda self, batch: joined(collate(self, batch), packs)
     config.ConfigContainer.validate = _with_one_pack(config.ConfigContainer.validate)
     inputs = TransformerLayer.get_layer_static_inputs
     TransformerLayer.get_layer_static_inputs = lambda self, length, packs: inputs(self, length * packs, 1)

@@ -32,7 +32,7 @@ from torch import distributed
 from torch.utils.data import default_collate
 
 from conf.model_files import config_json, quantization
-from conf.rules import objectives, packed_base
+from conf.rules import packed_base
 from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Fault
@@ -93,11 +93,9 @@ class PackingCost(Callback):
 
     def _losses(self, context: Any, batches: list[dict[str, Any]]) -> list[tuple[torch.Tensor, Callable]]:
         """Return the losses of the tokens of each micro batch and the function that sums them; on the last stage."""
-        rows = self.run.train.micro_batch * objectives.sequences(self.run.train)
+        rows, length = batches[0]["tokens"].shape  # packs are joined to one row
         extra = batches[-1:] * (-len(batches) % (self.run.layout.pp if self.run.layout.vpp else 1))
         batches = [*batches, *extra]  # interleaved stages work in groups
-        length = self.run.data.seq_length
-        rows, length = (1, rows * length) if self.run.data.packed else (rows, length)  # packs are joined
         outputs = forward_only(context, _step, batches, rows=rows, length=length)
         return outputs[: len(batches) - len(extra)]
 

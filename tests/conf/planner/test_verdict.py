@@ -194,6 +194,6 @@ def test_packs_that_are_slower_than_unpacked_rows_are_reported():
     assert slow.time and slow.unpacked and slow.unpacked.seconds < slow.time.likely / 3
     keys = f"train.micro_batch={slow.unpacked.train.micro_batch}"
     (line,) = (line for line in display.lines(slow) if line.startswith("packing"))
-    assert line.startswith(f"packing  these packs are slower than unpacked rows with {keys}: ")
+    assert line.startswith(f"packing  slower than unpacked rows with {keys}, which takes ")
     assert plan(slow.unpacked.applied(short), slow.facts, H100).unpacked is None
     assert plan(short.changed(data={"packed": False}), slow.facts, H100).unpacked is None

@@ -2,7 +2,7 @@
 and of which journal the units are.
 
 If "process" is in it, the process that packs the first file dies instead. Seconds count from the first unit on.
-begun.txt, beside kill.json, lists the units that were started.
+The file begun.txt in the same folder lists all started units.
 """
 
 import importlib

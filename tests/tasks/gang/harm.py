@@ -15,7 +15,7 @@ from tests.tasks.gang.world import World
 
 OUTAGE = 60.0
 BACK = {"worker": 20.0, "disk": 30.0, "host": 45.0, "server": 5.0}  # seconds after which somebody has mended it
-HALF_WITHIN = 120.0
+HALF_WITHIN = 60.0
 SAVES = "work/train-*/files/checkpoints/iter_*"
 
 

@@ -17,7 +17,7 @@ SLOW = [(kind, cut) for kind in (DENSE, EXPERTS, DELTA, MAMBA) for cut in CUTS i
 def test_joined_packs_have_the_losses_and_gradients_of_packs_one_by_one(kind, cut, compare):
     found = compare(kind, "none", cut, True, both=("train.global_batch=8",), settings=("train.micro_batch=4",))
     assert found["gradient"]["difference"] <= BOUND, found["gradient"]
-    assert found["loss"] <= 1e-5 and found["same_routes"], found  # of three steps; delta nets with cp: 3e-6
+    assert found["loss"] <= (4e-6 if kind == DELTA else 2e-6) and found["same_routes"], found
 
 
 def test_rows_end_in_joined_packs_where_they_ended_apart():
