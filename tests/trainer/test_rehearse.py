@@ -267,6 +267,11 @@ def test_a_twin_takes_real_steps(command, cut, line):
     assert text.startswith(line) and text.splitlines()[0].count(",") == 1
 
 
+def test_megatron_accepts_micro_batches_of_several_packs(command):
+    code, text = command("tiny", "data.packed=true", "train.micro_batch=4")
+    assert code == 0 and text.splitlines()[-1].startswith("equal: "), text
+
+
 PRESETS = ("llama31-70b", "llama31-405b", "glm47", "glm47-b200", "qwen3-235b", "deepseek-v3-64", "deepseek-v3-512")
 
 
