@@ -182,11 +182,13 @@ def _holding(run: Run, facts: ModelFacts, rank: int, stages: list[Stage]) -> Hol
 def _costs(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> Costs:
     """Return the bytes that each kind of layer keeps, and those that it works with. The loss works with the logits."""
     layout, train = run.layout, run.train
-    key = ("costs", layout.tp, layout.cp, layout.ep, layout.etp, layout.sp, train.micro_batch, train.recompute)
+    cut = (layout.tp, layout.cp, layout.ep, layout.etp, layout.sp, train.micro_batch)
+    key, of_parts = ("costs", *cut, train.recompute), ("parts", *cut, train.recompute_modules)
+    if of_parts not in memo:
+        memo[of_parts] = {kind: sum(activations.parts(run, facts, kind).values()) for kind in activations.kinds(facts)}
     if key not in memo:
-        whole = {kind: sum(activations.parts(run, facts, kind).values()) for kind in activations.kinds(facts)}
         memo[key] = {"loss": (0, activations.at_loss(run, facts))}
-        for kind, size in whole.items():
+        for kind, size in memo[of_parts].items():
             kept, works = activations.kept(run, facts, kind, size), activations.working(run, facts, kind, size)
             memo[key] |= {kind: (kept, works), f"whole {kind}": (activations.held(facts, size), {})}
     return memo[key]

@@ -102,21 +102,17 @@ def fp8(train: Train, part: str) -> str | None:
     return train.fp8 if part in MATRICES else None
 
 
-def product(run: Run, gpu: Gpu, one: work.Product) -> float:
+def product(run: Run, gpu: Gpu, one: work.Product, weight: bool = True) -> float:
     """Return the seconds of a matrix product: the sum for computing and for moving its bytes.
 
-    Large products overlap both, which the fitted GEMM takes into account.
+    Large products overlap both, which the fitted GEMM takes into account. Without `weight` the bytes of the weight and
+    the start of the kernel do not count.
     """
-    low = fp8(run.train, one.part)
-    each = 4 if _precision(run, one) == "fp32" else 1 if low else 2
-    size = ((one.m + one.n) * one.k * each + one.m * one.n * max(each, 2)) * one.batch
-    return computing(run, gpu, one) + size / (gpu.hbm * HBM) + KERNEL
-
-
-def computing(run: Run, gpu: Gpu, one: work.Product) -> float:
-    """Return the seconds of a matrix product without moving its bytes."""
     low, precision = fp8(run.train, one.part), _precision(run, one)
-    return one.flops / (gpu.flops("fp8" if low else precision) * GEMM[low or precision])
+    each = 4 if precision == "fp32" else 1 if low else 2
+    size = one.m * (one.k * each + one.n * max(each, 2)) + (one.n * one.k * each if weight else 0)
+    computing = one.flops / (gpu.flops("fp8" if low else precision) * GEMM[low or precision])
+    return computing + size * one.batch / (gpu.hbm * HBM) + (KERNEL if weight else 0)
 
 
 def _precision(run: Run, one: work.Product) -> str:
@@ -173,13 +169,12 @@ def attention(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> float:
 
 def starting(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Host:
     routed, full = facts.routed(kind), run.adapter.kind == "none"
-    adapted = sum(product.part == "adapters" for product in work.products(run, facts, kind)) // 2
     found = [0.0, 0.0]
     for more, times in (
         ((MOE_FROZEN if is_one_product(run, gpu) else MOE) if routed else DENSE, facts.blocks_in(kind) / 2),
         (SHARED, routed and facts.shared_ffn > 0),
         (DELTA, facts.delta_of(kind) is not None),
-        (ADAPTER, adapted),
+        (ADAPTER, work.adapters(run, facts, kind)),
         (FP8, run.train.fp8 is not None),
         (RING, (run.layout.cp - 1) * facts.mixes(kind)),
     ):

@@ -145,15 +145,14 @@ def fastest(
             if (seconds := least(one, facts, gpu, memo)) < below:
                 tried.append((seconds, one))
     best: Candidate | None = None
-    least_train = {**_recompute("full"), "micro_batch": 1, "overlap_tp": False, "cuda_graphs": False}
-    smallest = run.changed(train=least_train, optimizer={"offload": offloads[-1]})
-    roomy: dict[Layout, bool] = {}  # whether the smallest run of this layout leaves room
+    smallest = _offloaded(run, offloads[-1])
+    roomy: dict[Layout, bool] = {}  # whether the GPUs have room for weights, gradients and optimizer
     for seconds, one in sorted(tried, key=lambda pair: pair[0]):
         if seconds >= below:
             break
         if one.layout not in roomy:
             bare = smallest.model_copy(update={"layout": one.layout})
-            roomy[one.layout] = not _candidate(bare, fullest(bare, facts, gpu, memo)).tight
+            roomy[one.layout] = lasting(bare, facts, gpu, memo) * (1 + TIGHT) <= gpu.memory
         if not roomy[one.layout]:
             continue
         fitting, stage = _least(one, facts, gpu, offloads, memo)

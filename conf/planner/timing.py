@@ -112,12 +112,12 @@ def step(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> Step:
 def least(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> float:
     """Return a lower bound for the seconds of a step of a legal layout. It costs a hundredth of the work of `step`.
 
-    It counts matrix products, shared evenly by all ranks, and the hosts' time to start kernels, but no moved bytes.
+    It counts matrix products and other kernels, shared evenly by all ranks, and the hosts' time to start kernels.
     """
     layout, train = run.layout, run.train
     if ("floor", gpu.name) not in memo:
         alone = run.changed(layout=dict(Layout()), train={"micro_batch": 1})
-        memo["floor", gpu.name] = {kind: _computing(alone, facts, gpu, kind) for kind in kinds(facts)}
+        memo["floor", gpu.name] = {kind: _alone(alone, facts, gpu, kind) for kind in kinds(facts)}
     again = 1 + recomputed(run, facts)
     key = ("least", gpu.name, layout.tp, layout.cp, layout.ep, layout.etp, train.micro_batch, again)
     if key not in memo:
@@ -139,12 +139,15 @@ def _least_of_layers(run: Run, facts: ModelFacts, gpu: Gpu, again: float, memo: 
     return total
 
 
-def _computing(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> tuple[float, float]:
-    """Return the seconds of one layer's products, forward and backward, at the rate of large products."""
-    found = [(one, rates.computing(run, gpu, one)) for one in work.products(run, facts, kind)]
+def _alone(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> tuple[float, float]:
+    """Return the least seconds of one layer on a single rank, forward and backward, without reading its weights."""
+    products = work.products(run, facts, kind)
+    found = [(one, rates.product(run, gpu, one, weight=False)) for one in products]
     scores = work.attention(run, facts, kind) / (gpu.flops(run.train.precision) * rates.ATTENTION)
-    forward = sum(seconds for _, seconds in found) + scores
-    return forward, sum(seconds * (1 + one.trained) for one, seconds in found) + rates.ATTENTION_BACKWARD * scores
+    unpadded = run.changed(train={"fp8": None})  # other ranks pad the tokens of fewer experts
+    moved, moved_back = rates.moving(unpadded, gpu, work.moved(unpadded, facts, kind, products))
+    backward = sum(seconds * (1 + one.trained) for one, seconds in found) + rates.ATTENTION_BACKWARD * scores
+    return sum(seconds for _, seconds in found) + scores + moved, backward + moved_back
 
 
 def timing(run: Run, facts: ModelFacts, gpu: Gpu) -> Timing:
@@ -230,7 +233,8 @@ def _ends(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> tuple[
 
 def layer(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Layer:
     """Return the time of one layer and one microbatch."""
-    products, moves = work.products(run, facts, kind), work.moved(run, facts, kind)
+    products = work.products(run, facts, kind)
+    moves = work.moved(run, facts, kind, products)
     costs = [(product, _product(run, facts, gpu, product), *rates.preparing(run, gpu, product)) for product in products]
     scores, attention = work.attention(run, facts, kind), rates.attention(run, facts, gpu, kind)
     moved, moved_back = rates.moving(run, gpu, moves)

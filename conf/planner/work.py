@@ -2,10 +2,12 @@
 
     products(run, facts, kind)    matrix products: their sizes on one rank, and whether their weight is trained
     attention(run, facts, kind)   FLOPs of attention's products of tokens, forward; causal, so half of the square
-    moved(run, facts, kind)       bytes that norms, activation functions, rotations and permutations read and write,
+    moved(run, facts, kind, products)
+                                  bytes that norms, activation functions, rotations and permutations read and write,
                                   each as one kernel
     exchanged(run, facts, kind)   bytes of the layer's collectives, forward, by dimension
     calls(run, facts, kind)       numbers of the layer's collectives, forward and backward
+    adapters(run, facts, kind)    number of the layer's adapters
 
 Not covered: packed rows: attention starts at the first token of each row and costs less than computed here.
 """
@@ -63,6 +65,13 @@ def products(run: Run, facts: ModelFacts, kind: str) -> list[Product]:
     return found
 
 
+def adapters(run: Run, facts: ModelFacts, kind: str) -> int:
+    """Return the number of the layer's matrices that have an adapter. All routed experts count as one matrix."""
+    if _full(run.adapter):
+        return 0
+    return sum(linear.name in run.adapter.names for linear in parameters.linears(facts, kind, (*PARTS, "experts")))
+
+
 def output(run: Run, facts: ModelFacts) -> list[Product]:
     """Return the products that compute the logits, of the model and of each MTP layer."""
     t = tokens(run, facts)
@@ -83,7 +92,7 @@ def attention(run: Run, facts: ModelFacts, kind: str) -> float:
     return 2.0 * t.whole * run.data.seq_length * facts.heads * width / run.layout.tp / 2
 
 
-def moved(run: Run, facts: ModelFacts, kind: str) -> list[Move]:
+def moved(run: Run, facts: ModelFacts, kind: str, products: list[Product]) -> list[Move]:
     facts = facts.of(kind)
     t, tp = tokens(run, facts), run.layout.tp
     gate = 2 if facts.gated else 1
@@ -122,7 +131,7 @@ def moved(run: Run, facts: ModelFacts, kind: str) -> list[Move]:
         numbers += [activation("shared activation", t.whole * facts.shared_ffn / tp)]
         if run.train.fp8:  # the tokens of experts are padded, and the padding is removed
             numbers.append(("add", sent / 2, sent / 2))
-    for product in products(run, facts, kind):
+    for product in products:
         if product.part == "adapters":
             rows, outer = product.m * product.batch, product.k > run.adapter.rank
             # B's output and A's gradient are added: read twice and written; dropout reads and writes A's input

@@ -6,10 +6,12 @@ from itertools import pairwise
 import pytest
 
 from conf.load import load
+from conf.planner import hardware
 from conf.planner.hardware import GIB, GPUS
 from conf.planner.memory import memory
-from conf.planner.search import changes, fastest, search
-from conf.planner.timing import timing
+from conf.planner.search import Memo, changes, fastest, search
+from conf.planner.timing import least, timing
+from conf.planner.verdict import facts_of
 from conf.rules.layout import problems
 from contract.faults import ConfigError
 from tests.support.core_speed import seconds_of, slowdown
@@ -91,6 +93,16 @@ def test_the_fastest_layout_joins_short_packs():
     run, facts = load("qwen3-30b-a3b-1xh100", keys), known("qwen3-30b-a3b")
     best = fastest(run, facts, H100, 1)
     assert best and best.train.micro_batch * 512 >= 8192
+
+
+@pytest.mark.parametrize("name", ["qwen3-235b", "deepseek-v3-8xh200", "nemotron3-super-4xh100"])
+def test_no_layout_is_faster_than_its_bound_and_so_the_best_is_found(name):
+    run = load(name)
+    facts, gpu, memo = facts_of(run), hardware.of(run), Memo()
+    found = search(run, facts, gpu, run.world)
+    assert all(least(one.applied(run), facts, gpu, memo) <= one.seconds for one in found.fitting)
+    best = fastest(run, facts, gpu, run.world)
+    assert best and best.seconds == next(one.seconds for one in found.offered if not one.tight)
 
 
 def test_dense_models_have_no_expert_degrees():

@@ -46,7 +46,7 @@ LIGHT = {
     "vllm_cpu": "ask_in_process",
 }
 NEED_ARGUMENT = ("batch_ramp", "checkpoints/background", "families/latent_norms", "import_fixes")
-NEED_ARGUMENT += ("gradients/repeated_passes",)
+NEED_ARGUMENT += ("gradients/repeated_passes", "joined_packs")
 # They import Megatron when they are imported.
 HEAVY = {
     "checkpoints/divided_states": ["install"],
