@@ -13,7 +13,8 @@ continues without the members after them, which answer prompts.
 
 If gang.min_nodes allows fewer hosts, the next attempt takes the hosts that are left. Later attempts take all again once
 there are enough. If hosts do not share the folder, a training's checkpoints are copied to the store
-(tasks/gang/copies.py), and each host fetches missing files. Not covered: a running attempt never grows.
+(tasks/gang/copies.py), and each host fetches missing files. Free hosts join a running attempt as spare hosts
+(tasks/gang/spare_hosts.py). Not covered: a running attempt never trains on more hosts.
 
 Reports to other services run in background threads (tasks/run/courier.py): a server that hangs does not block the
 controller. All are delivered before the end, unless the receiver needs more than DELIVERY_TIME seconds. Late ticks are
@@ -28,6 +29,7 @@ from dataclasses import replace
 
 from conf.schema.run import Run
 from contract.faults import Fault, Stopped
+from tasks.gang import spare_hosts
 from tasks.gang.attempt import (
     ENDED_BY_ITSELF,
     LEAVE_WITHIN,
@@ -46,7 +48,7 @@ from tasks.gang.diagnosis import next_step
 from tasks.gang.diagnosis.classify import Failure
 from tasks.gang.diagnosis.evidence import of_attempt, preempted, was_told
 from tasks.gang.diagnosis.next_step import Attempt
-from tasks.gang.engines import Demand, Handle
+from tasks.gang.engines import Demand, Handle, spared
 from tasks.run.courier import Courier, closing
 from tasks.run.launch import Broken
 
@@ -95,7 +97,7 @@ def _carry_out(gang: Gang) -> None:
                 raise Fault(line) if kind in ("user", "data", "memory") else Broken(line)
             gang.say(f"{outcome.failure.line}; {next_.line}")
             without = next_.without
-            kept = outcome.kept.usable(without) if outcome.kept and next_step.is_quick(attempts) else None
+            kept = _staying(gang, run, outcome.kept, without) if next_step.is_quick(attempts) else None
             if kept and len(kept.hosts) >= run.layout.nodes:
                 gang.say(f"{', '.join(kept.hosts.values())} stay and continue at once")
                 members.pop_all()
@@ -104,6 +106,19 @@ def _carry_out(gang: Gang) -> None:
         if available is not None:
             run = gang.fits(next_.nodes) or wanted
         gang.pause(next_.wait)
+
+
+def _staying(gang: Gang, run: Run, kept: Kept | None, without: tuple[str, ...]) -> Kept | None:
+    """Return the hosts that may continue at once. Hosts to be left out stay if the engine has too few others."""
+    if kept is None or len((usable := kept.usable(without)).hosts) >= run.layout.nodes:
+        return kept and usable
+    demand = Demand.of(run.changed(gang={"spares": 0}))
+
+    def enough(out: tuple[str, ...]) -> bool:
+        others = gang.engine.available(demand, out)
+        return others is None or others >= demand.nodes
+
+    return kept.usable(spared(without, enough))
 
 
 def _survived(gang: Gang, run: Run, without: tuple[str, ...], kept: Kept | None) -> Outcome:
@@ -148,7 +163,8 @@ def _attempt(gang: Gang, run: Run, without: tuple[str, ...], kept: Kept | None) 
         job, link = gang.job, gang.store.link(board.place)
         gang.teller.trains(hosts, lookout.nodes, job.task(run).ranks, lookout.word.copied or job.newest())
         gang.say(f"attempt {board.attempt}: {', '.join(hosts.values())} {job.command}; logs in {link}")
-        failure = _watch(gang, run, lookout, handle, hosts)
+        with spare_hosts.replaced(gang, run, lookout, handle, without):
+            failure = _watch(gang, run, lookout, handle, hosts)
     except Stopped:
         _end(gang, run, lookout, handle, "cancelled", save=True)
         raise

@@ -273,7 +273,7 @@ def _take_gpus(board: Board, ending: Ending) -> bool:
             word = board.pulse()
         except Exception:  # the store does not answer
             return False
-        return word is None or word[0].state != "gathering"
+        return word is None or word[0].state == "stop"
 
     def say(line: str) -> None:
         print(line, flush=True)

@@ -33,9 +33,9 @@ class Link(Correspondent[Member]):
         self._beat, self._shipped = 0, time.monotonic()
 
     def join(self) -> bool:
-        """Join the attempt. Returns False if another process is this member, or the attempt does not gather members."""
+        """Join the attempt. Returns False if another process is this member, or the attempt is over."""
         pulse = self.board.pulse()
-        if pulse is None or pulse[0].state != "gathering" or not self.create():
+        if pulse is None or pulse[0].state == "stop" or not self.create():
             return False
         self.word, self._word_tag = pulse
         self._thread.start()

@@ -12,7 +12,11 @@ tasks.gang.member --store URI --gang ID --attempt N --node K`.
                                     only if there are too few others. Fault if it can never start them; any other
                                     error counts as a failed attempt
 
-An engine may also have submission(demand, board) -> str, the text that it submits: flows/gang.py prints it.
+An engine may also have two more:
+
+    submission(demand, board) -> str    the text that it submits; flows/gang.py prints it
+    another(demand, board, handle, without, lost) -> int | None     starts one more member of the attempt if a host is
+                                    free, and returns its number; members in `lost` have ended, or are cut off
 
 `without` has the hosts to exclude. It begins with the host that failed last, which is the last to be used again.
 """
@@ -21,7 +25,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from conf.schema import named
 from conf.schema.clusters import Kubernetes, Slurm
@@ -74,6 +78,7 @@ class Engine(Protocol):
     capacity: Callable[[Demand, tuple[str, ...]], str | None]
     available: Callable[[Demand, tuple[str, ...]], int | None]
     start: Callable[[Demand, Board, int, tuple[str, ...]], Handle]
+    another: Callable[[Demand, Board, Any, tuple[str, ...], set[int]], int | None]  # optional
 
 
 def engine_of(run: Run) -> Engine:

@@ -56,13 +56,14 @@ class Runs(Polled):
             _end(client, [*self.ids, *_left(client, self.gang)])
 
     def _look(self) -> State | None:
-        alive: dict[int, bool | None] = dict.fromkeys(range(self.n))
+        ids = [*self.ids]
+        alive: dict[int, bool | None] = dict.fromkeys(range(len(ids)))
         try:
             with get_client(sync_client=True) as client:
-                states = _states(client, self.ids)
+                states = _states(client, ids)
         except Exception:  # the server does not answer
             return None
-        for node, id in enumerate(self.ids):
+        for node, id in enumerate(ids):
             state = states.get(id)
             if state and (other := re.fullmatch(PASSED_ON.format("(.*)"), state.message or "")):
                 self.ids[node] = UUID(other[1])
@@ -105,21 +106,39 @@ def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -
     ids: list[UUID] = []
     try:
         for node in range(n):
-            flow_run = run_deployment(
-                f"node/{pool}",
-                parameters={"arguments": command(board, str(node)), "without": [*without], "grace": grace(demand.gang)},
-                flow_run_name=f"{board.gang}-{board.attempt}-{node}",
-                tags=[f"gang:{board.gang}"],
-                timeout=0,
-                as_subflow=True,
-            )
-            ids.append(flow_run.id)  # type: ignore[union-attr]
+            ids.append(_member(demand, board, node, without))
     except ObjectNotFound:
         raise Fault(f"gang.pool: no deployment node/{pool}; prefect deploy --name {pool}") from None
     except BaseException:
         Runs(board.gang, ids).cancel()
         raise
     return Runs(board.gang, ids)
+
+
+def another(
+    demand: Demand, board: Board, runs: Runs, without: tuple[str, ...] = (), lost: set[int] | None = None
+) -> int | None:
+    """Start one more member if a worker is free. The server takes runs on lost hosts for running until it is told."""
+    pool, ids = demand.gang.pool, [*runs.ids]
+    with get_client(sync_client=True) as client:
+        _end(client, [ids[k] for k in lost or ()])
+        without = _out(client, pool, demand.nodes, without)
+        if not _free(client, pool, without):
+            return None
+    runs.ids.append(_member(demand, board, len(ids), without))
+    return len(ids)
+
+
+def _member(demand: Demand, board: Board, node: int, without: tuple[str, ...]) -> UUID:
+    flow_run = run_deployment(
+        f"node/{demand.gang.pool}",
+        parameters={"arguments": command(board, str(node)), "without": [*without], "grace": grace(demand.gang)},
+        flow_run_name=f"{board.gang}-{board.attempt}-{node}",
+        tags=[f"gang:{board.gang}"],
+        timeout=0,
+        as_subflow=True,
+    )
+    return flow_run.id  # type: ignore[union-attr]
 
 
 def _out(client: SyncPrefectClient, pool: str, nodes: int, without: tuple[str, ...]) -> tuple[str, ...]:

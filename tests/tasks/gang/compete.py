@@ -28,7 +28,7 @@ from typing import Any
 from conf.load import load
 from conf.schema.run import Run
 from contract.faults import Fault
-from tasks.gang import attempt, controller, controller_link, member_link
+from tasks.gang import attempt, controller, controller_link, member_link, spare_hosts
 from tasks.gang import board as boards
 from tasks.gang.attempt import Gang
 from tasks.gang.board import Board
@@ -49,6 +49,7 @@ TIMES = {
     controller_link: ("AWAY",),
     attempt: ("TICK", "CAPACITY_POLL", "STALE", "ENDED_BY_ITSELF"),
     controller: ("TICK", "SETTLE", "ENDED_BY_ITSELF"),
+    spare_hosts: ("LOOKED", "STALE"),
     lease: ("RENEWED", "EXPIRES", "POLLED"),
 }
 CONF = """

@@ -23,7 +23,7 @@ from tasks.gang.attempt import Gang
 from tasks.gang.board import Board
 from tasks.gang.controller_link import Lookout
 from tasks.gang.diagnosis import next_step
-from tasks.gang.engines import Demand
+from tasks.gang.engines import Demand, spared
 from tasks.gang.history.timeline import History, Teller
 from tasks.gang.job import Job, Training
 from tasks.gang.member_link import Link
@@ -61,6 +61,8 @@ class Hosts:
     busy: set[str] = field(default_factory=set)
     trained: threading.Event = field(default_factory=threading.Event)  # members end their training then
     over: list[str] = field(default_factory=list)
+    later: threading.Event = field(default_factory=threading.Event)  # what is to happen later happens
+    lost: list[set[int]] = field(default_factory=list)  # members that the gang had lost when it asked for another one
 
     def turn(self, demand: Demand) -> str | None:
         return "hosts"
@@ -69,7 +71,7 @@ class Hosts:
         free = [name for name in self.names if name not in self.busy and name not in without]
         return None if len(free) >= demand.nodes else f"{demand.nodes}, where {len(free)} are free"
 
-    def available(self, demand: Demand, without: tuple[str, ...] = ()) -> int | None:
+    def available(self, demand: Demand, without: tuple[str, ...] = ()) -> int:
         return sum(name not in without for name in self.names)
 
     def start(self, demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -> "Handle":
@@ -78,12 +80,28 @@ class Hosts:
         free = [name for name in self.names if name not in self.busy]
         chosen = sorted(free, key=lambda name: name in without)[:n]
         self.given.append(chosen)
-        threads, ended = [], []
+        handle = Handle([], [])
         for node, host in enumerate(chosen):
-            self.busy.add(host)
-            threads.append(threading.Thread(target=self.be, args=(host, node, board, ended), daemon=True))
-            threads[-1].start()
-        return Handle(threads, ended)
+            self.add(handle, host, node, board)
+        return handle
+
+    def another(
+        self, demand: Demand, board: Board, handle: "Handle", without: tuple[str, ...], lost: set[int]
+    ) -> int | None:
+        self.lost.append(lost)
+        out = spared(without, lambda out: self.available(demand, out) >= demand.nodes)
+        free = [name for name in self.names if name not in self.busy and name not in out]
+        if not free:
+            return None
+        self.given.append(free[:1])
+        self.add(handle, free[0], len(handle.threads), board)
+        return len(handle.threads) - 1
+
+    def add(self, handle: "Handle", host: str, node: int, board: Board) -> None:
+        self.busy.add(host)
+        thread = threading.Thread(target=self.be, args=(host, node, board, handle.ended), daemon=True)
+        handle.threads.append(thread)
+        thread.start()
 
     def be(self, host: str, node: int, board: Board, ended: list[int]) -> None:
         act = self.next_act(host)
@@ -104,17 +122,16 @@ class Hosts:
         assert found
         assert self.store
         store = Mortal(self.store, host)
-        probe, place = Path(found[0].probe).read_text(), self.places.get(host, "")
-        me = Member(f"{host} {board.attempt}", host, "waiting", host, 1, 2, probe, place)
+        probe, place = Path(found[0].probe), self.places.get(host, "")
+        token = probe.read_text() if probe.exists() else ""
+        me = Member(f"{host} {board.attempt}", host, "waiting", host, 1, 2, token, place)
         one = Link(Board(store, board.gang, board.attempt), node, me)  # type: ignore[arg-type]
         if not one.join():
             return
         went = False
         if act == "stay":
             wait_for(lambda: one.word.state == "go")
-            end = End(node, -9, 1, (), silent=False, state="", stalled=False)
-            one.say(state="failed", failed=(end,), over=True)
-            self.stay(one, host, node)
+            self.lose_a_rank(one, host, node)
             return
         while not (why := one.why_stop()):
             time.sleep(0.01)
@@ -124,6 +141,11 @@ class Hosts:
                 went = True
                 self.words[me.by] = one.word
                 one.say(state="running", ranks=(Sign(node, 1, 1, "training", 0.0, 0.0, "S", False, False),))
+            if act == "stay later" and self.later.is_set():
+                self.lose_a_rank(one, host, node)
+                return
+            if act == "die later" and self.later.is_set():
+                act = "die"
             if act == "told":
                 one.say(state="stopping", reason="told to end", told=True)
                 act = "wait"
@@ -156,6 +178,11 @@ class Hosts:
             one.say(state="failed", failed=(end,), over=True)
         one.end(5)
 
+    def lose_a_rank(self, one: Link, host: str, node: int) -> None:
+        end = End(node, -9, 1, (), silent=False, state="", stalled=False)
+        one.say(state="failed", failed=(end,), over=True)
+        self.stay(one, host, node)
+
     def stay(self, one: Link, host: str, node: int) -> None:
         """As a member does after its end: it joins the next attempt if the controller says so."""
         wait_for(lambda: one.word.closed or (one.word.state == "stop" and not one.word.stays) or one.why_leave(), 30)
@@ -170,7 +197,7 @@ class Handle:
     ended: list[int]
 
     def alive(self) -> dict[int, bool | None]:
-        return dict.fromkeys(self.ended, False)
+        return {k: False if k in self.ended else None for k in range(len(self.threads))}
 
     def waits(self) -> str | None:
         return None
@@ -188,7 +215,11 @@ def mark(output: str) -> None:
     answers = Path(output) / "answers/results.json"
     answers.parent.mkdir(parents=True, exist_ok=True)
     answers.write_text("{}")
-    path = Path(output) / f"checkpoints/iter_{STEPS:07d}/complete.json"
+    save(output, STEPS)
+
+
+def save(output: str, step: int) -> None:
+    path = Path(output) / f"checkpoints/iter_{step:07d}/complete.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"files": {}}))
 
@@ -277,8 +308,41 @@ def test_a_spare_host_replaces_a_lost_one_at_once(gang):
     threading.Timer(15, hosts.trained.set).start()
     one = gang(hosts, "gang.spares=1", nodes=2)
     one.ends_well()
-    assert hosts.given == [["a", "b", "c"]]
+    assert hosts.given[0] == ["a", "b", "c"]
     assert hosts.words["c 2"].order == (0, 2)
+
+
+def test_a_host_that_comes_back_is_a_spare_host_again(gang, monkeypatch):
+    """It replaces the next lost host at once, if a checkpoint was written between."""
+    monkeypatch.setattr("tests.tasks.gang.test_controller.STEPS", 2)
+    hosts = Hosts(["a", "b", "c"], {"b": ["die"], "c": ["train", "die later"]})
+    one = gang(hosts, "gang.spares=1", "train.steps=2", nodes=2)
+    running = one.start()
+    wait_for(lambda: "b has joined attempt 2 as a spare host" in one.lines, 40)
+    assert hosts.lost[0] == {1}
+    save(hosts.output, 1)
+    hosts.later.set()
+    wait_for(lambda: "a 3" in hosts.words, 40)
+    hosts.trained.set()
+    running.join(40)
+    assert one.error is None and hosts.words["b 3"].order == (0, 3)
+    assert hosts.given[:2] == [["a", "b", "c"], ["b"]]
+    assert sum("stay and continue at once" in line for line in one.lines) == 2
+
+
+def test_a_host_that_failed_twice_stays_if_there_are_too_few_others(gang, monkeypatch):
+    monkeypatch.setattr("tests.tasks.gang.test_controller.STEPS", 3)
+    hosts = Hosts(["a", "b"], {"a": ["stay", "stay later"]})
+    one = gang(hosts, "train.steps=3", nodes=2)
+    running = one.start()
+    wait_for(lambda: "a 2" in hosts.words, 40)
+    save(hosts.output, 1)
+    hosts.later.set()
+    wait_for(lambda: "a 3" in hosts.words, 40)
+    hosts.trained.set()
+    running.join(40)
+    assert one.error is None and hosts.given == [["a", "b"]]
+    assert sum("continues without a" in line for line in one.lines) == 1
 
 
 def test_a_lost_host_is_the_cause_although_the_others_report_a_lost_connection_first(gang):
