@@ -145,7 +145,7 @@ def fastest(
             if (seconds := least(one, facts, gpu, memo)) < below:
                 tried.append((seconds, one))
     best: Candidate | None = None
-    smallest = _offloaded(run, offloads[-1])
+    smallest = run.changed(train={"micro_batch": 1}, optimizer={"offload": offloads[-1]})
     roomy: dict[Layout, bool] = {}  # whether the GPUs have room for weights, gradients and optimizer
     for seconds, one in sorted(tried, key=lambda pair: pair[0]):
         if seconds >= below:
