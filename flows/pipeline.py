@@ -11,16 +11,20 @@ Each entry of `inputs` is a parameter of `stage` and of the task, with the stage
 explains the other fields. flows/run_flow.py plans a run before this loop starts, and reports its result.
 """
 
+import contextlib
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from prefect import State, allow_failure
-from prefect.futures import PrefectFuture, as_completed
+from prefect.futures import PrefectFuture
 
 from conf.rules import objectives, packed_base, pretraining, reinforcement
 from conf.schema.run import Run
 from tasks.run.session import Session
 from tasks.run.steps import Pipeline, Step, makers
 from tasks.stages import convert, download, evaluate, export, pack, prepare, promote, reference, reinforce, train
+
+AWAKE = 1.0  # seconds at most until a signal is handled
 
 
 def no_evaluation(run: Run) -> str:
@@ -102,6 +106,7 @@ def run_stages(session: Session) -> None:
     names = session.request.stages
     futures: dict[str, PrefectFuture] = {}
     ended: dict[str, State] = {}
+    finished = SimpleQueue[str]()
     while True:
         for step in (step for step in PIPELINE.steps if step.name in names and step.name not in futures):
             inputs, earlier = makers({**step.inputs, **step.reads}, names), session.earlier(step)
@@ -110,10 +115,21 @@ def run_stages(session: Session) -> None:
                 made = {name: futures[name] if must else allow_failure(futures[name]) for name, must in needs.items()}
                 arguments, waits = {name: made[maker] for name, maker in inputs.items()}, [*map(made.get, earlier)]
                 futures[step.name] = step.task.submit(session.stage(step), **arguments, wait_for=waits)
-        running = {future: name for name, future in futures.items() if name not in ended}
-        if not running:
+                futures[step.name].add_done_callback(lambda _, name=step.name: finished.put(name))
+        if len(ended) == len(futures):
             return
-        future = next(as_completed([*running]))
-        future.wait()  # from now on its state is known
-        ended[running[future]] = future.state
-        session.has_ended(running[future])
+        name = _first(finished)
+        futures[name].wait()  # from now on its state is known
+        ended[name] = futures[name].state
+        session.has_ended(name)
+
+
+def _first(finished: SimpleQueue[str]) -> str:
+    """Wait for the next name.
+
+    A signal does not wake the main thread if the system delivers it to another thread, such as one that is starting a
+    process. Python handles it when the main thread continues.
+    """
+    while True:
+        with contextlib.suppress(Empty):
+            return finished.get(timeout=AWAKE)

@@ -2,8 +2,12 @@
 
 import inspect
 import re
+import signal
+import threading
+import time
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import get_args
 
@@ -116,7 +120,6 @@ class Loop:
         self.submitted: dict[str, dict] = {}
         self.ended: list[str] = []
         self.failing = failing
-        monkeypatch.setattr(pipeline, "as_completed", iter)
         monkeypatch.setattr(pipeline.Step, "task", property(lambda step: SimpleNamespace(submit=self.submit)))
         pipeline.run_stages(
             SimpleNamespace(  # type: ignore[arg-type]
@@ -140,6 +143,9 @@ class Future:
 
     def wait(self) -> None:
         pass
+
+    def add_done_callback(self, call) -> None:
+        call(self)
 
 
 def made_by(future) -> str:
@@ -210,3 +216,23 @@ def test_the_page_s_picture_has_the_inputs_of_each_stage():
             maker,
             name,
         )
+
+
+class Signalled(BaseException):
+    pass
+
+
+def test_the_loop_notices_a_signal_that_the_system_delivers_to_another_thread(monkeypatch):
+    def handle(*_):
+        raise Signalled
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        thread = threading.Timer(0.5, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGUSR1))
+        thread.start()
+        began = time.monotonic()
+        with pytest.raises(Signalled):
+            pipeline._first(SimpleQueue())
+        assert time.monotonic() - began < 10
+    finally:
+        signal.signal(signal.SIGUSR1, before)
