@@ -46,7 +46,7 @@ from tasks.gang.attempt import (
 from tasks.gang.controller_link import Lookout
 from tasks.gang.diagnosis import next_step
 from tasks.gang.diagnosis.classify import Failure
-from tasks.gang.diagnosis.evidence import of_attempt, preempted, was_told
+from tasks.gang.diagnosis.evidence import host_names, of_attempt, preempted, was_told
 from tasks.gang.diagnosis.next_step import Attempt
 from tasks.gang.engines import Demand, Handle, spared
 from tasks.run.courier import Courier, closing
@@ -97,7 +97,8 @@ def _carry_out(gang: Gang) -> None:
                 raise Fault(line) if kind in ("user", "data", "memory") else Broken(line)
             gang.say(f"{outcome.failure.line}; {next_.line}")
             without = next_.without
-            kept = _staying(gang, run, outcome.kept, without) if next_step.is_quick(attempts) else None
+            stay = outcome.kept if next_step.is_quick(attempts) else None
+            kept = _staying(gang, run, stay, without) if stay else None
             if kept and len(kept.hosts) >= run.layout.nodes:
                 gang.say(f"{', '.join(kept.hosts.values())} stay and continue at once")
                 members.pop_all()
@@ -108,14 +109,16 @@ def _carry_out(gang: Gang) -> None:
         gang.pause(next_.wait)
 
 
-def _staying(gang: Gang, run: Run, kept: Kept | None, without: tuple[str, ...]) -> Kept | None:
+def _staying(gang: Gang, run: Run, kept: Kept, without: tuple[str, ...]) -> Kept:
     """Return the hosts that may continue at once. Hosts to be left out stay if the engine has too few others."""
-    if kept is None or len((usable := kept.usable(without)).hosts) >= run.layout.nodes:
-        return kept and usable
+    usable = kept.usable(without)
+    if len(usable.hosts) >= run.layout.nodes:
+        return usable
     demand = Demand.of(run.changed(gang={"spares": 0}))
+    lost = {*host_names(kept.lookout).values()} - {*kept.hosts.values()}  # the engine may not know it yet
 
     def enough(out: tuple[str, ...]) -> bool:
-        others = gang.engine.available(demand, out)
+        others = gang.engine.available(demand, (*out, *lost))
         return others is None or others >= demand.nodes
 
     return kept.usable(spared(without, enough))
