@@ -21,6 +21,7 @@ from tasks.gang.engines import Demand, Handle
 from tasks.run import lease
 
 LOOKED = 10.0  # seconds between two looks
+LONGEST = 600.0  # and after members that did not join, each time twice as long
 
 
 @contextlib.contextmanager
@@ -43,16 +44,19 @@ def replaced(gang: Gang, run: Run, lookout: Lookout, handle: Handle, without: tu
 def _replace(
     gang: Gang, run: Run, lookout: Lookout, handle: Handle, without: tuple[str, ...], over: threading.Event
 ) -> None:
-    demand, said = Demand.of(run), ""
+    demand, said, pause = Demand.of(run), "", LOOKED
     started: dict[int, float] = {}  # when members were started that have not joined yet
-    while not over.wait(LOOKED):
+    while not over.wait(pause):
         nodes = dict(lookout.nodes)
         for k in started.keys() & nodes.keys():
             gang.say(f"{nodes[k].host} has joined attempt {lookout.board.attempt} as a spare host")
+            pause = LOOKED
         here = {k for k, node in nodes.items() if not node.over and lookout.silence(k) < STALE}
         ended = {k for k, alive in handle.alive().items() if alive is False}
         late = time.monotonic() - run.gang.start_within
-        started = {k: at for k, at in started.items() if k not in nodes.keys() | ended and at > late}
+        failed = {k for k, at in started.items() if k not in nodes and (k in ended or at < late)}
+        pause = min(LONGEST, 2 * pause) if failed else pause
+        started = {k: at for k, at in started.items() if k not in nodes.keys() | failed}
         if len(here) + len(started) >= demand.nodes:
             continue
         lost = {*handle.alive()} - here - {*started}

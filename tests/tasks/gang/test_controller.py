@@ -330,6 +330,13 @@ def test_a_host_that_comes_back_is_a_spare_host_again(gang, monkeypatch):
     assert sum("stay and continue at once" in line for line in one.lines) == 2
 
 
+def test_a_host_whose_members_never_join_is_asked_less_and_less_often(gang):
+    hosts = Hosts(["a", "b", "c"], {"b": ["die", *["never"] * 20]})
+    threading.Timer(30, hosts.trained.set).start()
+    gang(hosts, "gang.spares=1", "gang.start_within=1", nodes=2).ends_well()
+    assert 3 <= len(hosts.given) <= 6 and hosts.given[1:] == [["b"]] * (len(hosts.given) - 1)
+
+
 def test_a_host_that_failed_twice_stays_if_there_are_too_few_others(gang, monkeypatch):
     monkeypatch.setattr("tests.tasks.gang.test_controller.STEPS", 3)
     hosts = Hosts(["a", "b"], {"a": ["stay", "stay later"]})
