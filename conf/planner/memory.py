@@ -182,7 +182,7 @@ def _holding(run: Run, facts: ModelFacts, rank: int, stages: list[Stage]) -> Hol
 def _costs(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> Costs:
     """Return the bytes that each kind of layer keeps, and those that it works with. The loss works with the logits."""
     layout, train = run.layout, run.train
-    cut = (layout.tp, layout.cp, layout.ep, layout.etp, layout.sp, train.micro_batch)
+    cut = (layout.tp, layout.cp, layout.ep, layout.etp, layout.sp, train.micro_batch, train.cuda_graphs)
     key, of_parts = ("costs", *cut, train.recompute), ("parts", *cut, train.recompute_modules)
     if of_parts not in memo:
         memo[of_parts] = {kind: sum(activations.parts(run, facts, kind).values()) for kind in activations.kinds(facts)}

@@ -20,8 +20,9 @@ from tests.support.known_models import known
 H100 = GPUS["h100"]
 
 
-def test_what_it_offers_is_legal_fits_and_is_sorted():
-    run, facts = load("glm47"), known("glm47")
+@pytest.mark.parametrize("keys", [[], ["train.cuda_graphs=true", "train.recompute=none"]])
+def test_what_it_offers_is_legal_fits_and_is_sorted(keys):
+    run, facts = load("glm47", keys), known("glm47")
     found = search(run, facts, H100, 32)
     assert found.fitting and found.reasons
     for one in found.fitting[:: max(1, len(found.fitting) // 40)]:
