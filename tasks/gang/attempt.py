@@ -202,16 +202,22 @@ def turn(gang: Gang, run: Run, without: tuple[str, ...]) -> Iterator[Run]:
 
     A gang waits for hosts without the lock, because a gang that needs many must not block one that needs few.
     """
-    key = gang.engine.turn(Demand.of(run))
     while True:
         run = _enough(gang, run, without)
-        if key is None:
-            yield run
-            return
-        with lease.hold(gang.store, f"gangs/turns/{key}.json", gang.say, gang.name, gang.stop):
-            if gang.engine.capacity(Demand.of(run), without) is None:
+        with alone(gang, Demand.of(run), gang.stop) as locked:
+            if not locked or gang.engine.capacity(Demand.of(run), without) is None:
                 yield run
                 return
+
+
+@contextlib.contextmanager
+def alone(gang: Gang, demand: Demand, stop: Callable[[], bool]) -> Iterator[bool]:
+    """Lock out other gangs that start members. Yields whether the engine needs that."""
+    if (key := gang.engine.turn(demand)) is None:
+        yield False
+        return
+    with lease.hold(gang.store, f"gangs/turns/{key}.json", gang.say, gang.name, stop):
+        yield True
 
 
 def _with_spares(gang: Gang, run: Run, without: tuple[str, ...]) -> Run:

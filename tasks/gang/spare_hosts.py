@@ -14,11 +14,10 @@ import time
 from collections.abc import Iterator
 
 from conf.schema.run import Run
-from tasks.gang.attempt import Gang
+from tasks.gang.attempt import Gang, alone
 from tasks.gang.board import STALE
 from tasks.gang.controller_link import Lookout
 from tasks.gang.engines import Demand, Handle
-from tasks.run import lease
 
 LOOKED = 10.0  # seconds between two looks
 LONGEST = 600.0  # and after members that did not join, each time twice as long
@@ -61,16 +60,9 @@ def _replace(
             continue
         lost = {*handle.alive()} - here - {*started}
         try:
-            with _turn(gang, demand, over):
+            with alone(gang, demand, over.is_set):
                 if (k := gang.engine.another(demand, lookout.board, handle, without, lost)) is not None:
                     started[k] = time.monotonic()
         except Exception as error:  # the engine or the store may answer the next time
             if not over.is_set() and (line := f"no spare host: {type(error).__name__}: {error}") != said:
                 gang.say(said := line)
-
-
-def _turn(gang: Gang, demand: Demand, over: threading.Event) -> contextlib.AbstractContextManager[object]:
-    key = gang.engine.turn(demand)
-    if key is None:
-        return contextlib.nullcontext()
-    return lease.hold(gang.store, f"gangs/turns/{key}.json", lambda _: None, gang.name, over.is_set)

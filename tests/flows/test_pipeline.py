@@ -222,7 +222,7 @@ class Signalled(BaseException):
     pass
 
 
-def test_the_loop_notices_a_signal_that_the_system_delivers_to_another_thread(monkeypatch):
+def test_the_loop_notices_a_signal_that_the_system_delivers_to_another_thread():
     def handle(*_):
         raise Signalled
 

@@ -118,7 +118,7 @@ def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -
 def another(
     demand: Demand, board: Board, runs: Runs, without: tuple[str, ...] = (), lost: set[int] | None = None
 ) -> int | None:
-    """Start one more member if a worker is free. The server takes runs on lost hosts for running until it is told."""
+    """Start one more member if a worker is free. Runs of lost members are cancelled first: they count as busy."""
     pool, ids = demand.gang.pool, [*runs.ids]
     with get_client(sync_client=True) as client:
         _end(client, [ids[k] for k in lost or ()])

@@ -61,7 +61,7 @@ class Hosts:
     busy: set[str] = field(default_factory=set)
     trained: threading.Event = field(default_factory=threading.Event)  # members end their training then
     over: list[str] = field(default_factory=list)
-    later: threading.Event = field(default_factory=threading.Event)  # what is to happen later happens
+    later: threading.Event = field(default_factory=threading.Event)  # starts the acts "die later" and "stay later"
     lost: list[set[int]] = field(default_factory=list)  # members that the gang had lost when it asked for another one
 
     def turn(self, demand: Demand) -> str | None:
@@ -308,7 +308,7 @@ def test_a_spare_host_replaces_a_lost_one_at_once(gang):
     threading.Timer(15, hosts.trained.set).start()
     one = gang(hosts, "gang.spares=1", nodes=2)
     one.ends_well()
-    assert hosts.given[0] == ["a", "b", "c"]
+    assert hosts.given == [["a", "b", "c"], ["b"]]
     assert hosts.words["c 2"].order == (0, 2)
 
 
