@@ -88,6 +88,8 @@ class Hosts:
     def another(
         self, demand: Demand, board: Board, handle: "Handle", without: tuple[str, ...], lost: set[int]
     ) -> int | None:
+        if self.away:
+            raise ConnectionError(self.away.pop())
         self.lost.append(lost)
         out = spared(without, lambda out: self.available(demand, out) >= demand.nodes)
         free = [name for name in self.names if name not in self.busy and name not in out]
@@ -328,6 +330,18 @@ def test_a_host_that_comes_back_is_a_spare_host_again(gang, monkeypatch):
     assert one.error is None and hosts.words["b 3"].order == (0, 3)
     assert hosts.given[:2] == [["a", "b", "c"], ["b"]]
     assert sum("stay and continue at once" in line for line in one.lines) == 2
+
+
+def test_an_engine_that_does_not_answer_is_asked_for_a_spare_host_again(gang):
+    hosts = Hosts(["a", "b", "c"], {"b": ["die"]})
+    one = gang(hosts, "gang.spares=1", nodes=2)
+    running = one.start()
+    wait_for(lambda: "a 1" in hosts.words, 40)
+    hosts.away = ["no answer"] * 2
+    wait_for(lambda: "b has joined attempt 2 as a spare host" in one.lines, 40)
+    hosts.trained.set()
+    running.join(40)
+    assert one.error is None and one.lines.count("no spare host: ConnectionError: no answer") == 1
 
 
 def test_a_host_whose_members_never_join_is_asked_less_and_less_often(gang):
