@@ -6,10 +6,11 @@
 
 The base has random weights, packed in int4 by the trainer's commands; --base bf16 serves it as released. With --preset
 two layers are packed and the last one is copied until there are as many as in the release. Both adapters are drawn, of
-attention and, on a GPU without --preset, of all experts. trainer.serve has memory for one adapter, then for two. The
-base scores --rows rows. Each adapter answers --requests questions at once: one alone in both servers, then both
-together. OUT/adapters.txt has the tokens/s, the room for keys and values, and for each adapter how far its scores of
-the questions are from those that it gave alone. Exit code 1 if those of a request are nearer to the other adapter's.
+attention and, on a GPU without --preset, of all experts. trainer.serve has memory for one adapter, then for two (with
+--preset at once for two). The base scores --rows rows. Each adapter answers --requests questions at once: one alone in
+each server, then both together. OUT/adapters.txt has the tokens/s, the room for keys and values, and for each adapter
+how far its scores of the questions are from those that it gave alone. Exit code 1 if those of a request are nearer to
+the other adapter's.
 """
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
@@ -224,7 +225,7 @@ def _measure(options: argparse.Namespace, work: Path) -> int:
     columns += ("one alone, tokens/s", "both, tokens/s")
     lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     wrong = 0
-    for room in (1, 2):
+    for room in (2,) if options.preset else (1, 2):
         with Server(model, work, options.out, room) as server:
             server.ask([NAMES[0]], questions[:4], 4)  # kernels are compiled
             alone, rate = server.ask([NAMES[0]], questions, options.tokens)

@@ -15,6 +15,8 @@ import warnings
 from pathlib import Path
 
 NOISY = rf"(megatron|torch|transformers|{re.escape(f'{__package__}.cpu.cuda')})\b"  # modules whose warnings are hidden
+# Without it torch.cuda.is_available(), which imports and torchrun call, initialises CUDA, and forks cannot use a GPU.
+COUNTS_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 @functools.cache
@@ -58,8 +60,7 @@ def start() -> None:
     # Routing changes the sizes of tensors in every step. With expandable segments, reserved but unusable memory fell
     # from 11 to 5 % of the peak (full fine-tuning of GLM's layers, H200). Read at the first allocation.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    # Otherwise torch.cuda.is_available(), which imports call, initialises CUDA, and this process cannot be forked.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    os.environ.setdefault(COUNTS_BY_NVML, "1")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "0" if has_gpu() and _c_compiler() else "1")
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # torch reads all packages' metadata for other devices
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all files that a rank reads are already on its disk

@@ -11,7 +11,6 @@ starts as usual. A module that cannot be imported is left to the ranks.
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -22,23 +21,20 @@ from pathlib import Path
 from trainer.patches import forked_ranks
 from trainer.startup import device
 
-DRIVER = "libcuda.so.1"
-NOT_INITIALISED = 3  # CUDA_ERROR_NOT_INITIALIZED
-
 
 def main() -> None:
     device.start()
     for name in json.loads(Path(sys.argv[1]).read_text()):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    if has_initialised_cuda():
+    if forked_ranks.has_initialised_cuda():
         sys.exit("torchrun ahead: an import has initialised CUDA; the next attempt starts without this process")
     gc.freeze()  # collections in the ranks would copy these pages
     if not (line := sys.stdin.readline()):
         return
     start = json.loads(line)
     os.environ.clear()
-    os.environ.update(start["environment"])
+    os.environ.update({device.COUNTS_BY_NVML: "1"} | start["environment"])  # torchrun asks whether there are GPUs
     with open(start["log"], "a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -46,18 +42,6 @@ def main() -> None:
 
     forked_ranks.install()
     torchrun.main(start["arguments"])
-
-
-def has_initialised_cuda() -> bool:
-    """Whether this process has initialised CUDA, by the driver's answer.
-
-    The driver's device files may be open without that: torch opens them when it counts GPUs.
-    """
-    try:
-        driver = ctypes.CDLL(DRIVER)
-    except OSError:
-        return False
-    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != NOT_INITIALISED
 
 
 if __name__ == "__main__":

@@ -11,14 +11,16 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 from conf import network
-from trainer.startup import torchrun_ahead
+from trainer.patches import forked_ranks
 
 ROOT = Path(__file__).parents[3]
 RANK = """
 import os, sys, time
 print("known", "colorsys" in sys.modules, "parent", os.getppid(), "mine", os.environ["MINE"], flush=True)
+print("counts by NVML", os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"), flush=True)
 print("leader", os.getsid(0) == os.getpid(), "argument", sys.argv[1], flush=True)
 time.sleep(float(sys.argv[1]))
 sys.exit(int(sys.argv[2]))
@@ -61,6 +63,7 @@ def test_ranks_are_forks_that_have_the_imports(ahead, tmp_path, code):
     text = said(tmp_path)
     assert text.count(f"known True parent {ahead.pid} mine yes") == 2, text
     assert text.count("leader True argument 0") == 2, text
+    assert text.count("counts by NVML 1") == 2, text  # torchrun asked for GPUs without initialising CUDA
 
 
 def test_ranks_end_with_it(ahead, tmp_path):
@@ -81,13 +84,23 @@ def test_it_ends_if_nobody_needs_it(ahead):
     assert ahead.wait(60) == 0
 
 
-@pytest.mark.parametrize(("code", "initialised"), [(0, True), (torchrun_ahead.NOT_INITIALISED, False)])
+@pytest.mark.parametrize(("code", "initialised"), [(0, True), (forked_ranks.NOT_INITIALISED, False)])
 def test_the_driver_says_whether_cuda_is_initialised(monkeypatch, code, initialised):
     driver = SimpleNamespace(cuDeviceGetCount=lambda count: code)
-    monkeypatch.setattr(torchrun_ahead.ctypes, "CDLL", lambda name: driver)
-    assert torchrun_ahead.has_initialised_cuda() == initialised
+    monkeypatch.setattr(forked_ranks.ctypes, "CDLL", lambda name: driver)
+    assert forked_ranks.has_initialised_cuda() == initialised
 
 
 def test_a_host_without_a_driver_has_not_initialised_cuda(monkeypatch):
-    monkeypatch.setattr(torchrun_ahead, "DRIVER", "libno_such_driver.so.1")
-    assert not torchrun_ahead.has_initialised_cuda()
+    monkeypatch.setattr(forked_ranks, "DRIVER", "libno_such_driver.so.1")
+    assert not forked_ranks.has_initialised_cuda()
+
+
+def test_a_torchrun_that_has_initialised_cuda_starts_ranks_as_usual(monkeypatch, tmp_path):
+    monkeypatch.setattr(SubprocessHandler, "_popen", SubprocessHandler._popen)
+    forked_ranks.install()
+    monkeypatch.setattr(forked_ranks, "has_initialised_cuda", lambda: True)
+    handler = SubprocessHandler(sys.executable, ("-c", "print(7)"), {}, str(tmp_path / "said"), None, 0, None)
+    assert handler.proc.wait(60) == 0
+    handler._stdout.close()
+    assert isinstance(handler.proc, subprocess.Popen) and (tmp_path / "said").read_text() == "7\n"
