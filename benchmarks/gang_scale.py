@@ -245,9 +245,9 @@ class Seen(Lookout):
 
     last: "Seen"
 
-    def __init__(self, board: Board, probe: str, say: Callable[[str], None]):
+    def __init__(self, board: Board, probe: str, say: Callable[[str], None], quick: bool = False):
         self.at: dict[str, float] = {}
-        super().__init__(board, probe, say)  # announces the attempt
+        super().__init__(board, probe, say, quick)  # announces the attempt
         Seen.last = self
 
     def say(self, **news) -> None:

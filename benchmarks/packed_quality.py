@@ -7,7 +7,7 @@
 All weights of a tiny model are trained in fp32 until it answers a ticket (trainer/data/tickets.py) with its team and
 order. Then LoRA trains it to answer another question with both in the opposite order, on each base and with each seed.
 Each adapter of the unpacked base is then merged and exported in each format of export.quantization, and the export is
-read again as a model. With --model LoRA trains this model on rows of {"input", "output"}; the last 256 are held out.
+read again as a model. With --model LoRA trains this model on rows of {"input", "output"}; the last --held-out are held out.
 With --serve N vLLM reads the held-out rows of N seeds too: merged models, and adapters on the codes of their base.
 On a GPU all seeds of a base train at the same time.
 
@@ -47,7 +47,7 @@ from trainer.weights.quantised import report
 
 BASES = ("bf16", *FORMATS)
 EXPORTS = shipping.ROUNDED
-ROWS, HELD_OUT = 1600, 256
+ROWS = 1600
 CONF = """
 name: quality
 model: {source: made by trainer.tiny, compare: false}
@@ -64,9 +64,9 @@ CODES = "export.checkpoint=base export.quantization=packed"
 
 
 class Bench:
-    def __init__(self, folder: Path, keys: list[str]):
+    def __init__(self, folder: Path, keys: list[str], held_out: int):
         self.folder, self.keys, self.counter = folder, keys, itertools.count(1)
-        self.gpu = device.has_gpu()
+        self.gpu, self.held_out = device.has_gpu(), held_out
         (folder / "conf.yaml").write_text(CONF)
 
     def _keys(self, model: str, *overrides: str, **places: Path) -> tuple[list[str], Path]:
@@ -119,29 +119,29 @@ class Bench:
         return out, [line["lm_loss"] for line in lines if line["kind"] == "validation"][-1]
 
 
-def write(folder: Path, question: str, answer: str) -> None:
+def write(folder: Path, held_out: int, question: str, answer: str) -> None:
     rows = []
-    for number, (ticket, team) in enumerate(tickets(ROWS + HELD_OUT, 1).items()):
+    for number, (ticket, team) in enumerate(tickets(ROWS + held_out, 1).items()):
         found = re.search(r"\d{4}", ticket)
         assert found, f"ticket {number} has no order"
         text = ticket.removesuffix("Team:") + question
         rows.append(json.dumps({"input": text, "output": answer.format(found[0], team)}) + "\n")
     random.Random(1).shuffle(rows)
-    split(rows, folder)
+    split(rows, folder, held_out)
 
 
-def split(rows: list[str], folder: Path) -> None:
+def split(rows: list[str], folder: Path, held_out: int) -> None:
     folder.mkdir()
-    (folder / "training.jsonl").write_text("".join(rows[:-HELD_OUT]))
+    (folder / "training.jsonl").write_text("".join(rows[:-held_out]))
     for name in ("validation", "test"):
-        (folder / f"{name}.jsonl").write_text("".join(rows[-HELD_OUT:]))
+        (folder / f"{name}.jsonl").write_text("".join(rows[-held_out:]))
 
 
 def make_model(bench: Bench, kind: str, steps: int) -> None:
     """Write a model that knows one question, and the data of both questions."""
     tiny_models.make_model(kind, bench.folder / "drawn", dtype="float32")
     for name, question, answer in (("first", "Team and order:", "{1} {0}"), ("then", "Who wants what:", "{0} {1}")):
-        write(bench.folder / f"{name}-given", question, answer)
+        write(bench.folder / f"{name}-given", bench.held_out, question, answer)
         bench.call(prepared.make, "drawn", data=bench.folder / f"{name}-given", output=bench.folder / name)
     bench.call(convert.main, "drawn", *WHOLE.split())
     out, known = bench.train("drawn", "first", steps, *WHOLE.split())
@@ -153,7 +153,7 @@ def make_model(bench: Bench, kind: str, steps: int) -> None:
 def take_model(bench: Bench, model: Path, file: Path) -> None:
     """Give the bench a released model and its rows, for both questions."""
     (bench.folder / "model").symlink_to(model.resolve())
-    split(file.read_text().splitlines(keepends=True), bench.folder / "given")
+    split(file.read_text().splitlines(keepends=True), bench.folder / "given", bench.held_out)
     bench.call(prepared.make, "model", data=bench.folder / "given", output=bench.folder / "then")
     (bench.folder / "first").symlink_to("then")
 
@@ -252,6 +252,7 @@ def main() -> None:
     parser.add_argument("--pretrain", type=int, default=400, metavar="N", help="steps of the whole model (400)")
     parser.add_argument("--steps", type=int, default=60, metavar="N", help="steps of LoRA (60)")
     parser.add_argument("--lr", type=float, default=2e-3, help="of LoRA (2e-3)")
+    parser.add_argument("--held-out", type=int, default=256, metavar="N", help="rows that are not trained on (256)")
     parser.add_argument("--seeds", type=int, default=5, metavar="N")
     parser.add_argument("--bases", nargs="*", default=list(BASES), metavar="BASE", help="the first is compared with")
     parser.add_argument("--exports", nargs="*", default=list(EXPORTS), metavar="FORMAT", help="of the first base")
@@ -268,7 +269,7 @@ def main() -> None:
         forked_ranks.import_all()
     rows = list[dict]()
     with workspace("packed-quality") as folder:
-        bench = Bench(folder, options.set)
+        bench = Bench(folder, options.set, options.held_out)
         if options.model:
             take_model(bench, options.model, options.rows)
         else:

@@ -27,12 +27,12 @@ def test_one_seed_has_neither_a_deviation_nor_an_error():
 
 def test_both_questions_ask_for_the_team_and_the_order(tmp_path):
     for name, answer in (("first", "{1} {0}"), ("then", "{0} {1}")):
-        packed_quality.write(tmp_path / name, f"{name}:", answer)
+        packed_quality.write(tmp_path / name, 200, f"{name}:", answer)
     first, then = (
         [json.loads(line) for line in (tmp_path / name / "validation.jsonl").read_text().splitlines()]
         for name in ("first", "then")
     )
-    assert len(first) == packed_quality.HELD_OUT
+    assert len(first) == 200
     for one, other in zip(first, then, strict=True):
         assert one["input"].removesuffix("first:") == other["input"].removesuffix("then:")
         assert one["output"].split() == other["output"].split()[::-1]
