@@ -138,16 +138,17 @@ class Kept:
     handle: Handle
     hosts: dict[int, str]  # their names
     order: tuple[int, ...]  # members that had ranks
+    hung: bool  # one of the hosts may be broken
 
     @classmethod
-    def of(cls, lookout: Lookout, handle: Handle, order: tuple[int, ...]) -> Self:
+    def of(cls, lookout: Lookout, handle: Handle, order: tuple[int, ...], failure: Failure) -> Self:
         hosts = {k: name for k, name in host_names(lookout).items() if lookout.nodes[k].over}
-        return cls(lookout, handle, hosts, order)
+        return cls(lookout, handle, hosts, order, failure.kind == "hang")
 
     @property
     def measured(self) -> bool:
         """Whether the same hosts continue, which passed the check before; a spare host did not take part in it."""
-        return {*self.order} <= {*self.hosts}
+        return not self.hung and {*self.order} <= {*self.hosts}
 
     def usable(self, without: tuple[str, ...]) -> "Kept":
         alive = self.handle.alive()

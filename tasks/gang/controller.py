@@ -177,7 +177,7 @@ def _attempt(gang: Gang, run: Run, without: tuple[str, ...], kept: Kept | None) 
     saves = failure is not None and failure.kind == "preempted"
     stays = failure is not None and failure.kind in next_step.QUICK and job.stays
     _end(gang, run, lookout, handle, failure.line if failure else "done", save=saves, stays=stays)
-    return Outcome(failure, kept=Kept.of(lookout, handle, tuple(hosts)) if stays else None)
+    return Outcome(failure, kept=Kept.of(lookout, handle, tuple(hosts), failure) if failure and stays else None)
 
 
 def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[int, str]) -> Failure | None:

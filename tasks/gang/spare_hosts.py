@@ -5,6 +5,8 @@
 The attempt may have fewer spare hosts than gang.spares: there were too few hosts at its start, the last attempt has
 used one, or one was lost. A thread then asks the engine for one more member, until a host is free. It needs the
 engine's another(). With other engines a gang gets its spare hosts back when it starts again.
+
+Members that have ranks are left to the controller. When the attempt ends, they may stay for the next one.
 """
 
 import contextlib
@@ -46,11 +48,13 @@ def _replace(
     demand, said, pause = Demand.of(run), "", LOOKED
     started: dict[int, float] = {}  # when members were started that have not joined yet
     while not over.wait(pause):
-        nodes = dict(lookout.nodes)
+        nodes, order = dict(lookout.nodes), {*lookout.word.order}
+        if lookout.word.state != "go" or any(nodes[k].over for k in order):
+            continue  # the attempt ends
         for k in started.keys() & nodes.keys():
             gang.say(f"{nodes[k].host} has joined attempt {lookout.board.attempt} as a spare host")
             pause = LOOKED
-        here = {k for k, node in nodes.items() if not node.over and lookout.silence(k) < STALE}
+        here = order | {k for k, node in nodes.items() if not node.over and lookout.silence(k) < STALE}
         ended = {k for k, alive in handle.alive().items() if alive is False}
         late = time.monotonic() - run.gang.start_within
         failed = {k for k, at in started.items() if k not in nodes and (k in ended or at < late)}

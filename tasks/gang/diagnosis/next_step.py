@@ -34,7 +34,7 @@ Action = Literal["retry", "retry without", "fewer", "stop"]
 FRUITLESS = 10  # preemptions without a checkpoint between them
 SUSPECT = 2  # attempts in which a host was the first to fail
 WAIT, LONGEST_WAIT = 5.0, 120.0  # seconds
-QUICK = ("host", "unknown")  # kinds after which hosts may continue at once
+QUICK = ("host", "unknown", "hang")  # kinds after which hosts may continue at once
 RETRY_AT_ONCE = ("host", "hang", "preempted", "unknown")
 
 Fits = Callable[[int], Run | None]
@@ -99,10 +99,11 @@ def decide(
 
 
 def is_quick(attempts: Sequence[Attempt]) -> bool:
-    """Whether the hosts that are left may continue at once: they stay, and are not measured again.
+    """Whether the hosts that are left may continue at once: their members stay.
 
     This holds if the last attempt trained and then lost a rank or a host, for the first time since the last checkpoint.
-    A second failure may come from something that stayed, so everything starts again.
+    A rank that hangs is lost too: it is killed, and the hosts are measured again. A second failure may come from
+    something that stayed, so everything starts again.
     """
     last, started = attempts[-1].failure, attempts[-2].checkpoint if len(attempts) > 1 else 0
     first = len(_since_progress(attempts)) == 1

@@ -131,9 +131,9 @@ class Hosts:
         if not one.join():
             return
         went = False
-        if act == "stay":
+        if act in ("stay", "hang"):
             wait_for(lambda: one.word.state == "go")
-            self.lose_a_rank(one, host, node)
+            self.lose_a_rank(one, host, node, act == "hang")
             return
         while not (why := one.why_stop()):
             time.sleep(0.01)
@@ -176,12 +176,16 @@ class Hosts:
             return
         else:
             error = "Connection reset by peer" if act == "fail by a connection" else f"of {host}"
-            end = End(node, 1, 0, (f"RuntimeError: {error}",), silent=False, state="", stalled=False)
+            stays = act == "fail and stay"
+            end = End(node, 1, int(stays), (f"RuntimeError: {error}",), silent=False, state="", stalled=False)
             one.say(state="failed", failed=(end,), over=True)
+            if stays:
+                self.stay(one, host, node)
+                return
         one.end(5)
 
-    def lose_a_rank(self, one: Link, host: str, node: int) -> None:
-        end = End(node, -9, 1, (), silent=False, state="", stalled=False)
+    def lose_a_rank(self, one: Link, host: str, node: int, hangs: bool = False) -> None:
+        end = End(node, None if hangs else -9, 1, (), silent=hangs, state="T" if hangs else "", stalled=False)
         one.say(state="failed", failed=(end,), over=True)
         self.stay(one, host, node)
 
@@ -303,6 +307,17 @@ def test_hosts_stay_after_a_killed_rank_and_are_given_back_after_the_second(gang
     assert hosts.given == [["a", "b"], ["a", "b"]]
     assert set(hosts.words) == {"b 1", "a 2", "a 3", "b 3"}
     assert sum("stay and continue at once" in line for line in one.lines) == 1
+    assert "preflight: false" in Board(one.store, "gang", 2).text("resolved.yaml")
+
+
+def test_hosts_stay_after_a_rank_that_hangs_and_are_measured_again(gang):
+    hosts = Hosts(["a", "b"], {"a": ["hang"]})
+    threading.Timer(4, hosts.trained.set).start()
+    one = gang(hosts)
+    one.ends_well()
+    assert hosts.given == [["a", "b"]] and {"a 2", "b 2"} <= {*hosts.words}
+    assert any(line.startswith("hang: rank 0 on a") for line in one.lines)
+    assert "preflight: false" not in Board(one.store, "gang", 2).text("resolved.yaml")
 
 
 def test_a_spare_host_replaces_a_lost_one_at_once(gang):
@@ -330,6 +345,16 @@ def test_a_host_that_comes_back_is_a_spare_host_again(gang, monkeypatch):
     assert one.error is None and hosts.words["b 3"].order == (0, 3)
     assert hosts.given[:2] == [["a", "b", "c"], ["b"]]
     assert sum("stay and continue at once" in line for line in one.lines) == 2
+
+
+def test_members_that_stay_for_the_next_attempt_are_not_taken_for_lost_ones(gang, monkeypatch):
+    monkeypatch.setattr("tasks.gang.spare_hosts.LOOKED", 0.02)  # also between a failure and the controller's verdict
+    hosts = Hosts(["a", "b", "c"], {"a": ["fail and stay"]})
+    threading.Timer(6, hosts.trained.set).start()
+    one = gang(hosts, "gang.spares=1", nodes=2)
+    one.ends_well()
+    assert hosts.given == [["a", "b", "c"]] and hosts.lost == []
+    assert sum("stay and continue at once" in line for line in one.lines) == 1
 
 
 def test_an_engine_that_does_not_answer_is_asked_for_a_spare_host_again(gang):

@@ -41,7 +41,8 @@ def test_hosts_continue_at_once_only_after_the_first_failure_of_an_attempt_that_
     assert is_quick([killed, attempt("unknown", "a", step=11, checkpoint=10)])
     assert not is_quick([killed, attempt("host", "a", step=6, checkpoint=4)])  # no checkpoint between them
     assert not is_quick([killed, attempt("host", "a", step=4, checkpoint=10)])  # it made no step
-    for other in ("hang", "network", "storage", "preempted"):
+    assert is_quick([attempt("hang", "b", step=5, checkpoint=4)])
+    for other in ("network", "storage", "preempted"):
         assert not is_quick([attempt(other, "b", step=5, checkpoint=4)])
     assert not is_quick([attempt("host", "b", step=5, retry=False)])
 
