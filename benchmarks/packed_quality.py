@@ -7,9 +7,9 @@
 All weights of a tiny model are trained in fp32 until it answers a ticket (trainer/data/tickets.py) with its team and
 order. Then LoRA trains it to answer another question with both in the opposite order, on each base and with each seed.
 Each adapter of the unpacked base is then merged and exported in each format of export.quantization, and the export is
-read again as a model. With --model LoRA trains this model on rows of {"input", "output"}; the last --held-out are held out.
-With --serve N vLLM reads the held-out rows of N seeds too: merged models, and adapters on the codes of their base.
-On a GPU all seeds of a base train at the same time.
+read again as a model. With --model LoRA trains this model on rows of {"input", "output"}; the last N of --held-out are
+held out. With --serve N vLLM reads the held-out rows of N seeds too: merged models, and adapters on the codes of their
+base. On a GPU all seeds of a base train at the same time.
 
 The output has for each base: its rounding error (trainer/weights/quantised/report.py); the loss of held-out rows in
 nats per token before and after LoRA, with mean and standard deviation over the seeds; and the difference from bf16,

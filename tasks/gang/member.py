@@ -125,7 +125,7 @@ def _take_part(
         return 1, 0
     print(f"member {node} of {board.place} on {host} ({address})", flush=True)
     while not (why := ending.why() or link.why_stop()) and node not in link.word.order:  # a spare host stays here
-        _prepare_spare(board, link, folder, torchrun)
+        _prepare(board, link, folder, torchrun)
         time.sleep(TICK / 3)
     if not why:
         try:
@@ -158,14 +158,16 @@ def _next_attempt(link: Link, node: int, ending: Ending) -> int:
     return 0
 
 
-def _prepare_spare(board: Board, link: Link, folder: Path, torchrun: Torchrun) -> None:
-    """Prepare a spare host for its ranks, once the others train."""
-    if not link.word.order or torchrun.prepared or time.monotonic() - torchrun.asked < REPORTED:
+def _prepare(board: Board, link: Link, folder: Path, torchrun: Torchrun) -> None:
+    """Prepare this host for its ranks while it waits: they import what others do, or did in the last attempt."""
+    if torchrun.prepared or time.monotonic() - torchrun.asked < REPORTED:
         return
     torchrun.asked = time.monotonic()
     with contextlib.suppress(OSError, ConnectionError):  # the store does not answer
-        modules = board.text(f"logs/{link.word.order[0]}/{MODULES}.00000")
-        task, conf = board.message(Task, "task.json"), folder / "spare.yaml"
+        other = board if link.word.order else Board(board.store, board.gang, board.attempt - 1)
+        order = link.word.order or (other.read("gang.json") or {}).get("order")
+        modules = other.text(f"logs/{order[0]}/{MODULES}.00000") if order else ""
+        task, conf = board.message(Task, "task.json"), folder / "next.yaml"
         conf.write_text(board.text("resolved.yaml"))
         if modules and task:
             torchrun.prepare(modules.encode(), environment_of(load(conf), task, link.message.address), task.ranks)
@@ -189,9 +191,7 @@ def _train(link: Link, board: Board, node: int, folder: Path, ending: Ending, to
     reported, grace, why, look = time.monotonic(), 0.0, "", "running"
     while look == "running":
         time.sleep(TICK)
-        link.logs = ranks.logs() | (copier.logs() if copier else {})
-        if place == 0 and run.gang.spares:
-            link.logs[MODULES] = ranks.modules
+        link.logs = _shipped(ranks, copier, task, place)
         if why := ending.why() or link.why_stop():
             grace = run.gang.grace if ending.is_set() or link.word.save else 0.0
             break
@@ -224,6 +224,12 @@ def _train(link: Link, board: Board, node: int, folder: Path, ending: Ending, to
     _copy_the_rest(copier, ending)
     link.say(state="preempted" if ending.is_set() else "stopped", reason=why, over=True)
     return why, 0
+
+
+def _shipped(ranks: Ranks, copier: Copier | Results | None, task: Task, place: int) -> dict[str, Path]:
+    """Files that the board gets. The first host's modules are for spare hosts, which may join the attempt later."""
+    modules = {MODULES: ranks.modules} if place == 0 and JOBS[task.command].stays else {}
+    return ranks.logs() | (copier.logs() if copier else {}) | modules
 
 
 def _own_files(link: Link, run: Run, task: Task, place: int, ending: Ending) -> tuple[Run, Copier | Results]:

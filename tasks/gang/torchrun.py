@@ -1,8 +1,8 @@
 """Torchrun on this host, and the process that waits to be torchrun of the next attempt.
 
 While ranks train, this process imports the same modules and waits (trainer/startup/torchrun_ahead.py). If the host
-continues after a failure, its new ranks need no imports. It takes about 1 GB of host memory. If it has ended or there
-is none, torchrun starts as usual.
+continues after a failure, its new ranks need no imports. A host that starts again prepares it while it waits for the
+others. It takes about 1 GB of host memory. If it has ended or there is none, torchrun starts as usual.
 """
 
 import json

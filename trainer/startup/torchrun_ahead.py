@@ -1,13 +1,13 @@
 """Torchrun of the next attempt of a gang, started ahead: it imports what ranks import, and waits.
 
-    python -m trainer.startup.torchrun_ahead MODULES     MODULES lists the modules of a rank after its first step
+    python -m trainer.startup.torchrun_ahead [MODULES]     MODULES lists the modules of a rank after its first step
 
 Imports are most of the time that a new attempt needs until its first step. This process has done them. One line of JSON
 on its standard input has the arguments of torchrun, the environment and the log; then it starts ranks as
 trainer/startup/torchrun.py does, except that they are forks. It ends if its standard input closes before.
 
-A process that has initialised CUDA cannot be forked. If an import has done so, this process ends, and the next attempt
-starts as usual. A module that cannot be imported is left to the ranks.
+A process that has initialised CUDA cannot be forked. If an import has done so, this process begins again without
+MODULES, and the ranks import them. A module that cannot be imported is left to the ranks too.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from trainer.startup import device
 
 def main() -> None:
     device.start()
-    for name in json.loads(Path(sys.argv[1]).read_text()):
+    for name in json.loads(Path(sys.argv[1]).read_text()) if sys.argv[1:] else ():
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    if forked_ranks.has_initialised_cuda():
-        sys.exit("torchrun ahead: an import has initialised CUDA; the next attempt starts without this process")
+    if sys.argv[1:] and forked_ranks.has_initialised_cuda():
+        os.execv(sys.executable, [sys.executable, "-m", "trainer.startup.torchrun_ahead"])
     gc.freeze()  # collections in the ranks would copy these pages
     if not (line := sys.stdin.readline()):
         return

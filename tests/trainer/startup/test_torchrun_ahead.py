@@ -19,7 +19,7 @@ from trainer.patches import forked_ranks
 ROOT = Path(__file__).parents[3]
 RANK = """
 import os, sys, time
-print("known", "colorsys" in sys.modules, "parent", os.getppid(), "mine", os.environ["MINE"], flush=True)
+print("known", "rare" in sys.modules, "parent", os.getppid(), "mine", os.environ["MINE"], flush=True)
 print("counts by NVML", os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"), flush=True)
 print("leader", os.getsid(0) == os.getpid(), "argument", sys.argv[1], flush=True)
 time.sleep(float(sys.argv[1]))
@@ -27,11 +27,19 @@ sys.exit(int(sys.argv[2]))
 """
 
 
+USES_CUDA = """
+from trainer.patches import forked_ranks
+forked_ranks.has_initialised_cuda = lambda: True
+"""
+
+
 @pytest.fixture
-def ahead(tmp_path):
+def ahead(tmp_path, request):
     """The process that has imported a module which ranks do not import, and one that does not exist."""
     (tmp_path / "toy.py").write_text(RANK)
-    (tmp_path / "modules.json").write_text(json.dumps(["colorsys", "no_such_module"]))
+    (tmp_path / "rare.py").touch()
+    (tmp_path / "uses_cuda.py").write_text(USES_CUDA)
+    (tmp_path / "modules.json").write_text(json.dumps(["rare", getattr(request, "param", "no_such_module")]))
     command = [sys.executable, "-m", "trainer.startup.torchrun_ahead", str(tmp_path / "modules.json")]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "LOCAL_WORLD_SIZE": "2"}
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -77,6 +85,13 @@ def test_ranks_end_with_it(ahead, tmp_path):
     ahead.send_signal(signal.SIGTERM)
     ahead.wait(60)
     assert not psutil.wait_procs(ranks, 10)[1]
+
+
+@pytest.mark.parametrize("ahead", ["uses_cuda"], indirect=True)
+def test_if_an_import_initialises_cuda_the_ranks_import_the_modules(ahead, tmp_path):
+    start(ahead, tmp_path, "0", "0")
+    assert ahead.wait(60) == 0, (tmp_path / "log").read_text()
+    assert said(tmp_path).count(f"known False parent {ahead.pid} mine yes") == 2, said(tmp_path)
 
 
 def test_it_ends_if_nobody_needs_it(ahead):
