@@ -16,14 +16,16 @@ run. Otherwise the exit code is 1. Each fault takes about a minute on 2 cores.
 With --minutes, one training with a spare host suffers all kinds of faults in random order at fixed intervals, the
 first after half an interval, and is cancelled after that time. The table has a line for each fault, then the product's
 seconds by category since the first step (tasks/gang/history/spent.py). At least GOOD of them must be effective, and
-their sum must be the time by this benchmark's clock. Every step must be there once. A repeated step must have the same
-loss again, and the steps of the first two intervals must have those of an undisturbed run.
+their sum must be the time by this benchmark's clock. At most one attempt may begin after each fault. Every step must be
+there once. A repeated step must have the same loss again, and the steps of the first two intervals must have those of
+an undisturbed run.
 """
 
 # pyright: reportOptionalMemberAccess=false
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -231,13 +233,16 @@ def _timed_run(made: World, faults: dict[str, Fault], options: argparse.Namespac
         wait_for(lambda: made.step() > 0, RUN_WITHIN)
         began, before = time.time(), _seconds(gang)
         names: list[str] = []
+        attempts: list[tuple[str, int]] = []  # each fault, and the newest attempt before it
         for number in range(int(options.minutes / options.every)):
             names = names or random.sample([*faults], len(faults))
             time.sleep(max(0.0, began + (number + 0.5) * 60 * options.every - time.time()))
             seen = _losses(made.lines()) | seen
+            attempts.append((names[-1], newest_attempt(_store(), gang)))
             _timed_case(made, names[-1], faults[names.pop()], gang, start, row, (time.time() - began) / 60)
         time.sleep(max(0.0, began + 60 * options.minutes - time.time()))
         after, wall = _seconds(gang), time.time() - began
+        row.wrong += _starts([*attempts, ("", newest_attempt(_store(), gang))])
         share = _share(row, {name: after[name] - before[name] for name in after}, wall)
         made.running.terminate()
         made.running.wait(SOON)
@@ -267,6 +272,13 @@ def _timed_case(made: World, name: str, fault: Fault, gang: str, start: Start, r
     seconds = [f"{value:.1f}" if value else "" for value in (case.noticed, case.clean, case.resumed)]
     cells = (f"{minute:.1f}", name, "; ".join(wrong) or "yes", *seconds, case.lost)
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+def _starts(attempts: list[tuple[str, int]]) -> Iterator[str]:
+    """Yield the faults after which more than one attempt began: the new one failed too."""
+    for (name, before), (_, after) in itertools.pairwise(attempts):
+        if after - before > 1:
+            yield f"{name}: {after - before} attempts after it"
 
 
 def _seconds(gang: str) -> dict[str, float]:
