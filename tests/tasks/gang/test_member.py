@@ -1,4 +1,4 @@
-"""Member of a gang on one host: what it prepares while it waits, and what the others get from it."""
+"""Member of a gang on one host: its preparations while it waits, and its files for other hosts."""
 
 import json
 import math
