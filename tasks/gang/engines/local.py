@@ -1,12 +1,11 @@
 """Engine for members on this host: to rehearse a gang, or to use the GPUs of one host like several small hosts.
 
 Members are child processes under tasks/run/guard.py and end with this process. Each represents a host named NAME/0,
-NAME/1 and so on, which has an equal share of the GPUs. Without GPUs there are as many hosts as the run needs. Excluded
-hosts have these names too.
+NAME/1 and so on, which has an equal share of the GPUs that CUDA_VISIBLE_DEVICES allows. Its number says where its GPUs
+are on this host. Without GPUs there are as many hosts as the run needs. Excluded hosts have these names too.
 """
 
 import os
-import re
 import socket
 import subprocess
 import time
@@ -54,35 +53,35 @@ def turn(demand: Demand) -> str | None:
 
 
 def capacity(demand: Demand, without: tuple[str, ...] = ()) -> str | None:
-    here, nodes, each = _gpus(), demand.nodes, demand.gpus_per_node
-    if here and nodes * each > here:
+    nodes, each = demand.nodes, demand.gpus_per_node
+    hosts = _hosts(each)
+    if hosts and nodes > len(hosts):
+        gpus = sum(len(host.gpus) for host in hosts)
         raise Fault(
-            f"gang.engine: {HERE}, but {nodes} hosts with {each} GPUs each are more than the {here} GPUs of this host; "
+            f"gang.engine: {HERE}, but {nodes} hosts with {each} GPUs each are more than the {gpus} GPUs of this host; "
             f"{', '.join(other for other in ENGINES if other != HERE)}"
         )
-    owner = gpu_locks.claimed(_of(_hosts(each, nodes, without), each))
+    owner = gpu_locks.claimed(_gpus(_chosen(hosts, nodes, without)))
     return f"{nodes * each} GPUs of this host: {owner}" if owner else None
 
 
 def available(demand: Demand, without: tuple[str, ...] = ()) -> int | None:
-    here = _gpus() // demand.gpus_per_node or demand.nodes
-    return sum(_name(host) not in without for host in range(here))
+    return sum(host.name not in without for host in _hosts(demand.gpus_per_node) or _without_gpus(demand.nodes))
 
 
 def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -> Members:
     logs = Path(demand.logs)
     logs.mkdir(parents=True, exist_ok=True)
-    each, processes = demand.gpus_per_node, []
-    hosts = _hosts(each, n, without)
+    hosts, processes = _chosen(_hosts(demand.gpus_per_node), n, without), []
     until = time.monotonic() + TAKEN_WITHIN  # another job may have taken the GPUs after capacity()
-    hold = gpu_locks.take(f"gang {board.gang}", lambda _: None, lambda: time.monotonic() > until, _of(hosts, each))
+    hold = gpu_locks.take(f"gang {board.gang}", lambda _: None, lambda: time.monotonic() > until, _gpus(hosts))
     if hold is None:
         raise TimeoutError("others have taken the GPUs of this host")
     for node, host in enumerate(hosts):
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "GANG_ADDRESS": "127.0.0.1"}
-        environment |= {"GANG_HOST": _name(host)} | hold.environment
-        if _gpus():
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(host * each, (host + 1) * each)))
+        environment |= {"GANG_HOST": host.name} | hold.environment
+        if host.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = nvidia_smi.devices(host.gpus, nvidia_smi.listed())
         with (logs / f"member{node}.log").open("a") as log:
             processes.append(
                 subprocess.Popen(
@@ -98,22 +97,35 @@ def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -
     return Members(processes)
 
 
-def _hosts(each: int, n: int, without: tuple[str, ...]) -> list[int]:
-    """The hosts for n members with `each` GPUs each."""
-    hosts = range(_gpus() // each or n + len(without))
-    out = spared(without, lambda out: sum(_name(host) not in out for host in hosts) >= n)
-    return [host for host in hosts if _name(host) not in out][:n]
+@dataclass(frozen=True)
+class _Host:
+    number: int
+    gpus: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{socket.gethostname()}/{self.number}"
 
 
-def _of(hosts: list[int], each: int) -> tuple[str, ...]:
-    """GPUs of these hosts."""
-    gpus = nvidia_smi.listed()
-    return tuple(gpu for host in hosts for gpu in gpus[host * each : (host + 1) * each])
+def _hosts(each: int) -> list[_Host]:
+    """Return all hosts with `each` GPUs; none without GPUs."""
+    listed = nvidia_smi.listed()
+    gpus = nvidia_smi.visible(listed)
+    order = {gpu: place for place, gpu in enumerate((*listed, *(gpu for gpu in gpus if gpu not in listed)))}
+    gpus = sorted(gpus, key=order.__getitem__)
+    return [_Host(order[gpus[at]] // each, tuple(gpus[at : at + each])) for at in range(0, len(gpus) - each + 1, each)]
 
 
-def _name(host: int) -> str:
-    return f"{socket.gethostname()}/{host}"
+def _without_gpus(count: int) -> list[_Host]:
+    return [*map(_Host, range(count))]
 
 
-def _gpus() -> int:
-    return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in Path("/dev").iterdir())
+def _chosen(hosts: list[_Host], n: int, without: tuple[str, ...]) -> list[_Host]:
+    """Return the hosts for n members."""
+    hosts = hosts or _without_gpus(n + len(without))
+    out = spared(without, lambda out: sum(host.name not in out for host in hosts) >= n)
+    return [host for host in hosts if host.name not in out][:n]
+
+
+def _gpus(hosts: list[_Host]) -> tuple[str, ...]:
+    return tuple(gpu for host in hosts for gpu in host.gpus)

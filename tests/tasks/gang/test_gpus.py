@@ -2,14 +2,17 @@
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from conf.host import gpu_locks
 from conf.load import load
+from contract.faults import Fault
 from tasks.gang import member
 from tasks.gang.board import Board
 from tasks.gang.engines import Demand, local
@@ -27,7 +30,6 @@ def run(tmp_path, monkeypatch):
     """Of two hosts of one GPU each, on a machine with four."""
     fake_nvidia_smi(tmp_path, monkeypatch.setenv)
     show_gpus(tmp_path, dict.fromkeys(("GPU-a", "GPU-b", "GPU-c", "GPU-d"), 4))
-    monkeypatch.setattr(local, "_gpus", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return load("tiny", [*TWO_HOSTS, f"paths.logs={tmp_path / 'logs'}"])
 
@@ -45,6 +47,26 @@ def test_a_gang_on_this_host_waits_for_the_gpus_that_it_would_use_and_no_others(
         assert local.capacity(Demand.of(run)) is None
     with contextlib.closing(gpu_locks.take("evaluate-base of b", pytest.fail, gpus=("GPU-b",))):
         assert local.capacity(Demand.of(run)).startswith("2 GPUs of this host: evaluate-base of b has held 1 of 2 for")
+
+
+def test_a_gang_on_this_host_has_the_visible_gpus_and_no_others(run, board, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2")
+    assert local.available(Demand.of(run)) == 2
+    with contextlib.closing(gpu_locks.take("train of a", pytest.fail, gpus=("GPU-a", "GPU-b"))):
+        assert local.capacity(Demand.of(run)) is None
+    said = [sys.executable, "-c", "import os; print(*map(os.environ.get, ('GANG_HOST', 'CUDA_VISIBLE_DEVICES')))"]
+    monkeypatch.setattr(local, "guarded", lambda gang, board, node: guard.guarded(said, 5.0))
+    members = local.start(Demand.of(run), board, 2)
+    assert [process.wait(10) for process in members.processes] == [0, 0]
+    members.cancel()
+    logs = [path.read_text().split() for path in sorted(Path(run.paths.logs).glob("member*.log"))]
+    assert logs == [[f"{socket.gethostname()}/{number}", str(number)] for number in (2, 3)]
+
+
+def test_more_hosts_than_visible_gpus_are_refused(run, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with pytest.raises(Fault, match="2 hosts with 1 GPUs each are more than the 1 GPUs of this host"):
+        local.capacity(Demand.of(run))
 
 
 def test_a_gang_on_this_host_comes_after_those_that_wait(run, monkeypatch):
