@@ -44,10 +44,10 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks import effective_time
 from benchmarks.workspace import workspace
 from tasks.gang.board import Board, newest_attempt
 from tasks.gang.copies import Copies
-from tasks.gang.history import spent, timeline
 from tasks.store import Store, open_store
 from tests.support.flow_world import wait_for
 from tests.tasks.gang.conftest import same
@@ -63,7 +63,6 @@ SCHEDULE = 20000  # train.steps of all runs, which train.stop_after ends, so the
 SOON = 30.0  # seconds
 RUN_WITHIN = 900.0
 GOOD = 0.9  # least share of effective time
-EXACT = 0.01  # of the wall time, for the sum of the seconds by category
 BEGAN_AGAIN = "began again, which it need not have"
 FEW = ("rank SIGKILL", "host removed")  # a defect of one process, and a lost machine
 
@@ -243,7 +242,8 @@ def _timed_run(made: World, faults: dict[str, Fault], options: argparse.Namespac
         time.sleep(max(0.0, began + 60 * options.minutes - time.time()))
         after, wall = _seconds(gang), time.time() - began
         row.wrong += _starts([*attempts, ("", newest_attempt(_store(), gang))])
-        share = _share(row, {name: after[name] - before[name] for name in after}, wall)
+        share, wrong = effective_time.since(before, after, wall, GOOD)
+        row.wrong += wrong
         made.running.terminate()
         made.running.wait(SOON)
         found = _losses(made.lines())
@@ -282,20 +282,7 @@ def _starts(attempts: list[tuple[str, int]]) -> Iterator[str]:
 
 
 def _seconds(gang: str) -> dict[str, float]:
-    """Seconds of the training so far, by category."""
-    work = Path(os.environ["FINETUNE_RUNS"]) / "work" / gang
-    return spent.of(timeline.attempts(work), spent.read(work / "files"), NODES).seconds
-
-
-def _share(row: Row, seconds: dict[str, float], wall: float) -> str:
-    """Return the share of effective time, and the seconds by category."""
-    counted, effective = sum(seconds.values()), sum(seconds[name] for name in spent.EFFECTIVE) / wall
-    if abs(counted - wall) > EXACT * wall:
-        row.wrong.append(f"categories sum to {counted:.1f} s of {wall:.1f} s")
-    if effective < GOOD:
-        row.wrong.append(f"{effective:.1%} effective")
-    listed = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
-    return f"{effective:.1%} effective of {wall:.1f} s; categories sum to {counted:.1f} s: {listed}"
+    return effective_time.seconds(Path(os.environ["FINETUNE_RUNS"]) / "work" / gang, NODES)
 
 
 def _case(made: World, fault: Fault, gang: str, start: Start, interval: int = INTERVAL) -> Case:

@@ -2,8 +2,8 @@
 
     benchmarks/gpu/run gang.py OUT [--layout NAME ...] [--fault NAME ...] [--seconds S] [--seed N]      8 minutes on
     two H200
-    python benchmarks/gpu/gang.py OUT --cpu-only                                                        tests this
-    script
+    benchmarks/gpu/run gang.py OUT --minutes 25 [--every 5] [--layout NAME]      one training for 25 minutes
+    python benchmarks/gpu/gang.py OUT --cpu-only                                 tests this script
 
 One GPU trains tiny GLM-4-MoE first; then, for each layout, a gang does (tests/tasks/gang/driver.py, pre-flight on, a
 checkpoint every 10 steps), and the faults come to it one after another, each 11 to 19 steps after it has got over the
@@ -13,6 +13,10 @@ the attempt is left, until nvidia-smi shows as much free memory as before all, a
 made twice; processes left. Right is a gang that names the cause, leaves nothing, and has the losses of one GPU.
 A controller that has ended is started again once all is clean. OUT/gang.txt and .json grow with each fault; what all
 ranks said is in OUT/LAYOUT.log. Exit code 1 if any is not right.
+
+With --minutes, faults come to one training in random order at fixed intervals, the first after half an interval. At
+least GOOD of the seconds since the first step must be effective, and their sum must be the time by this script's clock
+(benchmarks/effective_time.py). A repeated step must have the same loss again. OUT/effective.txt has the seconds.
 """
 
 # pyright: reportOptionalMemberAccess=false
@@ -33,11 +37,19 @@ from pathlib import Path
 from gang_faults import FAULTS, Row, meet
 from gang_life import MARK, ROOT, SAVED, Gang, end, losses, memory, wait
 
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import effective_time
+
 BOUND = 1e-3  # relative
+GOOD = 0.93  # least share of effective time
 SHORT, LAST = 60.0, 3 * SAVED  # seconds and steps with which no other fault is begun
 LOGGED = 20000  # characters of each piece of a log
-SETTINGS = [f"checkpoint.save_every={SAVED}", "train.validate_every=0", "optimizer.lr=1e-3", "hardware.gpu=h200"]
-SETTINGS += ["train.global_batch=8", "train.micro_batch=2", "gang.start_within=60"]
+KEPT = ("attempts.json", "files/phases.jsonl")  # seconds of each attempt and phase
+SETTINGS = ["train.validate_every=0", "optimizer.lr=1e-3", "hardware.gpu=h200"]
+SETTINGS += ["train.micro_batch=2", "gang.start_within=60"]
+SHORT_STEPS = [f"checkpoint.save_every={SAVED}", "train.global_batch=8"]
+LONG_STEPS = ["checkpoint.save_every=25", "train.global_batch=64", "train.steps=100000"]  # with --minutes
 LAYOUTS = {
     "pp2 TCP": ("layout.pp=2", True),
     "dp2 ep2": ("layout.ep=2", False),
@@ -45,7 +57,7 @@ LAYOUTS = {
     "pp2": ("layout.pp=2", False),
     "dp2 ep2 TCP": ("layout.ep=2", True),
 }
-ONE = {"output": "", "logs": "logs", "parity": "parity.json"}
+TAKEN = "memory taken"  # a fault only on GPUs, and only of a training that starts with it
 TCP = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 
 
@@ -71,6 +83,39 @@ def live(gang: Gang, faults: list[str], expected: dict[int, float], out: "Out", 
     rows[-1].orphans += len(gang.pids())
     compare(rows, gang, expected)
     out.write(rows)
+    return rows
+
+
+def timed(gang: Gang, faults: list[str], out: "Out", minutes: float, every: float) -> list[Row]:
+    """Let faults come to a gang at fixed intervals. Returns a row for each, and writes the effective time."""
+    rows, idle, seen, names = [], memory(), {}, []
+    gang.folder.mkdir()
+    try:
+        gang.start()
+        wait(lambda: gang.step() > 0 or gang.ended(), gang)
+        began, before = time.time(), effective_time.seconds(gang.folder, 2)
+        until = began + 60 * minutes
+        for number in range(int(minutes / every)):
+            names = names or random.sample(faults, len(faults))
+            time.sleep(max(0.0, began + (number + 0.5) * 60 * every - time.time()))
+            seen = losses(gang.lines()) | seen
+            rows.append(meet(gang, names.pop(), idle, until))
+            print(line(rows[-1]), flush=True)
+            out.write(rows)
+        time.sleep(max(0.0, until - time.time()))
+        after, wall = effective_time.seconds(gang.folder, 2), time.time() - began
+        found = losses(gang.lines())
+    finally:
+        end(gang)
+        out.log(gang)
+    share, wrong = effective_time.since(before, after, wall, GOOD)
+    again = [abs(found[step] / seen[step] - 1) for step in seen if step in found]
+    wrong += ["other losses"] * (max(again, default=0.0) > BOUND)
+    rows[-1].wrong = "; ".join(filter(None, [rows[-1].wrong, *wrong]))
+    out.write(rows)
+    text = f"{share}\n{len(found)} steps, {len(again)} losses compared: at most {max(again, default=0.0):.1e} apart\n"
+    (out.folder / "effective.txt").write_text(text)
+    print(text, flush=True)
     return rows
 
 
@@ -103,10 +148,9 @@ class Out:
     def log(self, gang: Gang) -> None:
         with (self.folder / f"{gang.folder.name}.log").open("w") as file:
             print(gang.output(), file=file)
-            for path in sorted(gang.board().glob("*/nodes/*.json")) + sorted(gang.board().glob("*/logs/*/*")):
-                print(
-                    f"\n===== {path.relative_to(gang.board())}\n{path.read_text(errors='replace')[-20000:]}", file=file
-                )
+            logs = [*sorted(gang.board().glob("*/nodes/*.json")), *sorted(gang.board().glob("*/logs/*/*"))]
+            for path in [*(gang.folder / name for name in KEPT if (gang.folder / name).exists()), *logs]:
+                print(f"\n===== {path.name}, {path.parent}\n{path.read_text(errors='replace')[-LOGGED:]}", file=file)
 
 
 HEAD = (
@@ -123,25 +167,33 @@ def line(row: Row) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def prepare(work: Path, environment: dict[str, str], steps: int) -> tuple[list[str], dict[int, float]]:
-    """Prepare model, data and conversion, and train on one GPU. Returns settings of all gangs, and losses by step."""
+def prepare(work: Path, environment: dict[str, str]) -> list[str]:
+    """Prepare model, data and conversion. Return where they are, as settings of all trainings."""
     paths = [f"paths.{name}={work / name}" for name in ("model", "base", "data")]
-    one = [
-        f"paths.output={work / 'one'}",
-        f"paths.logs={work / 'one/logs'}",
-        f"paths.parity={work / 'one/parity.json'}",
-    ]
-    settings = [*SETTINGS, f"train.steps={steps}"]
+    rows = work / "rows"
     commands = [["tiny", "glm4-moe", str(work / "model"), "--dtype", "float32"]]
-    commands += [["tiny", "data", str(work / "data"), "--rows", "512"], ["convert", "tiny", *paths, *one]]
-    commands += [["train", "tiny", *settings, *paths, *one]]
-    for command, *arguments in commands:
-        line = [sys.executable, "-m", f"trainer.{command}", *arguments]
-        done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"trainer.{command}: {done.stdout[-3000:]}{done.stderr[-3000:]}")
+    commands += [["tiny", "data", str(rows), "--rows", "512"]]
+    commands += [["prepare", "tiny", *paths, f"data.source={rows / 'training.jsonl'}"], ["convert", "tiny", *paths]]
+    for command in commands:
+        _trainer(command, environment)
+    return paths
+
+
+def one_gpu(work: Path, environment: dict[str, str], settings: list[str]) -> dict[int, float]:
+    """Train on one GPU. Return its losses by step."""
+    places = {"output": "one", "logs": "one/logs", "parity": "one/parity.json"}
+    _trainer(
+        ["train", "tiny", *settings, *(f"paths.{name}={work / place}" for name, place in places.items())], environment
+    )
     lines = [json.loads(line) for line in (work / "one/metrics.jsonl").read_text().splitlines()]
-    return [*settings, *paths[:2], f"paths.data={work / 'one/data'}"], losses(lines)
+    return losses(lines)
+
+
+def _trainer(command: list[str], environment: dict[str, str]) -> None:
+    line = [sys.executable, "-m", f"trainer.{command[0]}", *command[1:]]
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"trainer.{command[0]}: {done.stdout[-3000:]}{done.stderr[-3000:]}")
 
 
 def main() -> int:
@@ -156,21 +208,21 @@ def main() -> int:
     environment = os.environ | {"NVIDIA_TF32_OVERRIDE": "0", "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryDirectory(prefix="gang-") as folder:
         work = Path(folder)
-        settings, expected = prepare(work, environment, options.steps)
+        settings = [*SETTINGS, *prepare(work, environment)]
+        settings += LONG_STEPS if options.minutes else [*SHORT_STEPS, f"train.steps={options.steps}"]
+        expected = {} if options.minutes else one_gpu(work, environment, settings)
         print(f"{time.time() - until + options.seconds:.0f} s to prepare\n{HEAD}", flush=True)
+        faults = [
+            name for name in options.fault or FAULTS if name != TAKEN or not (options.cpu_only or options.minutes)
+        ]
         for name in options.layout or LAYOUTS:
             place, (layout, tcp) = work / name.replace(" ", "-"), LAYOUTS[name]
-            command = [
-                sys.executable,
-                str(ROOT / "tests/tasks/gang/driver.py"),
-                "train",
-                "tiny",
-                str(place),
-                str(work / "store"),
-            ]
-            command += [*settings, "layout.nodes=2", "layout.gpus_per_node=1", layout]
+            command = [sys.executable, str(ROOT / "tests/tasks/gang/driver.py"), "train", "tiny", str(place)]
+            command += [str(work / "store"), *settings, "layout.nodes=2", "layout.gpus_per_node=1", layout]
             gang = Gang(name, place, command, environment | (TCP if tcp else {}) | {MARK: str(place)})
-            faults = [fault for fault in options.fault or FAULTS if not options.cpu_only or fault != "memory taken"]
+            if options.minutes:
+                rows = timed(gang, faults, out, options.minutes, options.every)
+                break
             if time.time() < until - 90:
                 rows += live(gang, faults, expected, out, until)
                 print("\n".join(map(line, rows[-len(faults) - 1 :])), flush=True)
@@ -184,6 +236,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--fault", nargs="+", metavar="NAME", choices=FAULTS)
     parser.add_argument("--seconds", type=float, default=540, help="nothing new is begun late (default 540)")
     parser.add_argument("--steps", type=int, default=240, help="of each run; a fault takes about 20 (default 240)")
+    parser.add_argument("--minutes", type=float, help="one training of this time, with random faults")
+    parser.add_argument("--every", metavar="MINUTES", type=float, default=5, help="with --minutes: between two faults")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cpu-only", action="store_true", help="without GPUs, and without the fault of their memory")
     return parser.parse_args()

@@ -44,7 +44,7 @@ def main() -> int:
         job = Training(run) if command == "train" else job_of(command, run)
         assert job
         store, engine = open_store(uri, hasty=True), engine_of(job.run)
-        teller = Teller(History(work.name, run.name, ""), work / "files/metrics.jsonl")
+        teller = Teller(History(work.name, run.name, ""), work / "files/metrics.jsonl", work=work)
         fits = fewer_hosts(job.run, job.trains)
         controller.carry_out(
             Gang(work.name, work, job, store, engine, teller, say, cancelled.is_set, fits=fits, advice=less_memory)
