@@ -42,6 +42,7 @@ LONG = 60  # seconds after which no further step is measured
 KERNELS = ("causal_conv1d_fn", "chunk_gated_delta_rule", "mamba_chunk_scan_combined")  # None in transformers if absent
 MAMBA_REFUSES = "out_proj"  # linear layers of nemotron_h that PEFT refuses to adapt
 QWEN35 = "model.mtp=false data.seq_length"  # transformers has no layer of multi-token prediction
+QWEN3_4K = "data.packed=true data.seq_length=4096 train.global_batch=16"
 ROWS = (
     Trial("qwen3.5-35b 6 x 4k", "full", "qwen35-35b-1xh100", None,
           f"{QWEN35}=4096 train.micro_batch=6 train.global_batch=6"),
@@ -51,6 +52,11 @@ ROWS = (
     Trial("gemma3-27b 16 x 4k", "cut", "gemma3-27b-1xh100", 12, "data.packed=true"),
     Trial("nemotron3-nano 4 x 16k", "full", "nemotron3-nano-1xh100", None, "data.packed=true"),
     Trial("qwen3-30b 8 x 8k", "full", "qwen3-30b-a3b-1xh100", None, "data.packed=true"),
+    Trial("qwen3-30b 16 x 4k", "full", "qwen3-30b-a3b-1xh100", None, f"{QWEN3_4K} train.micro_batch=4"),
+    Trial("qwen3-30b 32 x 2k", "full", "qwen3-30b-a3b-1xh100", None,
+          "data.packed=true data.seq_length=2048 train.micro_batch=8 train.global_batch=32"),
+    Trial("qwen3-30b attention 16 x 4k", "full", "qwen3-30b-a3b-1xh100", None,
+          f"{QWEN3_4K} train.micro_batch=4 adapter.targets=[linear_qkv,linear_proj]"),
     Trial("llama3.1-8b 16 x 4k", "full", "llama31-8b-1xh100", None, "data.packed=true"),
     # 49 and 21 GB of weights in bf16, which leaves room for logits without Liger
     Trial("qwen3.5-35b 6 x 4k", "cut", "qwen35-35b-1xh100", 28,
@@ -111,7 +117,8 @@ def sides(one: Trial, out: Path) -> Iterator[tuple[str, list[str], dict[str, Any
     spec |= {"micro_batch": run.train.micro_batch, "rows": run.train.global_batch, "steps": one.steps}
     spec |= {"dtype": "float32" if run.train.precision == "fp32" else "bfloat16"}
     spec |= {"recompute": run.train.recompute != "none"}
-    for experts in (False, True)[: 1 + bool(facts_from_hf(config).experts)]:
+    adapted_experts = bool(facts_from_hf(config).experts) and "linear_fc1" in run.adapter.names
+    for experts in (False, True)[: 1 + adapted_experts]:
         file = out / f"{label(one)}{' experts' * experts}.json".replace(" ", "-")
         file.write_text(json.dumps(spec | {"experts": experts}, indent=1) + "\n")
         yield "theirs", [__file__, "--loop", str(file)], {"tokens": tokens, "experts": experts}
