@@ -7,6 +7,7 @@ place after every rank has written and synced. A folder without a mark is left f
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from contract import json_object
@@ -68,11 +69,19 @@ def remove_older(folder: Path, keep: int, best: int | None) -> None:
 
 
 def remove_incomplete(folder: Path) -> list[str]:
-    """Delete the folders of interrupted saves, which would fill the disk. Return their names."""
+    """Delete the folders of interrupted saves, which would fill the disk. Return their names.
+
+    Several ranks may call it at the same time.
+    """
     broken = [path for _, path in _iterations(folder) if read_mark(path) is None]
     for path in broken:
-        shutil.rmtree(path)
+        shutil.rmtree(path, onexc=_unless_gone)
     return [path.name for path in broken]
+
+
+def _unless_gone(function: Callable, path: str, error: BaseException) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def step_folder(folder: Path, step: int) -> Path:

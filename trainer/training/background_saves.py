@@ -7,11 +7,13 @@ in flight: the next one waits for it, and so do SIGTERM, the end of training, an
 of one rank's thread is raised on all ranks, before the next step or save.
 
 A thread is enough: Python's lock is free while torch and the kernel write. It ends with its process, and a folder
-without a mark remains.
+without a mark remains. The thread has the lowest priority, so that steps lose little time if they use all cores.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +32,7 @@ from trainer.weights import file_sums
 
 Written = Callable[[float, float], None]
 Result = tuple[Any, dict[str, str]]  # of a writer: megatron-core's, and the checksums of its files by their paths
+LEAST_PRIORITY = 19  # nice value
 FAILING_SECONDS = 30  # limit for the save in flight of a rank whose training failed; another rank may be dead
 
 
@@ -62,10 +65,15 @@ class Saves:
         if not self.in_background:
             self.wait()
 
+    def own(self, data: Any) -> Any:
+        """Return a copy of a tensor that is on the host and not one of the copies, else the data."""
+        is_other = isinstance(data, torch.Tensor) and data.device.type == "cpu" and not self.copies.has(data)
+        return self.copies.copy(data.detach()) if is_other else data
+
     def take(self, writer: Any, metadata: Any) -> None:
-        """Copy the tensors of a writer whose files are planned."""
+        """Copy the tensors of a writer whose files are planned, if they are on a GPU."""
         for index, (path, name, (objects, tensors)) in enumerate(writer.write_buckets):
-            copied = [(item, one if self.copies.has(one) else self.copies.copy(one)) for item, one in tensors]
+            copied = [(item, self.copies.copy(one) if one.is_cuda else one) for item, one in tensors]
             writer.write_buckets[index] = path, name, (objects, copied)
         self.parts.append((writer, metadata))
 
@@ -87,6 +95,9 @@ class Saves:
 
     def _write(self) -> None:
         started = time.monotonic()
+        if self.in_background:
+            with contextlib.suppress(OSError):  # a sandbox may not allow it
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
         try:
             of_ranks = [None] * distributed.get_world_size() if distributed.get_rank() == 0 else None
             distributed.gather_object([_files(writer) for writer, _ in self.parts], of_ranks, group=self.group)
@@ -138,6 +149,11 @@ def sums() -> dict[str, str]:
     """Checksums of the files that all ranks have written, by their paths; for a function of when_written()."""
     assert _saves is not None
     return _saves.sums
+
+
+def failure() -> BaseException | None:
+    """Return the error of the last save, if it failed."""
+    return _saves.error if _saves else None
 
 
 def _files(writer: Any) -> Result:

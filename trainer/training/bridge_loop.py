@@ -2,7 +2,6 @@
 
 import faulthandler
 import logging
-import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -26,6 +25,7 @@ def train(run: Run, config: Any, forward_step: Any, callbacks: list[Any]) -> Non
     from trainer.patches import resharding
     from trainer.patches.checkpoints import divided_states
     from trainer.patches.gradients import local_norms
+    from trainer.training import background_saves
     from trainer.weights.conversion import unwritten
     from trainer.weights.packed_base import loading
 
@@ -45,12 +45,12 @@ def train(run: Run, config: Any, forward_step: Any, callbacks: list[Any]) -> Non
         if exit_request.code:
             raise
     except BaseException as error:  # torch's CheckpointException does not inherit from Exception
-        if WRITER_DIED not in str(error):
+        # a rank that has not seen the failed save yet fails when it waits for one that has
+        if WRITER_DIED not in str(background_saves.failure() or error):
             raise
         folder = checkpoint_folder(run)
         free = size(shutil.disk_usage(folder).free)
-        if os.environ["RANK"] == "0":
-            checkpoints.remove_incomplete(folder)
+        checkpoints.remove_incomplete(folder)  # by each rank: torchrun ends the others when the first one has ended
         raise Fault(f"{folder}: a checkpoint could not be written; {free} are free there") from error
 
 

@@ -5,7 +5,8 @@ writer that dies is not noticed on a CPU. Between steps all ranks then reduce a 
 write the metadata with training's own collectives. Its callbacks on_checkpoint_save get the weights of a later step.
 Here Bridge saves as if it waited, and only the files come later. It also formats the run's configuration, always the
 same, in 0.3 s of each save; here once. And it describes the frozen weights of experts with adapters, 20,000 of them in
-Qwen3.5-35B, and leaves them out; here only the adapters are described.
+Qwen3.5-35B, and leaves them out; here only the adapters are described. megatron-core clones tensors on the host that
+are a part of a buffer; here `saves` copies them once.
 
 Remove when Bridge's checkpoint manager is given the planned writers
 (https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/checkpointing.py).
@@ -15,6 +16,7 @@ Remove when Bridge's checkpoint manager is given the planned writers
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from trainer.patches import versions
@@ -27,6 +29,7 @@ def install(saves: Any) -> None:
     from megatron.bridge.peft.utils import is_grouped_expert_linear
     from megatron.bridge.training import checkpointing, pretrain, train
     from megatron.bridge.training.config import ConfigContainer
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync as Writer
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy as Strategy
 
     cleanup, to_yaml = pretrain._cleanup_after_pretrain_failure, ConfigContainer.to_yaml
@@ -47,6 +50,9 @@ def install(saves: Any) -> None:
             to_yaml(config, path)
             content, text = now, Path(path).read_text()
 
+    def prepare(writer: Any, plan: Any, planner: Any) -> None:
+        usual_prepare(writer, plan, SimpleNamespace(resolve_data=lambda item: saves.own(planner.resolve_data(item))))
+
     def of_adapter(layer: Any, *arguments: Any, **keywords: Any) -> Any:
         if is_grouped_expert_linear(getattr(layer.adapter, "base_linear_name", "")):
             layer.to_wrap.sharded_state_dict = lambda *_: {}
@@ -55,6 +61,7 @@ def install(saves: Any) -> None:
         finally:
             layer.to_wrap.__dict__.pop("sharded_state_dict", None)
 
+    usual_prepare, Writer.prepare_write_data = Writer.prepare_write_data, prepare
     of_layer, AdapterWrapper.sharded_state_dict = AdapterWrapper.sharded_state_dict, of_adapter
     Strategy._get_save_and_finalize_callbacks = lambda strategy, writer, planned, kind: (writer, planned[1])
     Strategy.save = lambda strategy, state, folder: saves.take(*strategy.async_save(state, folder, "mcore"))
