@@ -150,6 +150,10 @@ def test_a_slower_network_is_slower_only_across_hosts():
 
 
 # Steps of trainer.trial, 24 November 2026: docs/measurements/plans.md. Plans are within 15 %.
+PACKED = "qwen3-30b-a3b-1xh100"
+PACKS_4096 = "moe.force_balance=true data.seq_length=4096 train.global_batch=16"
+PACKS_2048 = "moe.force_balance=true data.seq_length=2048 train.global_batch=32"
+PACKS_512 = "moe.force_balance=true data.seq_length=512 train.global_batch=128"
 SLICE = "data.seq_length=8192 train.global_batch=8 model.mtp=false adapter.dropout=0 data.packed=false"
 SLICE = f"moe.force_balance=true {SLICE} {' '.join(f'{key}={value}' for key, value in ALONE.items())}"
 GPT2 = "train.recompute=none"
@@ -198,9 +202,13 @@ GPT2_TWO = f"{GPT2} optimizer.distributed=true layout.gpus_per_node=2 train.glob
             "qwen3-30b-a3b",
             48,
             "h100",
-            "data.seq_length=8192 train.global_batch=4 moe.force_balance=true",
+            "data.seq_length=8192 train.global_batch=4 train.micro_batch=1 moe.force_balance=true",
             3.900,
         ),
+        (PACKED, "qwen3-30b-a3b", 48, "h200", "moe.force_balance=true", 5.687),
+        (PACKED, "qwen3-30b-a3b", 48, "h200", f"{PACKS_4096} train.micro_batch=4", 4.872),
+        (PACKED, "qwen3-30b-a3b", 48, "h200", f"{PACKS_2048} train.micro_batch=8", 4.393),
+        (PACKED, "qwen3-30b-a3b", 48, "h200", f"{PACKS_512} train.micro_batch=32", 4.127),
         (
             "qwen3-next-80b-4xh100",
             "qwen3-next-80b",
