@@ -65,11 +65,6 @@ class Saves:
         if not self.in_background:
             self.wait()
 
-    def own(self, data: Any) -> Any:
-        """Return a copy of a tensor that is on the host and not one of the copies, else the data."""
-        is_other = isinstance(data, torch.Tensor) and data.device.type == "cpu" and not self.copies.has(data)
-        return self.copies.copy(data.detach()) if is_other else data
-
     def take(self, writer: Any, metadata: Any) -> None:
         """Copy the tensors of a writer whose files are planned, if they are on a GPU."""
         for index, (path, name, (objects, tensors)) in enumerate(writer.write_buckets):

@@ -6,6 +6,7 @@ Pinned memory of torch's allocator would have sizes of powers of two.
 # pyright: reportOptionalMemberAccess=false
 
 import ctypes
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +38,11 @@ class HostCopies:
             return torch.empty(tensor.shape, dtype=dtype, device="cpu")
         place = torch.from_numpy(self._place(size, tensor.is_cuda))
         return place.view(dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+
+    def own(self, data: Any) -> Any:
+        """Return a copy of a tensor that is on the host and not one of the copies, else the data."""
+        is_other = isinstance(data, torch.Tensor) and data.device.type == "cpu" and not self.has(data)
+        return self.copy(data.detach()) if is_other else data
 
     def has(self, tensor: torch.Tensor) -> bool:
         place = tensor.data_ptr()

@@ -12,7 +12,7 @@ Remove when Bridge's checkpoint manager is given the planned writers
 (https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/checkpointing.py).
 """
 
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,8 @@ def install(saves: Any) -> None:
             content, text = now, Path(path).read_text()
 
     def prepare(writer: Any, plan: Any, planner: Any) -> None:
-        usual_prepare(writer, plan, SimpleNamespace(resolve_data=lambda item: saves.own(planner.resolve_data(item))))
+        own = SimpleNamespace(resolve_data=lambda item: saves.copies.own(planner.resolve_data(item)))
+        usual_prepare(writer, plan, own)
 
     def of_adapter(layer: Any, *arguments: Any, **keywords: Any) -> Any:
         if is_grouped_expert_linear(getattr(layer.adapter, "base_linear_name", "")):
