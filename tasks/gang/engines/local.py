@@ -53,26 +53,24 @@ def turn(demand: Demand) -> str | None:
 
 
 def capacity(demand: Demand, without: tuple[str, ...] = ()) -> str | None:
-    nodes, each = demand.nodes, demand.gpus_per_node
-    hosts = _hosts(each)
-    if hosts and nodes > len(hosts):
-        gpus = sum(len(host.gpus) for host in hosts)
+    here, nodes, each = len(nvidia_smi.visible()), demand.nodes, demand.gpus_per_node
+    if here and nodes * each > here:
         raise Fault(
-            f"gang.engine: {HERE}, but {nodes} hosts with {each} GPUs each are more than the {gpus} GPUs of this host; "
+            f"gang.engine: {HERE}, but {nodes} hosts with {each} GPUs each are more than the {here} GPUs of this host; "
             f"{', '.join(other for other in ENGINES if other != HERE)}"
         )
-    owner = gpu_locks.claimed(_gpus(_chosen(hosts, nodes, without)))
+    owner = gpu_locks.claimed(_gpus(_hosts(each, nodes, without)))
     return f"{nodes * each} GPUs of this host: {owner}" if owner else None
 
 
 def available(demand: Demand, without: tuple[str, ...] = ()) -> int | None:
-    return sum(host.name not in without for host in _hosts(demand.gpus_per_node) or _without_gpus(demand.nodes))
+    return sum(host.name not in without for host in _all(demand.gpus_per_node, demand.nodes))
 
 
 def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -> Members:
     logs = Path(demand.logs)
     logs.mkdir(parents=True, exist_ok=True)
-    hosts, processes = _chosen(_hosts(demand.gpus_per_node), n, without), []
+    hosts, processes = _hosts(demand.gpus_per_node, n, without), []
     until = time.monotonic() + TAKEN_WITHIN  # another job may have taken the GPUs after capacity()
     hold = gpu_locks.take(f"gang {board.gang}", lambda _: None, lambda: time.monotonic() > until, _gpus(hosts))
     if hold is None:
@@ -107,22 +105,20 @@ class _Host:
         return f"{socket.gethostname()}/{self.number}"
 
 
-def _hosts(each: int) -> list[_Host]:
-    """Return all hosts with `each` GPUs; none without GPUs."""
+def _all(each: int, count: int) -> list[_Host]:
+    """Return all hosts with `each` GPUs, or `count` hosts without GPUs if this host has none."""
     listed = nvidia_smi.listed()
     gpus = nvidia_smi.visible(listed)
+    if not gpus:
+        return [*map(_Host, range(count))]
     order = {gpu: place for place, gpu in enumerate((*listed, *(gpu for gpu in gpus if gpu not in listed)))}
     gpus = sorted(gpus, key=order.__getitem__)
     return [_Host(order[gpus[at]] // each, tuple(gpus[at : at + each])) for at in range(0, len(gpus) - each + 1, each)]
 
 
-def _without_gpus(count: int) -> list[_Host]:
-    return [*map(_Host, range(count))]
-
-
-def _chosen(hosts: list[_Host], n: int, without: tuple[str, ...]) -> list[_Host]:
+def _hosts(each: int, n: int, without: tuple[str, ...]) -> list[_Host]:
     """Return the hosts for n members."""
-    hosts = hosts or _without_gpus(n + len(without))
+    hosts = _all(each, n + len(without))
     out = spared(without, lambda out: sum(host.name not in out for host in hosts) >= n)
     return [host for host in hosts if host.name not in out][:n]
 

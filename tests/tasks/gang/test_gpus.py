@@ -63,10 +63,12 @@ def test_a_gang_on_this_host_has_the_visible_gpus_and_no_others(run, board, monk
     assert logs == [[f"{socket.gethostname()}/{number}", str(number)] for number in (2, 3)]
 
 
-def test_more_hosts_than_visible_gpus_are_refused(run, monkeypatch):
+@pytest.mark.parametrize("nodes, each", [(2, 1), (1, 2)])
+def test_more_gpus_than_are_visible_are_refused(run, monkeypatch, nodes, each):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    with pytest.raises(Fault, match="2 hosts with 1 GPUs each are more than the 1 GPUs of this host"):
-        local.capacity(Demand.of(run))
+    more = Demand.of(run.changed(layout={"nodes": nodes, "gpus_per_node": each}))
+    with pytest.raises(Fault, match=f"{nodes} hosts with {each} GPUs each are more than the 1 GPUs of this host"):
+        local.capacity(more)
 
 
 def test_a_gang_on_this_host_comes_after_those_that_wait(run, monkeypatch):
