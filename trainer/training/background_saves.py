@@ -7,13 +7,11 @@ in flight: the next one waits for it, and so do SIGTERM, the end of training, an
 of one rank's thread is raised on all ranks, before the next step or save.
 
 A thread is enough: Python's lock is free while torch and the kernel write. It ends with its process, and a folder
-without a mark remains. The thread has the lowest priority, so that steps lose little time if they use all cores.
+without a mark remains.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 
-import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +30,6 @@ from trainer.weights import file_sums
 
 Written = Callable[[float, float], None]
 Result = tuple[Any, dict[str, str]]  # of a writer: megatron-core's, and the checksums of its files by their paths
-LEAST_PRIORITY = 19  # nice value
 FAILING_SECONDS = 30  # limit for the save in flight of a rank whose training failed; another rank may be dead
 
 
@@ -90,9 +87,6 @@ class Saves:
 
     def _write(self) -> None:
         started = time.monotonic()
-        if self.in_background:
-            with contextlib.suppress(OSError):  # a sandbox may not allow it
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
         try:
             of_ranks = [None] * distributed.get_world_size() if distributed.get_rank() == 0 else None
             distributed.gather_object([_files(writer) for writer, _ in self.parts], of_ranks, group=self.group)
