@@ -70,7 +70,7 @@ def available(demand: Demand, without: tuple[str, ...] = ()) -> int | None:
 def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -> Members:
     logs = Path(demand.logs)
     logs.mkdir(parents=True, exist_ok=True)
-    hosts, processes = _hosts(demand.gpus_per_node, n, without), []
+    hosts, listed, processes = _hosts(demand.gpus_per_node, n, without), nvidia_smi.listed(), []
     until = time.monotonic() + TAKEN_WITHIN  # another job may have taken the GPUs after capacity()
     hold = gpu_locks.take(f"gang {board.gang}", lambda _: None, lambda: time.monotonic() > until, _gpus(hosts))
     if hold is None:
@@ -79,7 +79,7 @@ def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "GANG_ADDRESS": "127.0.0.1"}
         environment |= {"GANG_HOST": host.name} | hold.environment
         if host.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = nvidia_smi.devices(host.gpus, nvidia_smi.listed())
+            environment["CUDA_VISIBLE_DEVICES"] = nvidia_smi.devices(host.gpus, listed)
         with (logs / f"member{node}.log").open("a") as log:
             processes.append(
                 subprocess.Popen(
