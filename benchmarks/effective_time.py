@@ -13,7 +13,10 @@ def seconds(work: Path, gpus: int) -> dict[str, float]:
 
 
 def since(before: dict[str, float], after: dict[str, float], wall: float, least: float) -> tuple[str, list[str]]:
-    """Return a line with the share of effective time and the seconds by category, and what is wrong with them."""
+    """Return the share of effective time and the seconds by category as a line, and a list of errors.
+
+    It is an error if the share is below `least`, or if the seconds do not add up to the wall time.
+    """
     spent_now = {name: after[name] - before[name] for name in after}
     counted, effective = sum(spent_now.values()), sum(spent_now[name] for name in spent.EFFECTIVE) / wall
     wrong = [f"categories sum to {counted:.1f} s of {wall:.1f} s"] * (abs(counted - wall) > EXACT * wall)

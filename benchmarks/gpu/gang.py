@@ -87,7 +87,7 @@ def live(gang: Gang, faults: list[str], expected: dict[int, float], out: "Out", 
 
 
 def timed(gang: Gang, faults: list[str], out: "Out", minutes: float, every: float) -> list[Row]:
-    """Let faults come to a gang at fixed intervals. Returns a row for each, and writes the effective time."""
+    """Run a gang with a fault at fixed intervals. Write its effective time, and return a row for each fault."""
     rows, idle, seen, names = [], memory(), {}, []
     gang.folder.mkdir()
     try:
@@ -168,7 +168,7 @@ def line(row: Row) -> str:
 
 
 def prepare(work: Path, environment: dict[str, str]) -> list[str]:
-    """Prepare model, data and conversion. Return where they are, as settings of all trainings."""
+    """Make the model, prepare the data and convert the model. Return the keys of their paths."""
     paths = [f"paths.{name}={work / name}" for name in ("model", "base", "data")]
     rows = work / "rows"
     commands = [["tiny", "glm4-moe", str(work / "model"), "--dtype", "float32"]]
@@ -182,9 +182,8 @@ def prepare(work: Path, environment: dict[str, str]) -> list[str]:
 def one_gpu(work: Path, environment: dict[str, str], settings: list[str]) -> dict[int, float]:
     """Train on one GPU. Return its losses by step."""
     places = {"output": "one", "logs": "one/logs", "parity": "one/parity.json"}
-    _trainer(
-        ["train", "tiny", *settings, *(f"paths.{name}={work / place}" for name, place in places.items())], environment
-    )
+    paths = [f"paths.{name}={work / place}" for name, place in places.items()]
+    _trainer(["train", "tiny", *settings, *paths], environment)
     lines = [json.loads(line) for line in (work / "one/metrics.jsonl").read_text().splitlines()]
     return losses(lines)
 

@@ -1,5 +1,7 @@
 """contract/checkpoints.py: which checkpoint is the best one, and which ones stay."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from contract import checkpoints
@@ -30,3 +32,15 @@ def test_the_newest_complete_ones_and_the_best_stay(folder):
     assert checkpoints.remove_incomplete(folder) == ["iter_0000012"]
     checkpoints.remove_older(folder, 1, best=None)
     assert checkpoints.complete_steps(folder) == [10]
+
+
+def test_two_ranks_remove_an_incomplete_checkpoint_at_the_same_time(tmp_path):
+    for number in range(20):
+        step = tmp_path / f"iter_{number:07d}"
+        step.mkdir()
+        for rank in range(50):
+            (step / f"__{rank}_0.distcp").write_text(str(number * rank))
+    with ThreadPoolExecutor(2) as threads:
+        for one in [threads.submit(checkpoints.remove_incomplete, tmp_path) for _ in range(2)]:
+            one.result()
+    assert not [*tmp_path.iterdir()]
